@@ -1,0 +1,52 @@
+"""Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def lent_buffers(model: nn.Module) -> Iterator[None]:
+    """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards."""
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    clones: dict[int, torch.Tensor] = {}
+    try:
+        with torch.no_grad():
+            for table, originals in owners:
+                for name, buffer in originals.items():
+                    if buffer is not None:
+                        table[name] = clones.setdefault(id(buffer), buffer.clone())
+        yield
+    finally:
+        for table, originals in owners:
+            table.clear()
+            table.update(originals)
+
+
+@contextmanager
+def lent_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
+    """Put every module into train or eval mode for the body (``None``: leave the modes, but put them back)."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if train is not None:
+            for module, _ in modes:
+                module.training = train
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def lent_gradients(model: nn.Module) -> Iterator[None]:
+    """Start the body without gradients; the true ones are put back afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

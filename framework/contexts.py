@@ -1,0 +1,122 @@
+"""What hooks are told: the frozen view of one fire, and the description of one run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from framework.hook_points import HookPoint
+from framework.profiler import Profiler
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """One metric: its name (``norm/<parameter>`` for one per parameter), formula, range and reading."""
+
+    name: str
+    formula: str
+    range: str
+    reading: str
+
+    @property
+    def column(self) -> str:
+        """The name without its per-parameter part: one column of a table."""
+        return self.name.removesuffix("/<parameter>")
+
+    def describes(self, metric: str) -> bool:
+        """Tell whether ``metric``, as a hook returned it, is this one."""
+        return metric == self.name or (self.column != self.name and metric.startswith(self.column + "/"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """One strategy's run, as hooks (``start``) and sinks (``set_run_context``) are told of it."""
+
+    experiment: str
+    strategy: str
+    output_dir: Path
+    model: nn.Module
+    config: Any
+    loop: str
+    seed: int
+    metric_infos: Mapping[str, MetricInfo] = field(default_factory=dict)
+    """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
+    treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The committing hooks, by name, with the parts of the training state that each changes."""
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """A read-only copy of one parameter group: the names of its parameters and its hyper-parameters."""
+
+    names: tuple[str, ...]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float] | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """What :meth:`RunDataContext.forward` returns: the model's output and the captured modules' outputs."""
+
+    output: Any
+    captured: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserverServices:
+    """The functions behind the methods of :class:`RunDataContext`; built once for a run."""
+
+    forward: Callable[[Any, Sequence[str], bool], ForwardResult]
+    optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
+    last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDataContext:
+    """The frozen view of one fire. A field is ``None`` where it does not apply; docs/loop.md has the table."""
+
+    hook_point: HookPoint
+    epoch: int
+    step: int
+    """Optimizer steps: the 1-based number of the step in progress, between steps the number of steps done."""
+    model: nn.Module
+    config: Any
+    loader: Any
+    services: ObserverServices
+    profiler: Profiler
+    batch_idx: int | None = None
+    batch_data: Any = None
+    loss: float | Tensor | None = None
+    """The step's loss (a zero-dimensional tensor) at step points, the epoch's mean (a float) at epoch points."""
+    train_acc: float | None = None
+    val_acc: float | None = None
+    lr: float | None = None
+    accumulated_grads: Mapping[str, Tensor] | None = None
+    """Mean gradient of the epoch so far by parameter name, as POST_BACKWARD saw it (``needs_grads``)."""
+    prev_step_grads: Mapping[str, Tensor] | None = None
+    """Gradient of the previous step by parameter name, as POST_BACKWARD saw it (``needs_prev_step_grads``)."""
+    target_grad: Mapping[str, Tensor] | None = None
+    """The experiment's target gradient by parameter name (``needs_target_grad``)."""
+
+    @property
+    def optimizer_groups(self) -> tuple[OptimizerGroup, ...]:
+        """The optimizer's parameter groups, copied: names, learning rate, decay, betas."""
+        return self.services.optimizer_groups()
+
+    def forward(self, inputs: Any, *, capture: Sequence[str] = (), train: bool = False) -> ForwardResult:
+        """Run the model on ``inputs`` without gradients, leaving modes, buffers and random streams as they were.
+
+        Args:
+            inputs: the model's input, or a tuple of its positional inputs.
+            capture: names of submodules whose outputs are returned beside the model's.
+            train: run in train mode (with dropout) instead of eval mode.
+        """
+        return self.services.forward(inputs, capture, train)
+
+    def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
+        """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""
+        return self.services.last_metrics(point)

@@ -1,0 +1,104 @@
+"""The moments of a training loop at which hooks fire, and the schedules that thin them out."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from framework.errors import UsageError
+
+LoopType = Literal["epoch", "step"]
+EpochWindow = tuple[int | None, int | None]
+LoopPoints = Mapping[str, "Set[HookPoint] | Mapping[HookPoint, EpochWindow]"]
+
+
+class HookPoint(IntEnum):
+    """The points of the epoch loop, in firing order (the step loop fires the indented ones and SNAPSHOT).
+
+    An ``IntEnum``, because a member then indexes a tuple of listeners at C speed.
+
+    ::
+
+        PRE_EPOCH
+          for each batch:
+              PRE_STEP
+              zero_grad, forward, backward
+              POST_BACKWARD
+              PRE_UPDATE
+              optimizer.step, per-step scheduler
+              POST_STEP
+          flush step metrics, per-epoch scheduler, evaluate
+        POST_EPOCH
+        SNAPSHOT
+    """
+
+    PRE_EPOCH = 0
+    PRE_STEP = 1
+    POST_BACKWARD = 2  # gradients complete, unscaled, not yet clipped
+    PRE_UPDATE = 3  # gradients exactly as the optimizer will use them; observers only
+    POST_STEP = 4  # gradients still there
+    POST_EPOCH = 5
+    SNAPSHOT = 6
+
+
+STEP_POINTS = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+POINTS_OF_LOOP: dict[str, frozenset[HookPoint]] = {
+    "epoch": frozenset(HookPoint),
+    "step": STEP_POINTS | {HookPoint.SNAPSHOT},
+}
+ALWAYS: EpochWindow = (None, None)
+
+
+def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loop: str) -> dict[HookPoint, EpochWindow]:
+    """Resolve where a hook fires in one loop type, and within which epochs (bounds inclusive, ``None`` open).
+
+    A hook with ``loop_points`` but no entry for this loop fires nowhere.
+    """
+    if loop_points is None:
+        wanted: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
+    else:
+        entry = loop_points.get(loop, frozenset())
+        wanted = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
+    return {point: window for point, window in wanted.items() if point in POINTS_OF_LOOP[loop]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule:
+    """Which steps a hook sees at step-level points; steps count from 1 and the same rule holds at every point.
+
+    ``continual`` fires every step, ``stride`` every ``every_n_steps``-th, ``burst`` fires ``burst_length``
+    consecutive steps every ``every_n_steps``. Counting starts at the first step after ``warmup`` steps.
+
+    >>> burst = StepSchedule(mode="burst", every_n_steps=10, burst_length=2, warmup=3)
+    >>> [step for step in range(1, 26) if burst.is_due(step)]
+    [4, 5, 14, 15, 24, 25]
+    """
+
+    mode: Literal["continual", "stride", "burst"] = "continual"
+    every_n_steps: int = 1
+    burst_length: int = 1
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("continual", "stride", "burst"):
+            raise UsageError(f"Unknown step schedule {self.mode!r}. Known: continual, stride, burst.")
+        if self.every_n_steps < 1:
+            raise UsageError(f"every_n_steps is {self.every_n_steps}; it must be at least 1.")
+        if not 1 <= self.burst_length <= self.every_n_steps and self.mode == "burst":
+            raise UsageError(
+                f"burst_length is {self.burst_length}; it must lie in 1..every_n_steps ({self.every_n_steps})."
+            )
+        if self.warmup < 0:
+            raise UsageError(f"warmup is {self.warmup}; it must be at least 0.")
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the hook fires at 1-based ``step``."""
+        if step <= self.warmup:
+            return False
+        if self.mode == "continual":
+            return True
+        length = self.burst_length if self.mode == "burst" else 1
+        return (step - self.warmup - 1) % self.every_n_steps < length
+
+
+EVERY_STEP = StepSchedule()

@@ -1,0 +1,100 @@
+"""The base classes of every feature: observers, interventions and debug interventions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from framework.commits import StatePart
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
+from framework.metrics import Metrics
+from framework.taps import GradientTap
+
+if TYPE_CHECKING:
+    from framework.sapi import ModelDataContext
+
+
+class TrainingHook(ABC):
+    """An observer: reads a frozen context and returns metrics; whatever else it does is undone or caught.
+
+    Options are keyword-only, annotated arguments of ``__init__``; ``--hook-config name.option=value`` sets them.
+    """
+
+    name: ClassVar[str]
+    hook_points: ClassVar[Set[HookPoint]]
+    loop_points: ClassVar[LoopPoints | None] = None
+    """Points by loop type (``"epoch"``, ``"step"``): a set, or a dict to ``(min_epoch, max_epoch)`` windows."""
+    step_schedule: StepSchedule = EVERY_STEP
+    needs_grads: ClassVar[bool] = False
+    needs_prev_step_grads: ClassVar[bool] = False
+    needs_pre_epoch_state: ClassVar[bool] = False
+    needs_reference_weights: ClassVar[bool] = False
+    needs_target_grad: ClassVar[bool] = False
+    debug: ClassVar[bool] = False
+
+    @abstractmethod
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return this fire's metrics: numbers, zero-dimensional tensors on any device, lists or dicts of them.
+
+        Runs without gradient tracking. An observer that needs autograd enters ``torch.enable_grad()`` itself.
+        """
+
+    @abstractmethod
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """List every metric that ``compute`` or ``intervene`` can return."""
+
+    def start(self, run: RunInfo) -> None:  # noqa: B027 - optional
+        """Prepare for a strategy, before its first step."""
+
+    def end(self, status: str) -> None:  # noqa: B027 - optional
+        """Finish a strategy, after its last step; ``status`` as in :meth:`MetricSink.close`."""
+
+    def reset(self) -> None:  # noqa: B027 - optional
+        """Forget everything measured so far; called between strategies."""
+
+    def check(self, values: Mapping[str, Any], step: int) -> None:  # noqa: B027 - optional
+        """Look at the host values of one fire, once they are there; the place for warnings by name and step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this hook remembers: tensors and plain values, readable without executing code."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """Take back what :meth:`state_dict` returned."""
+
+    def taps(self, model: nn.Module) -> Iterable[GradientTap]:
+        """Declare the gradients this hook wants to see, or to replace, while they flow."""
+        return ()
+
+
+class InterventionHook(TrainingHook):
+    """A hook that also gets the SAPI: it may do anything to the training state, and is rolled back.
+
+    What shall stay is declared in ``commits`` and asked for through the SAPI's commit verbs. A hook that only
+    reads or commits declares ``mutates = False`` and costs no copy of the state.
+    """
+
+    intervention_points: ClassVar[Set[HookPoint] | None] = None
+    """Where ``intervene`` is called; elsewhere ``compute`` is. ``None``: everywhere."""
+    mutates: ClassVar[bool] = True
+    commits: ClassVar[Set[StatePart]] = frozenset()
+
+    @abstractmethod
+    def intervene(self, run_ctx: RunDataContext, model_ctx: "ModelDataContext") -> Metrics:
+        """Experiment on the training state and return metrics."""
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return metrics at the points outside ``intervention_points``."""
+        raise NotImplementedError(f"Hook {self.name!r} observes at {ctx.hook_point.name} but defines no compute().")
+
+    def intervenes_at(self, point: HookPoint) -> bool:
+        """Tell whether ``intervene`` rather than ``compute`` is called at ``point``."""
+        return self.intervention_points is None or point in self.intervention_points
+
+
+class DebugInterventionHook(InterventionHook):
+    """An intervention for validating other hooks: left out of every bulk selection, switched on by name."""
+
+    debug: ClassVar[bool] = True

@@ -1,0 +1,109 @@
+"""One gate for all foreign code: its own random streams, watched while it reads, rolled back when it intervenes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from framework.audit import Audit
+from framework.guardian import Snapshot
+from framework.random_streams import StreamState
+from framework.training_state import TrainingState
+from framework.tripwire import Tripwire
+
+Result = TypeVar("Result")
+
+
+class Isolation:
+    """Keeps hooks, evaluation, checkpoints and sinks from changing the training state.
+
+    A visit begins with :meth:`begin` and ends with :meth:`end`; in between, any number of calls are made on
+    derived streams, each of them checked against the one before.
+    """
+
+    def __init__(
+        self, state: TrainingState, *, audit: bool = False, guardian_device: torch.device | None = None
+    ) -> None:
+        self._state = state
+        self._streams = state.streams
+        self._tripwire = Tripwire(state)
+        self._audit = Audit(state, enabled=audit)
+        self._guardian = Snapshot(guardian_device)
+        self._saved_streams: StreamState | None = None
+        self._guarded = False
+
+    def begin(self) -> None:
+        """Save the run's streams and take the baseline of every check."""
+        self._saved_streams = self._streams.save()
+        self._guarded = False
+        self.rebase()
+
+    def end(self) -> None:
+        """Put the run's streams back."""
+        saved, self._saved_streams = self._saved_streams, None
+        if saved is not None:
+            saved.restore()
+
+    def rebase(self) -> None:
+        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions."""
+        self._restore_streams_for_audit()
+        self._tripwire.begin()
+        self._audit.begin()
+
+    def check(self, culprit: str) -> None:
+        """Raise :class:`StateMutationError` if the state differs from the baseline."""
+        self._tripwire.check(culprit)
+        self._restore_streams_for_audit()
+        self._audit.check(culprit)
+
+    def observe(self, culprit: str, stream: tuple[str, str, int], function: Callable[[], Result]) -> Result:
+        """Run ``function`` on the derived ``stream`` (name, point, step), without gradient tracking, and check."""
+        self._streams.derive(*stream)
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function()
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+            self.check(culprit)
+
+    def intervene(
+        self, culprit: str, stream: tuple[str, str, int], function: Callable[[], Result], *, mutates: bool
+    ) -> Result:
+        """Run ``function`` on the derived ``stream`` and roll back whatever it did to the training state."""
+        if mutates and not self._guarded:
+            self._guardian.save(self._state)
+            self._guarded = True
+        self._streams.derive(*stream)
+        try:
+            return function()
+        finally:
+            if mutates:
+                self._guardian.restore(self._state)
+                self._restore_streams_for_audit()
+                self._audit.check(culprit)
+                self._tripwire.begin()
+            else:
+                self.check(culprit)
+
+    def committed(self) -> None:
+        """Note that the state was changed on purpose: the next intervention starts from it."""
+        self._guarded = False
+        self.rebase()
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Begin before the body and end after it, unless a visit is under way already."""
+        if self._saved_streams is not None:
+            yield
+            return
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _restore_streams_for_audit(self) -> None:
+        if self._audit.enabled and self._saved_streams is not None:
+            self._saved_streams.restore()

@@ -1,0 +1,194 @@
+"""The two training loops: the only place where hook points are fired."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from framework.borrowing import lent_modes
+from framework.data import Batch
+from framework.hook_points import HookPoint
+from framework.manager import HookManager
+from framework.param_vectors import gradients
+from framework.train_step import TrainingTask, forward_backward, update
+from framework.training_state import LoopState
+
+EPOCH_END = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+
+
+class Progress(Protocol):
+    """What a loop tells the display: one call per step, and one per evaluation with its numbers."""
+
+    def step(self, loop: LoopState) -> None:
+        """Note that a step is done."""
+        ...
+
+    def evaluated(self, loop: LoopState) -> None:
+        """Note that an evaluation (in the epoch loop, an epoch) is done."""
+        ...
+
+
+class NoProgress:
+    """Shows nothing."""
+
+    def step(self, loop: LoopState) -> None:
+        """Ignore a step."""
+
+    def evaluated(self, loop: LoopState) -> None:
+        """Ignore an evaluation."""
+
+
+def epoch_loop(
+    task: TrainingTask,
+    hooks: HookManager,
+    *,
+    progress: Progress = NoProgress(),  # noqa: B008 - it has no state
+    checkpoint: Callable[[], None] = lambda: None,
+) -> None:
+    """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch on."""
+    loop = hooks.state.loop
+    while loop.epoch < task.length and not loop.stopped:
+        _begin_epoch(task, hooks, loop)
+        hooks.fire(HookPoint.PRE_EPOCH)
+        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch)):
+            _training_step(task, hooks, loop, batch, step_scheduler=task.scheduler_interval == "step")
+            progress.step(loop)
+        _end_of_batches(loop)
+        hooks.flush_steps()
+        if task.scheduler is not None and task.scheduler_interval == "epoch":
+            task.scheduler.step()
+        _finish_accumulation(loop)
+        if _is_due(loop.epoch + 1, task.eval_every, task.length):
+            evaluate(task, hooks, loop)
+        progress.evaluated(loop)
+        hooks.fire(HookPoint.POST_EPOCH)
+        if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
+            hooks.fire(HookPoint.SNAPSHOT)
+        loop.epoch += 1
+        if task.checkpoint_every and loop.epoch % task.checkpoint_every == 0:
+            hooks.isolated("checkpoint", checkpoint)
+
+
+def step_loop(
+    task: TrainingTask,
+    hooks: HookManager,
+    *,
+    progress: Progress = NoProgress(),  # noqa: B008 - it has no state
+    checkpoint: Callable[[], None] = lambda: None,
+) -> None:
+    """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
+    loop = hooks.state.loop
+    while loop.step < task.length and not loop.stopped:
+        first = loop.step - loop.epoch * len(task.loader)
+        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):
+            _training_step(task, hooks, loop, batch, step_scheduler=True)
+            progress.step(loop)
+            _after_step(task, hooks, loop, progress, checkpoint)
+            if loop.step >= task.length or loop.stopped:
+                break
+        else:
+            loop.epoch += 1
+    _end_of_batches(loop)
+
+
+def _after_step(
+    task: TrainingTask, hooks: HookManager, loop: LoopState, progress: Progress, checkpoint: Callable[[], None]
+) -> None:
+    """Do what the step loop does between steps."""
+    if _is_due(loop.step, task.eval_every, task.length):
+        evaluate(task, hooks, loop)
+        progress.evaluated(loop)
+    last = loop.stopped or loop.step == task.length
+    if loop.step % task.log_every == 0 or last:
+        _finish_accumulation(loop)
+        hooks.flush_steps()
+    if loop.step % task.snapshot_every == 0 or last:
+        hooks.fire(HookPoint.SNAPSHOT)
+    if task.checkpoint_every and loop.step % task.checkpoint_every == 0:
+        hooks.isolated("checkpoint", checkpoint)
+
+
+def _training_step(
+    task: TrainingTask, hooks: HookManager, loop: LoopState, batch: Batch, *, step_scheduler: bool
+) -> None:
+    """Take one optimizer step and fire its four points."""
+    loop.step += 1
+    loop.batch = batch
+    loop.prev_step_grads, loop.current_grads = loop.current_grads, None
+    hooks.fire(HookPoint.PRE_STEP)
+    loss = forward_backward(task, batch)
+    loop.loss = loss
+    loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
+    loop.running_steps += 1
+    if hooks.keeps_gradients:
+        _gather_gradients(task, hooks, loop)
+    hooks.fire(HookPoint.POST_BACKWARD)
+    hooks.fire(HookPoint.PRE_UPDATE)
+    update(task, step_scheduler=step_scheduler)
+    hooks.fire(HookPoint.POST_STEP)
+
+
+def _gather_gradients(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
+    """Keep this step's gradients for the hooks that asked for their mean, or for the previous step's."""
+    live = gradients(task.model)
+    with torch.no_grad():
+        if hooks.needs("needs_grads"):
+            loop.gradient_sum = _added(loop.gradient_sum, live)
+            loop.gradient_steps += 1
+        if hooks.wants_previous_gradients(loop.step + 1):
+            loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
+
+
+def _added(total: dict[str, Tensor] | None, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    if total is None or total.keys() != live.keys():
+        fresh = {name: gradient.clone() for name, gradient in live.items()}
+        for name, value in (total or {}).items():
+            fresh[name] = value + fresh[name] if name in fresh else value
+        return fresh
+    torch._foreach_add_(list(total.values()), list(live.values()))
+    return total
+
+
+def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
+    """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
+    loop.running_loss, loop.running_steps = None, 0
+    loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
+    points = EPOCH_END if _is_due(loop.epoch + 1, task.snapshot_every, task.length) else EPOCH_END[:1]
+    if hooks.wants("needs_pre_epoch_state", points=points):
+        loop.pre_epoch = hooks.pre_epoch_snapshot.save(hooks.state)
+    else:
+        loop.pre_epoch = None
+
+
+def _end_of_batches(loop: LoopState) -> None:
+    """Forget the batch in flight: what comes next is between steps."""
+    loop.batch, loop.batch_idx, loop.loss = None, None, None
+
+
+def _finish_accumulation(loop: LoopState) -> None:
+    """Turn the running sums into means: the loss of the epoch (or since the last flush), the mean gradient."""
+    if loop.running_loss is not None:
+        loop.epoch_loss = float(loop.running_loss) / loop.running_steps
+        loop.running_loss, loop.running_steps = None, 0
+    if loop.gradient_sum is not None:
+        with torch.no_grad():
+            torch._foreach_div_(list(loop.gradient_sum.values()), loop.gradient_steps)
+        loop.accumulated_grads, loop.gradient_sum, loop.gradient_steps = loop.gradient_sum, None, 0
+
+
+def evaluate(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
+    """Evaluate in eval mode, isolated from the run, and decide whether to stop."""
+
+    def in_eval_mode() -> dict[str, float]:
+        with lent_modes(task.model, train=False):
+            return task.evaluate(task.model)
+
+    loop.evaluation = hooks.isolated("evaluation", in_eval_mode)
+    if task.should_stop(loop.evaluation):
+        loop.stopped = True
+        loop.reached = {"epoch": loop.epoch, "step": loop.step}
+
+
+def _is_due(count: int, every: int, length: int) -> bool:
+    return bool(every) and (count % every == 0 or count == length)

@@ -1,0 +1,313 @@
+"""The hook manager: decides which hooks are due, calls them through the isolation and forwards their metrics."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from framework.commits import CommitRecord
+from framework.contexts import MetricInfo, ObserverServices, RunDataContext, RunInfo
+from framework.dispatch import MetricDispatch
+from framework.errors import HookError, StateMutationError
+from framework.guardian import Snapshot
+from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
+from framework.hooks import InterventionHook, TrainingHook
+from framework.isolation import Isolation
+from framework.metrics import Metrics, MetricSink
+from framework.observation import forward_pass, optimizer_groups
+from framework.profiler import Profiler
+from framework.registry import without_duplicates
+from framework.sapi import ModelDataContext
+from framework.taps import TapSet
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A hook at one hook point of one loop type, everything resolved that can be before the run."""
+
+    hook: TrainingHook
+    point: HookPoint
+    window: EpochWindow
+    intervention: InterventionHook | None
+    scheduled: bool
+
+    def is_due(self, epoch: int, step: int) -> bool:
+        """Tell whether the hook fires now."""
+        first, last = self.window
+        in_window = (first is None or epoch >= first) and (last is None or epoch <= last)
+        return in_window and (not self.scheduled or self.hook.step_schedule.is_due(step))
+
+    @property
+    def rank(self) -> int:
+        """Order at one point: observers, interventions, committing interventions."""
+        if self.intervention is None:
+            return 0
+        return 2 if self.intervention.commits else 1
+
+
+class HookManager:
+    """Fires hooks for one strategy's run; one without hooks is a run like any other.
+
+    Args:
+        hooks: in the order the user named them, which is the order of committing hooks at one point.
+        loop: ``"epoch"`` or ``"step"``.
+        on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[TrainingHook],
+        task: TrainingTask,
+        state: TrainingState,
+        *,
+        loop: str = "epoch",
+        sinks: Sequence[MetricSink] = (),
+        on_error: Literal["raise", "skip"] = "raise",
+        audit: bool = False,
+        guardian_device: torch.device | None = None,
+        profile: bool = False,
+    ) -> None:
+        self.hooks = without_duplicates(hooks)
+        self.task = task
+        self.state = state
+        self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
+        self.errors: list[dict[str, Any]] = []
+        self.profiler = Profiler(enabled=profile)
+        self._on_error = on_error
+        self._guardian_device = guardian_device
+        self.pre_epoch_snapshot = Snapshot(guardian_device)
+        self._taps = TapSet(task.model, self._run_tap)
+        self._dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
+        self._services = ObserverServices(
+            forward=lambda inputs, capture, train: forward_pass(state, inputs, capture, train),
+            optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
+            last_metrics=self.get_last_metrics,
+        )
+        by_point: list[list[Listener]] = [[] for _ in HookPoint]
+        for hook in self.hooks:
+            for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
+                by_point[point].append(_listener(hook, point, window))
+        self._listeners = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
+        self._keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
+
+    # Life cycle
+
+    def start(self, run: RunInfo) -> None:
+        """Tell every hook and sink that the strategy starts, and attach the taps."""
+        with self.isolation.visit():
+            for hook in list(self.hooks):
+                self._guarded(hook, "start", 0, lambda hook=hook: hook.start(run))  # type: ignore[misc]
+            self._dispatch.start(run)
+        for hook in self.hooks:
+            self._taps.attach(
+                hook.name, hook.taps(self.task.model), lambda hook=hook: hook.step_schedule.is_due(self.state.loop.step)
+            )  # type: ignore[misc]
+
+    def end(self, status: str) -> None:
+        """Deliver what is still buffered, tell every hook and sink that the strategy is over, remove the taps."""
+        self._taps.remove()
+        with self.isolation.visit():
+            self._dispatch.flush_steps(self.state.loop.epoch)
+            for hook in list(self.hooks):
+                self._guarded(hook, "end", self.state.loop.step, lambda hook=hook: hook.end(status))  # type: ignore[misc]
+            self._dispatch.end(status)
+
+    def metric_infos(self) -> dict[str, MetricInfo]:
+        """Return every metric the hooks describe, by full name."""
+        return {f"{hook.name}/{info.name}": info for hook in self.hooks for info in hook.describe_metrics()}
+
+    def treatments(self) -> dict[str, tuple[str, ...]]:
+        """Return the committing hooks with what each of them changes."""
+        return {
+            hook.name: tuple(sorted(part.value for part in hook.commits))
+            for hook in self.hooks
+            if isinstance(hook, InterventionHook) and hook.commits
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every hook's state, by the hook's name."""
+        return {hook.name: hook.state_dict() for hook in self.hooks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
+        for hook in self.hooks:
+            if hook.name in state:
+                hook.load_state_dict(state[hook.name])
+
+    # What the loop asks
+
+    def fire(self, point: HookPoint) -> None:
+        """Call the hooks that are due at ``point``."""
+        listeners = self._listeners[point]
+        if listeners:
+            loop = self.state.loop
+            due = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
+            if due:
+                self._fire(point, due)
+
+    def wants(self, need: str, *, points: Iterable[HookPoint], step: int | None = None) -> bool:
+        """Tell whether a hook with the flag ``need`` fires at one of ``points`` in this epoch (and at ``step``)."""
+        epoch = self.state.loop.epoch
+        return any(
+            getattr(listener.hook, need)
+            and listener.is_due(epoch, listener.hook.step_schedule.warmup + 1 if step is None else step)
+            for point in points
+            for listener in self._listeners[point]
+        )
+
+    def needs(self, need: str) -> bool:
+        """Tell whether any active hook has the flag ``need``."""
+        return any(getattr(listener.hook, need) for listeners in self._listeners for listener in listeners)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Tell whether the loop must keep gradients beyond their step."""
+        return self._keeps_gradients
+
+    def wants_previous_gradients(self, step: int) -> bool:
+        """Tell whether a hook will look at the gradients of the step before ``step``."""
+        return self.wants("needs_prev_step_grads", points=STEP_POINTS, step=step)
+
+    def flush_steps(self) -> None:
+        """Move the buffered step metrics to the host and deliver them as series."""
+        if self._dispatch.has_steps:
+            with self.isolation.visit():
+                self._dispatch.flush_steps(self.state.loop.epoch)
+
+    def isolated(self, name: str, function: Callable[[], Result]) -> Result:
+        """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
+        loop = self.state.loop
+        with self.isolation.visit():
+            return self.isolation.observe(name, (name, "loop", loop.step), function)
+
+    def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
+        """Return the newest metrics by full name, of one point or of all."""
+        return self._dispatch.last(point)
+
+    # One fire
+
+    def _fire(self, point: HookPoint, due: list[Listener]) -> None:
+        isolation = self.isolation
+        isolation.begin()
+        try:
+            context = self._context(point)
+            for listener in due:
+                self._call(listener, context)
+            if point not in STEP_POINTS:
+                self._dispatch.deliver(point, self.state.loop.epoch, self.state.loop.step)
+        finally:
+            isolation.end()
+
+    def _call(self, listener: Listener, context: RunDataContext) -> None:
+        hook, loop = listener.hook, self.state.loop
+        if listener.intervention is None:
+            self._guarded(hook, listener.point.name, loop.step, lambda: self._keep(listener, hook.compute(context)))
+            return
+        intervention = listener.intervention
+        record = CommitRecord(hook.name, frozenset(intervention.commits))
+        model_context = ModelDataContext(
+            self.task, self.state, record, mutates=intervention.mutates, device=self._guardian_device
+        )
+        done = self._guarded(
+            hook,
+            listener.point.name,
+            loop.step,
+            lambda: self._keep(listener, intervention.intervene(context, model_context)),
+            intervention=intervention,
+        )
+        if done and record.changes:
+            record.apply()
+            self.isolation.committed()
+
+    def _keep(self, listener: Listener, metrics: Metrics) -> bool:
+        """Store a call's metrics; copying their tensors here, before any rollback, is what makes them last."""
+        self._dispatch.add(listener.hook, listener.point, self.state.loop.step, metrics)
+        return True
+
+    def _guarded(
+        self,
+        hook: TrainingHook,
+        where: str,
+        step: int,
+        function: Callable[[], Result],
+        *,
+        intervention: InterventionHook | None = None,
+    ) -> Result | None:
+        """Call hook code through the isolation and treat what it raises as the user asked for."""
+        culprit = f"Hook {hook.name!r} at {where} of step {step}"
+        stream = (hook.name, where, step)
+        try:
+            with self.profiler.section(hook.name):
+                if intervention is None:
+                    return self.isolation.observe(culprit, stream, function)
+                self._taps.__enter__()
+                try:
+                    return self.isolation.intervene(culprit, stream, function, mutates=intervention.mutates)
+                finally:
+                    self._taps.__exit__()
+        except StateMutationError:
+            raise
+        except Exception as error:
+            self._failed(hook, where, step, error)
+            return None
+
+    def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
+        self.errors.append(
+            {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
+        )
+        if self._on_error == "raise":
+            raise HookError(message) from error
+        self._listeners = [[item for item in listeners if item.hook is not hook] for listeners in self._listeners]
+        self.hooks = [other for other in self.hooks if other is not hook]
+        warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
+
+    def _run_tap(self, hook: str, function: Callable[[], Any]) -> Any:
+        with self.state.streams.isolated():
+            self.state.streams.derive(hook, "tap", self.state.loop.step)
+            return function()
+
+    def _context(self, point: HookPoint) -> RunDataContext:
+        loop, task = self.state.loop, self.task
+        at_step = point in STEP_POINTS
+        targets = (
+            task.target_grad(task.model) if self.wants("needs_target_grad", points=(point,), step=loop.step) else None
+        )
+        return RunDataContext(
+            hook_point=point,
+            epoch=loop.epoch,
+            step=loop.step,
+            model=task.model,
+            config=task.config,
+            loader=task.loader,
+            services=self._services,
+            profiler=self.profiler,
+            batch_idx=loop.batch_idx,
+            batch_data=loop.batch,
+            loss=loop.loss if at_step else loop.epoch_loss,
+            train_acc=None if at_step else loop.evaluation.get("train_acc"),
+            val_acc=None if at_step else loop.evaluation.get("val_acc"),
+            lr=task.optimizer.param_groups[0]["lr"],
+            accumulated_grads=_frozen(loop.accumulated_grads),
+            prev_step_grads=_frozen(loop.prev_step_grads),
+            target_grad=_frozen(targets),
+        )
+
+
+def _frozen(vector: dict[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor] | None:
+    return None if vector is None else MappingProxyType(vector)
+
+
+def _listener(hook: TrainingHook, point: HookPoint, window: EpochWindow) -> Listener:
+    intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
+    scheduled = point in STEP_POINTS and hook.step_schedule.mode != "continual"
+    return Listener(
+        hook, point, window, intervention, scheduled or hook.step_schedule.warmup > 0 and point in STEP_POINTS
+    )

@@ -1,0 +1,121 @@
+"""What a hook may return, where it goes, and how step metrics wait on their device for one transfer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.contexts import RunInfo
+from framework.hook_points import HookPoint
+
+MetricValue = Any  # float | int | bool | zero-dimensional Tensor | list | dict of these
+Metrics = Mapping[str, MetricValue]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A step-level metric as sinks receive it: one value for each step at which it was reported."""
+
+    steps: list[int]
+    values: list[Any]
+
+
+class MetricSink(ABC):
+    """A destination of metrics; it may fail at any time without harm to the run, which then goes on without it."""
+
+    name: str = "sink"
+
+    def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
+        """Prepare for the strategy that starts now (open files, start an external run)."""
+
+    @abstractmethod
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Take the metrics of one fire: host values, or a :class:`Series` of them for step-level points."""
+
+    def flush(self) -> None:  # noqa: B027 - optional
+        """Make everything emitted so far durable."""
+
+    def close(self, status: str) -> None:  # noqa: B027 - optional
+        """Finish the strategy; ``status`` is "completed", "failed" or "interrupted"."""
+
+
+def _leaves(value: MetricValue) -> Iterator[Tensor]:
+    """Yield the tensors inside a metric value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _filled(value: MetricValue, numbers: Iterator[Any]) -> Any:
+    """Return ``value`` with its tensors replaced, in order, by the next of ``numbers``."""
+    if isinstance(value, Tensor):
+        return next(numbers)
+    if isinstance(value, Mapping):
+        return {key: _filled(item, numbers) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_filled(item, numbers) for item in value]
+    return value
+
+
+Group = tuple[torch.device, torch.dtype]
+
+
+class PendingMetrics:
+    """Metrics whose tensors wait on their devices, packed so that later changes of the originals do not show.
+
+    ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` joins
+    the vectors of all calls and moves each device's in one transfer.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Metrics, list[Group]]] = []
+        self._packed: dict[Group, list[Tensor]] = {}
+
+    def add(self, metrics: Metrics) -> Metrics:
+        """Queue the metrics of one hook call and return them with their tensors copied.
+
+        Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping.
+        """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"returned a {type(metrics).__name__}; a hook returns a dict of metrics")
+        leaves = [leaf for value in metrics.values() if type(value) is not float for leaf in _leaves(value)]
+        if not leaves:
+            self._entries.append((metrics, []))
+            return metrics
+        groups: dict[Group, list[Tensor]] = {}
+        for leaf in leaves:
+            if leaf.ndim:
+                raise ValueError(
+                    f"returned a tensor of shape {tuple(leaf.shape)}; metrics are zero-dimensional tensors"
+                )
+            groups.setdefault((leaf.device, leaf.dtype), []).append(leaf)
+        copies = {key: torch.stack(group).detach() for key, group in groups.items()}
+        for key, vector in copies.items():
+            self._packed.setdefault(key, []).append(vector)
+        keys = [(leaf.device, leaf.dtype) for leaf in leaves]
+        self._entries.append((metrics, keys))
+        return _substituted(metrics, keys, {key: iter(vector) for key, vector in copies.items()})
+
+    def to_host(self) -> list[dict[str, Any]]:
+        """Return every queued call's metrics as host values, in order, and forget them."""
+        numbers = {key: iter(torch.cat(vectors).tolist()) for key, vectors in self._packed.items()}
+        host = [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
+        self._entries.clear()
+        self._packed.clear()
+        return host
+
+
+def _substituted(metrics: Metrics, keys: list[Group], values: Mapping[Group, Iterator[Any]]) -> dict[str, Any]:
+    """Return the metrics with each tensor replaced by the next value of its group."""
+    if not keys:
+        return dict(metrics)
+    replacements = iter([next(values[key]) for key in keys])
+    return {name: _filled(value, replacements) for name, value in metrics.items()}
