@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ class Series:
 class MetricSink(ABC):
     """A destination of metrics; it may fail at any time without harm to the run, which then goes on without it."""
 
-    name: str = "sink"
+    name: ClassVar[str] = "sink"
+    flag: ClassVar[str | None] = None
+    """The switch of the command line that asks for this sink, such as ``--hook-csv``."""
 
     def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
         """Prepare for the strategy that starts now (open files, start an external run)."""

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook, TrainingHook
+from framework.metrics import MetricSink
 
 Entry = TypeVar("Entry", bound=type[Any])
 GROUPS = ("none", "minimal", "observers", "interventions", "full")
@@ -115,7 +116,17 @@ def hook_kind(hook: type[TrainingHook]) -> str:
     return "committing" if hook.commits else "intervention"
 
 
+def check_sink_class(sink: type[MetricSink]) -> None:
+    """Refuse a sink class that could not work; raises :class:`UsageError` that says what to change."""
+    if sink.name == MetricSink.name or not sink.name.replace("_", "").isalnum():
+        raise UsageError(f"Sink class {_where(sink)} needs a name of its own, of letters, digits and underscores.")
+    if sink.flag is not None and not sink.flag.startswith("--"):
+        raise UsageError(f"Sink class {_where(sink)} has the flag {sink.flag!r}; it must begin with two dashes.")
+
+
 HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class)
+SinkRegistry: Registry[type[MetricSink]] = Registry("sink", "loopscope.sinks", check_sink_class)
+ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", lambda entry: None)
 
 
 def bulk_hooks(keyword: str) -> list[str]:
