@@ -156,7 +156,8 @@ def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> Non
     loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
     points = EPOCH_END if _is_due(loop.epoch + 1, task.snapshot_every, task.length) else EPOCH_END[:1]
     if hooks.wants("needs_pre_epoch_state", points=points):
-        loop.pre_epoch = hooks.pre_epoch_snapshot.save(hooks.state)
+        loop.pre_epoch = hooks.pre_epoch_snapshot
+        loop.pre_epoch.save(hooks.state)
     else:
         loop.pre_epoch = None
 

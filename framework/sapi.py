@@ -102,13 +102,17 @@ class ModelDataContext:
             self.discard_checkpoint(token)
 
     def restore_pre_epoch(self) -> None:
-        """Go back to the state before the current epoch; the hook's class sets ``needs_pre_epoch_state``."""
+        """Go back to the state before the current epoch; the hook's class sets ``needs_pre_epoch_state``.
+
+        The hook's own random streams go on, so that what it draws after each return is new.
+        """
         self._must_mutate("restore_pre_epoch")
         if self._state.loop.pre_epoch is None:
             raise LoopscopeError(
                 "There is no pre-epoch state here: set needs_pre_epoch_state = True on the hook's class."
             )
-        self._state.loop.pre_epoch.restore(self._state)
+        with self._state.streams.isolated():
+            self._state.loop.pre_epoch.restore(self._state)
 
     def _checkpoint(self, token: int) -> "Snapshot | LightSnapshot":
         if token not in self._checkpoints:
