@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,12 +92,16 @@ class RunDataContext:
     batch_idx: int | None = None
     batch_data: Any = None
     loss: float | Tensor | None = None
-    """The step's loss (a zero-dimensional tensor) at step points, the epoch's mean (a float) at epoch points."""
+    """The step's loss (a zero-dimensional tensor) once it is computed; after an epoch (step loop: at SNAPSHOT) the mean
+    over the steps of the epoch (of the last ``log_every`` steps), a float."""
     train_acc: float | None = None
     val_acc: float | None = None
+    evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """All numbers of the newest evaluation, the two accuracies included, as long as no step was taken since."""
     lr: float | None = None
     accumulated_grads: Mapping[str, Tensor] | None = None
-    """Mean gradient of the epoch so far by parameter name, as POST_BACKWARD saw it (``needs_grads``)."""
+    """Mean gradient of the finished epoch (step loop: of the last ``log_every`` steps) by parameter name, as
+    POST_BACKWARD saw it (``needs_grads``)."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step by parameter name, as POST_BACKWARD saw it (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None

@@ -22,6 +22,9 @@ class Report:
     step: int
 
 
+Arrived = tuple[Report, dict[str, Any]]
+
+
 class MetricDispatch:
     """Holds metrics until their fire (epoch-level points) or their flush (step-level points) and delivers them."""
 
@@ -33,6 +36,7 @@ class MetricDispatch:
         self._now: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
+        self._newest: dict[str, Any] = {}
 
     @property
     def has_steps(self) -> bool:
@@ -41,9 +45,7 @@ class MetricDispatch:
 
     def last(self, point: HookPoint | None) -> dict[str, Any]:
         """Return the newest metrics of one point, or of all points, by full name."""
-        if point is not None:
-            return dict(self._last[point])
-        return {name: value for metrics in self._last for name, value in metrics.items()}
+        return dict(self._newest if point is None else self._last[point])
 
     def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
         """Take the metrics of one hook call."""
@@ -54,24 +56,28 @@ class MetricDispatch:
         reports.append(Report(hook, point, step))
         last, prefix = self._last[point], hook.name + "/"
         for name, value in kept.items():
-            last[prefix + name] = value
+            last[prefix + name] = self._newest[prefix + name] = value
 
     def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
         """Bring the metrics of an epoch-level fire to the host and emit them together."""
         pending, reports = self._now
         merged: dict[str, Any] = {}
-        for report, values in self._arrived(pending, reports):
+        arrived = _arrived(pending, reports)
+        for report, values in arrived:
             merged |= {f"{report.hook.name}/{name}": value for name, value in values.items()}
         if merged:
             self._last[point] |= merged
+            self._newest |= merged
             self._emit(merged, epoch, point, step)
+        self._show(arrived)
 
     def flush_steps(self, epoch: int) -> None:
         """Bring the buffered step metrics to the host and emit one series per metric and hook point."""
         pending, reports = self._steps
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
-        for report, values in self._arrived(pending, reports):
+        arrived = _arrived(pending, reports)
+        for report, values in arrived:
             table = by_point.setdefault(report.point, {})
             last_step = max(last_step, report.step)
             for name, value in values.items():
@@ -80,15 +86,13 @@ class MetricDispatch:
                 series.values.append(value)
         for point in sorted(by_point):
             self._emit(by_point[point], epoch, point, last_step)
+        self._show(arrived)
 
-    def _arrived(self, pending: PendingMetrics, reports: list[Report]) -> list[tuple[Report, dict[str, Any]]]:
-        """Empty a buffer in one transfer and let hooks look at their values."""
-        arrived = list(zip(list(reports), pending.to_host(), strict=True))
-        reports.clear()
+    def _show(self, arrived: list[Arrived]) -> None:
+        """Let hooks look at their values, once these are safe in the sinks."""
         for report, values in arrived:
             if type(report.hook).check is not TrainingHook.check:
                 self._run_hook(report.hook, "check", report.step, lambda r=report, v=values: r.hook.check(v, r.step))
-        return arrived
 
     # Sinks
 
@@ -117,3 +121,10 @@ class MetricDispatch:
                     f"Sink {sink.name!r} failed and is switched off for the rest of the run: {type(error).__name__}: {error}",
                     stacklevel=2,
                 )
+
+
+def _arrived(pending: PendingMetrics, reports: list[Report]) -> list[Arrived]:
+    """Empty a buffer in one transfer to the host."""
+    arrived = list(zip(list(reports), pending.to_host(), strict=True))
+    reports.clear()
+    return arrived

@@ -52,14 +52,29 @@ ALWAYS: EpochWindow = (None, None)
 def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loop: str) -> dict[HookPoint, EpochWindow]:
     """Resolve where a hook fires in one loop type, and within which epochs (bounds inclusive, ``None`` open).
 
-    A hook with ``loop_points`` but no entry for this loop fires nowhere.
+    A hook with ``loop_points`` but no entry for this loop fires nowhere. Raises :class:`UsageError` for a point that
+    is no :class:`HookPoint`, and for a window that never opens.
     """
     if loop_points is None:
         wanted: dict[HookPoint, EpochWindow] = dict.fromkeys(hook_points, ALWAYS)
     else:
         entry = loop_points.get(loop, frozenset())
         wanted = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
+    for point, window in wanted.items():
+        _check(point, window)
     return {point: window for point, window in wanted.items() if point in POINTS_OF_LOOP[loop]}
+
+
+def _check(point: object, window: EpochWindow) -> None:
+    if not isinstance(point, HookPoint):
+        known = ", ".join(member.name for member in HookPoint)
+        raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {known}.")
+    first, last = window
+    if (first or 0) < 0 or (last is not None and last < (first or 0)):
+        raise UsageError(
+            f"The epoch window {window} at {point.name} never opens; it is (first, last), epochs count from 0, both "
+            "bounds belong to it, and None leaves a side open."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,14 +23,14 @@ class TrainingHook(ABC):
     """
 
     name: ClassVar[str]
-    hook_points: ClassVar[Set[HookPoint]]
+    hook_points: ClassVar[Set[HookPoint]] = frozenset()
+    """Where the hook fires, in either loop as far as it has the point; ``loop_points`` takes precedence."""
     loop_points: ClassVar[LoopPoints | None] = None
     """Points by loop type (``"epoch"``, ``"step"``): a set, or a dict to ``(min_epoch, max_epoch)`` windows."""
     step_schedule: StepSchedule = EVERY_STEP
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_pre_epoch_state: ClassVar[bool] = False
-    needs_reference_weights: ClassVar[bool] = False
     needs_target_grad: ClassVar[bool] = False
     debug: ClassVar[bool] = False
 
@@ -65,7 +65,10 @@ class TrainingHook(ABC):
         """Take back what :meth:`state_dict` returned."""
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
-        """Declare the gradients this hook wants to see, or to replace, while they flow."""
+        """Declare the gradients this hook wants to see, or to replace, while they flow.
+
+        They are called on the steps of ``step_schedule``, in the epochs in which the hook fires anywhere.
+        """
         return ()
 
 

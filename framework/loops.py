@@ -114,7 +114,7 @@ def _training_step(
 ) -> None:
     """Take one optimizer step and fire its four points."""
     loop.step += 1
-    loop.batch = batch
+    loop.batch, loop.loss = batch, None
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
     hooks.fire(HookPoint.PRE_STEP)
     loss = forward_backward(task, batch)
@@ -136,7 +136,8 @@ def _gather_gradients(task: TrainingTask, hooks: HookManager, loop: LoopState) -
         if hooks.needs("needs_grads"):
             loop.gradient_sum = _added(loop.gradient_sum, live)
             loop.gradient_steps += 1
-        if hooks.wants_previous_gradients(loop.step + 1):
+        in_next_epoch = loop.batch_idx == len(task.loader) - 1
+        if hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
             loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
 
 
@@ -154,7 +155,9 @@ def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> Non
     """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
     loop.running_loss, loop.running_steps = None, 0
     loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
-    points = EPOCH_END if _is_due(loop.epoch + 1, task.snapshot_every, task.length) else EPOCH_END[:1]
+    may_stop = _is_due(loop.epoch + 1, task.eval_every, task.length)
+    snapshot = may_stop or _is_due(loop.epoch + 1, task.snapshot_every, task.length)
+    points = EPOCH_END if snapshot else EPOCH_END[:1]
     if hooks.wants("needs_pre_epoch_state", points=points):
         loop.pre_epoch = hooks.pre_epoch_snapshot
         loop.pre_epoch.save(hooks.state)
@@ -186,6 +189,7 @@ def evaluate(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
             return task.evaluate(task.model)
 
     loop.evaluation = hooks.isolated("evaluation", in_eval_mode)
+    loop.evaluated_at = loop.step
     if task.should_stop(loop.evaluation):
         loop.stopped = True
         loop.reached = {"epoch": loop.epoch, "step": loop.step}

@@ -2,16 +2,18 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from framework.commits import CommitRecord
+from framework.commits import CommitRecord, StatePart
 from framework.contexts import MetricInfo, ObserverServices, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
-from framework.errors import HookError, StateMutationError
+from framework.errors import HookError, StateMutationError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
 from framework.hooks import InterventionHook, TrainingHook
@@ -21,7 +23,7 @@ from framework.observation import forward_pass, optimizer_groups
 from framework.profiler import Profiler
 from framework.registry import without_duplicates
 from framework.sapi import ModelDataContext
-from framework.taps import TapSet
+from framework.taps import GradientTap, TapOwner, TapSet
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
@@ -40,9 +42,12 @@ class Listener:
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Tell whether the hook fires now."""
+        return self.in_window(epoch) and (not self.scheduled or self.hook.step_schedule.is_due(step))
+
+    def in_window(self, epoch: int) -> bool:
+        """Tell whether ``epoch`` lies within the hook's window at this point."""
         first, last = self.window
-        in_window = (first is None or epoch >= first) and (last is None or epoch <= last)
-        return in_window and (not self.scheduled or self.hook.step_schedule.is_due(step))
+        return (first is None or epoch >= first) and (last is None or epoch <= last)
 
     @property
     def rank(self) -> int:
@@ -83,7 +88,7 @@ class HookManager:
         self._on_error = on_error
         self._guardian_device = guardian_device
         self.pre_epoch_snapshot = Snapshot(guardian_device)
-        self._taps = TapSet(task.model, self._run_tap)
+        self._taps = TapSet(task.model, audit=audit)
         self._dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
         self._services = ObserverServices(
             forward=lambda inputs, capture, train: forward_pass(state, inputs, capture, train),
@@ -105,19 +110,21 @@ class HookManager:
             for hook in list(self.hooks):
                 self._guarded(hook, "start", 0, lambda hook=hook: hook.start(run))  # type: ignore[misc]
             self._dispatch.start(run)
+            taps = {
+                hook.name: self._guarded(hook, "taps", 0, partial(self._declared_taps, hook)) for hook in self.hooks
+            }
         for hook in self.hooks:
-            self._taps.attach(
-                hook.name, hook.taps(self.task.model), lambda hook=hook: hook.step_schedule.is_due(self.state.loop.step)
-            )  # type: ignore[misc]
+            self._taps.attach(self._tap_owner(hook), taps[hook.name] or ())
 
     def end(self, status: str) -> None:
         """Deliver what is still buffered, tell every hook and sink that the strategy is over, remove the taps."""
         self._taps.remove()
-        with self.isolation.visit():
+        with self.isolation.visit(), ExitStack() as whatever_happens:
+            whatever_happens.callback(self._dispatch.end, status)
+            for hook in reversed(self.hooks):
+                end = partial(hook.end, status)
+                whatever_happens.callback(self._guarded, hook, "end", self.state.loop.step, end)
             self._dispatch.flush_steps(self.state.loop.epoch)
-            for hook in list(self.hooks):
-                self._guarded(hook, "end", self.state.loop.step, lambda hook=hook: hook.end(status))  # type: ignore[misc]
-            self._dispatch.end(status)
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return every metric the hooks describe, by full name."""
@@ -152,9 +159,11 @@ class HookManager:
             if due:
                 self._fire(point, due)
 
-    def wants(self, need: str, *, points: Iterable[HookPoint], step: int | None = None) -> bool:
+    def wants(
+        self, need: str, *, points: Iterable[HookPoint], epoch: int | None = None, step: int | None = None
+    ) -> bool:
         """Tell whether a hook with the flag ``need`` fires at one of ``points`` in this epoch (and at ``step``)."""
-        epoch = self.state.loop.epoch
+        epoch = self.state.loop.epoch if epoch is None else epoch
         return any(
             getattr(listener.hook, need)
             and listener.is_due(epoch, listener.hook.step_schedule.warmup + 1 if step is None else step)
@@ -171,9 +180,9 @@ class HookManager:
         """Tell whether the loop must keep gradients beyond their step."""
         return self._keeps_gradients
 
-    def wants_previous_gradients(self, step: int) -> bool:
-        """Tell whether a hook will look at the gradients of the step before ``step``."""
-        return self.wants("needs_prev_step_grads", points=STEP_POINTS, step=step)
+    def wants_previous_gradients(self, epoch: int, step: int) -> bool:
+        """Tell whether a hook will look, at ``step`` of ``epoch``, at the gradients of the step before."""
+        return self.wants("needs_prev_step_grads", points=STEP_POINTS, epoch=epoch, step=step)
 
     def flush_steps(self) -> None:
         """Move the buffered step metrics to the host and deliver them as series."""
@@ -245,13 +254,10 @@ class HookManager:
         stream = (hook.name, where, step)
         try:
             with self.profiler.section(hook.name):
-                if intervention is None:
-                    return self.isolation.observe(culprit, stream, function)
-                self._taps.__enter__()
-                try:
+                with self._taps.silenced():
+                    if intervention is None:
+                        return self.isolation.observe(culprit, stream, function)
                     return self.isolation.intervene(culprit, stream, function, mutates=intervention.mutates)
-                finally:
-                    self._taps.__exit__()
         except StateMutationError:
             raise
         except Exception as error:
@@ -263,20 +269,48 @@ class HookManager:
         self.errors.append(
             {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
         )
+        if where in ("start", "taps") and isinstance(error, UsageError):
+            raise error
         if self._on_error == "raise":
             raise HookError(message) from error
         self._listeners = [[item for item in listeners if item.hook is not hook] for listeners in self._listeners]
         self.hooks = [other for other in self.hooks if other is not hook]
         warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
 
-    def _run_tap(self, hook: str, function: Callable[[], Any]) -> Any:
-        with self.state.streams.isolated():
-            self.state.streams.derive(hook, "tap", self.state.loop.step)
-            return function()
+    # Taps
+
+    def _declared_taps(self, hook: TrainingHook) -> list[GradientTap]:
+        """Return the taps of a hook, none if it is left out of this loop."""
+        fires = any(listener.hook is hook for listeners in self._listeners for listener in listeners)
+        return list(hook.taps(self.task.model)) if fires else []
+
+    def _tap_owner(self, hook: TrainingHook) -> TapOwner:
+        loop = self.state.loop
+
+        def is_due() -> bool:
+            return hook.step_schedule.is_due(loop.step) and any(
+                listener.hook is hook and listener.in_window(loop.epoch)
+                for listeners in self._listeners
+                for listener in listeners
+            )
+
+        def call(target: str, function: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+            where = f"tap on {target!r}"
+            try:
+                with self.state.streams.isolated(), self.profiler.section(hook.name):
+                    self.state.streams.derive(hook.name, where, loop.step)
+                    return function()
+            except Exception as error:
+                self._failed(hook, where, loop.step, error)
+                return None
+
+        commits = hook.commits if isinstance(hook, InterventionHook) else ()
+        return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
     def _context(self, point: HookPoint) -> RunDataContext:
         loop, task = self.state.loop, self.task
         at_step = point in STEP_POINTS
+        evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         targets = (
             task.target_grad(task.model) if self.wants("needs_target_grad", points=(point,), step=loop.step) else None
         )
@@ -291,12 +325,13 @@ class HookManager:
             profiler=self.profiler,
             batch_idx=loop.batch_idx,
             batch_data=loop.batch,
-            loss=loop.loss if at_step else loop.epoch_loss,
-            train_acc=None if at_step else loop.evaluation.get("train_acc"),
-            val_acc=None if at_step else loop.evaluation.get("val_acc"),
+            loss=loop.loss if at_step else loop.epoch_loss if point is not HookPoint.PRE_EPOCH else None,
+            train_acc=evaluation.get("train_acc"),
+            val_acc=evaluation.get("val_acc"),
+            evaluation=MappingProxyType(evaluation),
             lr=task.optimizer.param_groups[0]["lr"],
-            accumulated_grads=_frozen(loop.accumulated_grads),
-            prev_step_grads=_frozen(loop.prev_step_grads),
+            accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
+            prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
             target_grad=_frozen(targets),
         )
 

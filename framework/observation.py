@@ -6,8 +6,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from framework.borrowing import lent_buffers, lent_modes
 from framework.contexts import ForwardResult, OptimizerGroup
@@ -16,9 +17,13 @@ from framework.training_state import TrainingState
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-    """Run the model without gradients, leaving modes, buffers, module hooks and streams as they were."""
+    """Run the model without gradients, leaving modes, buffers, module hooks and streams as they were.
+
+    Captured outputs are copies, made before a later module can write to them; a module called more than once gives
+    its last output.
+    """
     model = state.model
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     captured: dict[str, Any] = {}
     for name in capture:
         if name not in modules:
@@ -37,7 +42,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
 
 def _keeper(captured: dict[str, Any], name: str) -> Any:
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-        captured[name] = output
+        captured[name] = tree_map_only(Tensor, Tensor.clone, output)
 
     return keep
 

@@ -1,19 +1,32 @@
-"""Vectors over dicts of parameters: local shards, dot products, norms, cosines, linear combinations."""
+"""Vectors over dicts of parameters: local shards, dot products, norms, cosines, linear combinations.
+
+A name that a vector lacks stands for zeros. Everything returned is detached. Reductions are in float32 or wider, and
+over the mesh where tensors are DTensors, so that every rank holds the same number.
+"""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Vector = Mapping[str, Tensor]
+Layout = tuple[Any, tuple[int, ...]]
+"""The device mesh of a DTensor (None: a plain tensor) and the dimensions of the mesh that it is sharded over."""
+WIDE = frozenset({torch.float32, torch.float64})
 
 
 def _dtensor_class() -> Any:
     """Return the DTensor class if this process has loaded it: a tensor of it cannot exist before."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module: Any = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor."""
+    dtensor = _dtensor_class()
+    return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -25,51 +38,137 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
         return [tensor.to_local() if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
-def _global_sum(value: Tensor) -> Tensor:
-    """Return a sum over ranks where ``value`` is a partial or sharded DTensor, ``value`` itself elsewhere."""
+def whole(value: Tensor) -> Tensor:
+    """Return the whole of a sharded DTensor, the reduced value of a partial one, any other tensor itself."""
     dtensor = _dtensor_class()
     if dtensor is not None and isinstance(value, dtensor):
         return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
     return value
 
 
+@torch.no_grad()
 def dot(a: Vector, b: Vector) -> Tensor:
-    """Return the inner product of two vectors over the same names, reduced in float32 or wider; zero-dimensional.
-
-    Shards are reduced over their mesh, so that every rank holds the same number.
-    """
-    parts = [_global_sum((_wide(a[name]) * _wide(b[name])).sum()) for name in a]
-    return torch.stack(parts).sum() if parts else torch.zeros(())
-
-
-def norm(a: Vector) -> Tensor:
-    """Return the Euclidean norm of a vector, reduced in float32 or wider; zero-dimensional."""
-    if not a:
-        return torch.zeros(())
-    tensors = list(a.values())
+    """Return the inner product of two vectors, zero-dimensional."""
+    pairs = [(a[name], b[name]) for name in a if name in b]
     dtensor = _dtensor_class()
-    if dtensor is None or not any(isinstance(tensor, dtensor) for tensor in tensors):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([_wide(tensor) for tensor in tensors])))
-    return dot(a, a).sqrt()
+    if dtensor is None or not any(isinstance(one, dtensor) for one, _ in pairs):
+        return _sum([_plain_dot(one, other) for one, other in pairs])
+    return _sharded_dot(pairs, dtensor)
+
+
+@torch.no_grad()
+def norm(a: Vector) -> Tensor:
+    """Return the Euclidean norm of a vector, zero-dimensional."""
+    return joint_norm(list(a.values()))
+
+
+def joint_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of tensors taken together, zero-dimensional.
+
+    Bit for bit that of ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors; float16 and bfloat16
+    are reduced in float32, since a float16 norm overflows at 65504.
+    """
+    dtensor = _dtensor_class()
+    if dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors):
+        return _sharded_dot(zip(tensors, tensors, strict=True), dtensor).sqrt()
+    if not tensors:
+        return torch.zeros(())
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if any(dtype not in WIDE for dtype, _ in kinds):
+        tensors = [_wide(tensor) for tensor in tensors]
+    norms: tuple[Tensor, ...] = torch._foreach_norm(tensors)
+    if len(kinds) > 1:
+        norms = tuple([each.to(norms[0].device) for each in norms])
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+@torch.no_grad()
+def max_abs(a: Vector) -> Tensor:
+    """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
+    parts = [whole(tensor.abs().max()) for tensor in a.values() if tensor.numel()]
+    return torch.stack([_wide(part) for part in parts]).max() if parts else torch.zeros(())
 
 
 def cosine(a: Vector, b: Vector) -> Tensor:
     """Return the cosine between two vectors; NaN where one of them is zero, since the angle is undefined there."""
-    return dot(a, b) / (norm(a) * norm(b))
+    return dot(a, b) / (dot(a, a).sqrt() * dot(b, b).sqrt())
 
 
+@torch.no_grad()
 def axpy(scale: float | Tensor, x: Vector, y: Vector) -> dict[str, Tensor]:
     """Return ``scale * x + y`` as new tensors."""
-    return {name: scale * x[name] + y[name] for name in y}
+    total = {name: scale * x[name] + value if name in x else value.clone() for name, value in y.items()}
+    return total | {name: scale * value for name, value in x.items() if name not in y}
 
 
+def minus(a: Vector, b: Vector) -> dict[str, Tensor]:
+    """Return ``a - b`` as new tensors."""
+    return axpy(-1.0, b, a)
+
+
+@torch.no_grad()
 def scaled(scale: float | Tensor, x: Vector) -> dict[str, Tensor]:
     """Return ``scale * x`` as new tensors."""
     return {name: scale * value for name, value in x.items()}
 
 
+@torch.no_grad()
+def accumulate(total: Mapping[str, Tensor] | None, vector: Vector, weight: float = 1) -> dict[str, Tensor]:
+    """Return ``total + weight * vector`` in float32 or wider, in the tensors of ``total`` where both have a name."""
+    grown = dict(total or {})
+    shared = [name for name in vector if name in grown]
+    if shared:
+        sums, terms = [grown[name] for name in shared], [vector[name] for name in shared]
+        torch._foreach_add_(local_shards(sums), local_shards(terms), alpha=weight)
+    grown |= {name: _wide(value) * weight for name, value in vector.items() if name not in grown}
+    return grown
+
+
+@torch.no_grad()
+def overwrite(targets: Vector, values: Vector) -> None:
+    """Copy every tensor of ``values`` into the target of its name, in place."""
+    if values:
+        torch._foreach_copy_(local_shards([targets[name] for name in values]), local_shards(values.values()))
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return tensor if tensor.dtype in WIDE else tensor.float()
+
+
+def _plain_dot(a: Tensor, b: Tensor) -> Tensor:
+    return (_wide(a) * _wide(b)).sum()
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Add zero-dimensional tensors of any devices, on the first one's."""
+    if not parts:
+        return torch.zeros(())
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+
+
+def _sharded_dot(pairs: Iterable[tuple[Tensor, Tensor]], dtensor: Any) -> Tensor:
+    """Add the local products of every layout, then reduce once for each mesh dimension that it is sharded over."""
+    layouts: dict[Layout, list[Tensor]] = {}
+    for a, b in pairs:
+        local_a, local_b, layout = _aligned(a, b) if isinstance(a, dtensor) else (a, b, (None, ()))
+        layouts.setdefault(layout, []).append(_plain_dot(local_a, local_b))
+    totals = []
+    for (mesh, dimensions), parts in layouts.items():
+        total = _sum(parts)
+        for dimension in dimensions:
+            torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
+        totals.append(total)
+    return _sum(totals)
+
+
+def _aligned(a: Any, b: Any) -> tuple[Tensor, Tensor, Layout]:
+    """Return the local shards of two DTensors in one layout, and that layout."""
+    mesh, replicate = a.device_mesh, sys.modules["torch.distributed.tensor"].Replicate
+    placements = [replicate() if placement.is_partial() else placement for placement in a.placements]
+    sharded = tuple(index for index, placement in enumerate(placements) if placement.is_shard())
+    local_a, local_b = (tensor.redistribute(mesh, placements).to_local() for tensor in (a, b))
+    return local_a, local_b, (mesh, sharded)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from framework.errors import StateMutationError, UsageError, unknown
 
 Thing = TypeVar("Thing")
+OnGradient = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -18,62 +20,99 @@ class GradientTap:
 
     Args:
         target: the name of the parameter or of the module.
-        kind: ``"parameter"`` or ``"output"``.
+        kind: ``"parameter"``, or ``"output"``: of a module with several outputs the first tensor; a module used
+            several times in a step is seen once per use.
         function: takes the gradient; returns ``None``, or its replacement if ``replaces``.
         replaces: the tap changes the gradient; needs ``commits = {StatePart.GRADIENTS}``.
     """
 
     target: str
     kind: Literal["parameter", "output"]
-    function: Callable[[Tensor], Tensor | None]
+    function: OnGradient
     replaces: bool = False
+
+
+@dataclass(frozen=True)
+class TapOwner:
+    """What a tap set must know of the hook whose taps it attaches.
+
+    ``is_due`` tells whether they are called on this step; ``call(target, function)`` runs one, on the hook's own
+    random stream, and treats what it raises; ``may_replace`` says that the hook declares to change gradients.
+    """
+
+    hook: str
+    is_due: Callable[[], bool]
+    call: Callable[[str, Callable[[], Tensor | None]], Tensor | None]
+    may_replace: bool
 
 
 class TapSet:
     """The taps of a run: attached to the model, silenced while somebody else runs backward, removed at the end."""
 
-    def __init__(self, model: nn.Module, call: Callable[[str, Callable[[], Tensor | None]], Tensor | None]) -> None:
-        """Make an empty set; ``call(hook_name, function)`` runs a tap on the hook's own random stream."""
+    def __init__(self, model: nn.Module, *, audit: bool = False) -> None:
+        """Make an empty set; ``audit`` compares every byte of a gradient before and after each tap."""
         self._model = model
-        self._call = call
+        self._audit = audit
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._silent = 0
 
-    def attach(self, hook: str, taps: Iterable[GradientTap], is_due: Callable[[], bool]) -> None:
-        """Attach a hook's taps; they are called on the steps for which ``is_due`` says so."""
-        for tap in taps:
-            watched = self._watched(hook, tap, is_due)
-            if tap.kind == "parameter":
-                parameter = _named(dict(self._model.named_parameters()), hook, tap)
-                self._handles.append(parameter.register_hook(watched))
-            else:
-                module = _named(dict(self._model.named_modules()), hook, tap)
-                self._handles.append(module.register_forward_hook(self._on_output(watched, is_due)))
+    def attach(self, owner: TapOwner, taps: Iterable[GradientTap]) -> None:
+        """Attach a hook's taps; raises :class:`UsageError`, with no tap left on the model, if one cannot be."""
+        try:
+            for tap in taps:
+                self._attach(owner, tap)
+        except BaseException:
+            self.remove()
+            raise
 
-    def _on_output(self, watched: Callable[[Tensor], Tensor | None], is_due: Callable[[], bool]) -> Callable[..., None]:
-        def after_forward(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> None:
-            if not self._silent and is_due() and output.requires_grad:
-                output.register_hook(watched)
+    def _attach(self, owner: TapOwner, tap: GradientTap) -> None:
+        if tap.replaces and not owner.may_replace:
+            raise UsageError(
+                f"The tap of hook {owner.hook!r} on {tap.target!r} replaces a gradient, which the hook does not "
+                "declare; add commits = {StatePart.GRADIENTS} to its class."
+            )
+        watched = self._watched(owner, tap)
+        if tap.kind == "output":
+            module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
+            self._handles.append(module.register_forward_hook(self._on_output(watched, owner.is_due)))
+            return
+        parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
+        if not parameter.requires_grad:
+            raise UsageError(f"Hook {owner.hook!r} taps {tap.target!r}, which has no gradient: it is frozen.")
+        self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
+
+    def _on_output(self, watched: OnGradient, is_due: Callable[[], bool]) -> Callable[..., None]:
+        def after_forward(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+            if self._silent or not is_due():
+                return
+            first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
+            if first is not None and first.requires_grad:
+                first.register_hook(watched)  # type: ignore[no-untyped-call]
 
         return after_forward
 
-    def _watched(self, hook: str, tap: GradientTap, is_due: Callable[[], bool]) -> Callable[[Tensor], Tensor | None]:
+    def _watched(self, owner: TapOwner, tap: GradientTap) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
-            if self._silent or not is_due():
+            if self._silent or not owner.is_due():
                 return None
-            version = gradient._version
-            replacement = self._call(hook, lambda: tap.function(gradient))
-            if gradient._version != version or (replacement is not None and not tap.replaces):
-                raise StateMutationError(
-                    f"The tap of hook {hook!r} on {tap.target!r} changed a gradient that it may only read; "
-                    "declare it with replaces=True and commits = {StatePart.GRADIENTS}, and return the new gradient."
-                )
+            before = _mark(gradient)
+            copy = gradient.clone() if self._audit else None
+            replacement: Tensor | None = None
+            try:
+                replacement = owner.call(tap.target, lambda: _fitting(tap.function(gradient), gradient))
+            finally:
+                same = _mark(gradient) == before and (copy is None or _same_bytes(copy, gradient))
+                if not same or (replacement is not None and not tap.replaces):
+                    raise StateMutationError(
+                        f"The tap of hook {owner.hook!r} on {tap.target!r} changed a gradient that it may only read; "
+                        "declare it with replaces=True and commits = {StatePart.GRADIENTS}, and return the new gradient."
+                    )
             return replacement
 
         return on_gradient
 
-    def silence(self) -> "TapSet":
-        """Use as ``with taps.silence():`` around a forward and backward that is not the run's own."""
+    def silenced(self) -> "TapSet":
+        """Call no tap in the body (``with taps.silenced():``): the passes in it are not the run's own."""
         return self
 
     def __enter__(self) -> None:
@@ -88,7 +127,26 @@ class TapSet:
             self._handles.pop().remove()
 
 
-def _named(things: dict[str, Thing], hook: str, tap: GradientTap) -> Thing:
+def _mark(gradient: Tensor) -> tuple[int, int, torch.Size]:
+    return gradient._version, gradient.data_ptr(), gradient.shape
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _fitting(replacement: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return a replacement that can take the gradient's place; raises ``ValueError`` for any other."""
+    if replacement is None or (replacement.shape == gradient.shape and replacement.dtype == gradient.dtype):
+        return replacement
+    raise ValueError(
+        f"returned {replacement.dtype} of shape {tuple(replacement.shape)} in place of a gradient of {gradient.dtype} "
+        f"and shape {tuple(gradient.shape)}"
+    )
+
+
+def _named(things: dict[str, Thing], owner: TapOwner, tap: GradientTap) -> Thing:
     if tap.target not in things:
-        raise UsageError(f"Hook {hook!r} taps what the model does not have: {unknown(tap.kind, tap.target, things)}")
+        kind = "module" if tap.kind == "output" else "parameter"
+        raise UsageError(f"Hook {owner.hook!r} taps what the model does not have: {unknown(kind, tap.target, things)}")
     return things[tap.target]
