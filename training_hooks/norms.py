@@ -1,0 +1,85 @@
+"""Norms of the epoch's mean gradient and of the weights, over the whole model and for each parameter."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import Vector, max_abs, norm, trainable
+from framework.registry import HookRegistry
+
+
+def norm_of_each(vector: Vector) -> dict[str, Tensor]:
+    """Return the Euclidean norm of every tensor by its name, reduced in float32 or wider; zero-dimensional each."""
+    return {name: norm({name: tensor}) for name, tensor in vector.items()}
+
+
+@HookRegistry.register
+class Norms(TrainingHook):
+    """Measure the epoch's mean gradient and the weights by their norms, whole and per parameter.
+
+    The gradient is the mean over the epoch's steps, as POST_BACKWARD saw it; the weights are those after the epoch.
+    """
+
+    name = "norms"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    needs_grads = True
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return the norms; no gradient metrics after an epoch in which no parameter had a gradient."""
+        weights = trainable(ctx.model)
+        weight_norm = norm(weights)
+        metrics = {"total_weight_norm": weight_norm}
+        metrics |= {f"weight_norm/{name}": value for name, value in norm_of_each(weights).items()}
+        if ctx.accumulated_grads:
+            grad_norm = norm(ctx.accumulated_grads)
+            metrics["total_grad_norm"] = grad_norm
+            metrics["grad_weight_ratio"] = grad_norm / weight_norm
+            metrics["max_abs_grad"] = max_abs(ctx.accumulated_grads)
+            metrics |= {f"grad_norm/{name}": value for name, value in norm_of_each(ctx.accumulated_grads).items()}
+        return metrics
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the norms of gradient and weights."""
+        return [
+            MetricInfo(
+                "total_grad_norm",
+                "‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters",
+                "[0, ∞)",
+                "The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so "
+                "it lies below the mean norm of the steps' gradients.",
+            ),
+            MetricInfo(
+                "total_weight_norm",
+                "‖θ‖₂ over all trainable parameters, after the epoch",
+                "[0, ∞)",
+                "Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.",
+            ),
+            MetricInfo(
+                "grad_weight_ratio",
+                "‖ḡ‖₂ / ‖θ‖₂",
+                "[0, ∞)",
+                "The gradient relative to the weights it acts on; not the update ratio, which depends on the optimizer.",
+            ),
+            MetricInfo(
+                "max_abs_grad",
+                "max |ḡᵢ| over all elements",
+                "[0, ∞)",
+                "Near total_grad_norm: one element carries the gradient.",
+            ),
+            MetricInfo(
+                "grad_norm/<parameter>",
+                "‖ḡ_p‖₂ of one parameter",
+                "[0, ∞)",
+                "Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.",
+            ),
+            MetricInfo(
+                "weight_norm/<parameter>",
+                "‖θ_p‖₂ of one parameter",
+                "[0, ∞)",
+                "Which layers grow or decay.",
+            ),
+        ]

@@ -1,0 +1,80 @@
+"""Loss, accuracies, learning rate and the other numbers of an evaluation: what every record of a run needs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from framework.contexts import MetricInfo, RunDataContext
+from framework.hook_points import STEP_POINTS, HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.registry import HookRegistry
+
+
+def present(**values: Any) -> dict[str, Any]:
+    """Return the values that exist: a run without validation set reports no ``val_acc``, rather than an empty one.
+
+    >>> present(loss=0.5, val_acc=None)
+    {'loss': 0.5}
+    """
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@HookRegistry.register
+class TrainingMetrics(TrainingHook):
+    """Report loss, train and validation accuracy, learning rate; on whenever any hook is on.
+
+    In the epoch loop everything is reported at POST_EPOCH; in the step loop loss and learning rate at POST_STEP, and
+    the newest evaluation at SNAPSHOT, if there was one since the last step.
+    """
+
+    name = "training_metrics"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_STEP, HookPoint.SNAPSHOT})
+    loop_points = {
+        "epoch": frozenset({HookPoint.POST_EPOCH}),
+        "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT}),
+    }
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return what exists at this point."""
+        if ctx.hook_point in STEP_POINTS:
+            return present(loss=ctx.loss, lr=ctx.lr)
+        others = {name: value for name, value in ctx.evaluation.items() if name not in ("train_acc", "val_acc")}
+        evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
+        if ctx.hook_point is HookPoint.SNAPSHOT:
+            return evaluation
+        return {**present(loss=ctx.loss, lr=ctx.lr), **evaluation}
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe loss, accuracies, learning rate and evaluation."""
+        return [
+            MetricInfo(
+                "loss",
+                "loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)",
+                "[0, ∞) for cross-entropy",
+                "Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.",
+            ),
+            MetricInfo(
+                "train_acc",
+                "`train_acc` of the experiment's evaluation",
+                "[0, 1]",
+                "Accuracy in eval mode; reported only where an evaluation was made.",
+            ),
+            MetricInfo(
+                "val_acc",
+                "`val_acc` of the experiment's evaluation",
+                "[0, 1]",
+                "Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.",
+            ),
+            MetricInfo(
+                "lr",
+                "learning rate of the first parameter group",
+                "[0, ∞)",
+                "The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.",
+            ),
+            MetricInfo(
+                "evaluation",
+                "the other numbers of the experiment's evaluation, by name",
+                "set by the experiment",
+                "For example `val_loss`; reported only where an evaluation was made.",
+            ),
+        ]
