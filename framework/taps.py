@@ -105,7 +105,7 @@ class TapSet:
                 if not same or (replacement is not None and not tap.replaces):
                     raise StateMutationError(
                         f"The tap of hook {owner.hook!r} on {tap.target!r} changed a gradient that it may only read; "
-                        "declare it with replaces=True and commits = {StatePart.GRADIENTS}, and return the new gradient."
+                        "declare replaces=True and commits = {StatePart.GRADIENTS}, and return the new gradient."
                     )
             return replacement
 

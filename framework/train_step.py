@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.data import Batch, Loader, micro_batches, rows
+from framework.batches import micro_batches, rows
+from framework.data import Batch, Loader
 
 
 @dataclass

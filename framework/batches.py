@@ -1,0 +1,61 @@
+"""Counting the samples of a batch, and splitting it, whatever containers it is made of."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from framework.errors import LoopscopeError
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch that have rows, in order."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)
+
+
+def rows(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first tensor."""
+    for tensor in _tensors(batch):
+        return len(tensor)
+    raise LoopscopeError(f"A batch of type {type(batch).__name__} has no samples: there is no tensor with rows in it.")
+
+
+def micro_batches(batch: Any, pieces: int) -> list[Any]:
+    """Split a batch along the first dimension of its tensors into at most ``pieces`` parts of the same structure.
+
+    Tensors, tuples (named ones too), lists and mappings are split; a mapping's parts are dicts. What has no rows
+    (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises :class:`LoopscopeError` if the
+    tensors have different lengths.
+
+    >>> import torch
+    >>> micro_batches({"x": torch.arange(3), "scale": 2.0}, 2)
+    [{'x': tensor([0, 1]), 'scale': 2.0}, {'x': tensor([2]), 'scale': 2.0}]
+    """
+    if pieces == 1:
+        return [batch]
+    count = rows(batch)
+    lengths = {len(tensor) for tensor in _tensors(batch)}
+    if lengths != {count}:
+        raise LoopscopeError(
+            f"A batch whose tensors have {sorted(lengths)} rows cannot be split into micro-batches; "
+            "set accumulation_steps to 1, or give every tensor one row per sample."
+        )
+    size = -(-count // pieces)
+    return [_part(batch, slice(first, first + size)) for first in range(0, count, size)]
+
+
+def _part(item: Any, window: slice) -> Any:
+    """Return the rows in ``window`` of everything that has rows."""
+    if isinstance(item, Tensor):
+        return item[window] if item.ndim else item
+    if isinstance(item, Mapping):
+        return {key: _part(value, window) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        parts = [_part(value, window) for value in item]
+        return type(item)(*parts) if isinstance(item, tuple) and type(item) is not tuple else type(item)(parts)
+    return item
