@@ -26,7 +26,7 @@ def one_sided_power(signal: Tensor) -> Tensor:
     [0.0, 0.0, 4.0, 0.0]
     """
     length = signal.shape[0]
-    power = torch.fft.rfft(signal.double(), dim=0).abs().square().sum(dim=1)[1:] * (2 / length)
+    power: Tensor = torch.fft.rfft(signal.double(), dim=0).abs().square().sum(dim=1)[1:] * (2 / length)
     if length % 2 == 0:
         power[-1] /= 2
     return power
@@ -42,7 +42,8 @@ def gini(values: Tensor) -> Tensor:
     """
     count = values.numel()
     ranks = torch.arange(1, count + 1, device=values.device, dtype=values.dtype)
-    return ((2 * ranks - count - 1) * values.sort().values).sum() / (count * values.sum())
+    total: Tensor = count * values.sum()
+    return ((2 * ranks - count - 1) * values.sort().values).sum() / total
 
 
 def spectral_entropy(fractions: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ class Norms(TrainingHook):
                 "total_grad_norm",
                 "‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters",
                 "[0, ∞)",
-                "The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so "
-                "it lies below the mean norm of the steps' gradients.",
+                "The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, "
+                "so it lies below the mean norm of the steps' gradients.",
             ),
             MetricInfo(
                 "total_weight_norm",
@@ -62,7 +62,7 @@ class Norms(TrainingHook):
                 "grad_weight_ratio",
                 "‖ḡ‖₂ / ‖θ‖₂",
                 "[0, ∞)",
-                "The gradient relative to the weights it acts on; not the update ratio, which depends on the optimizer.",
+                "The gradient relative to the weights; not the update ratio, which depends on the optimizer.",
             ),
             MetricInfo(
                 "max_abs_grad",
