@@ -17,7 +17,7 @@ class Audit:
         if self.enabled:
             self._before = self._state.digest()
 
-    def check(self, culprit: str) -> None:
+    def check(self, culprit: object) -> None:
         """Digest again; raises :class:`StateMutationError` that names ``culprit`` and the entries that differ."""
         if self.enabled:
             changes = differing(self._before, self._state.digest())

@@ -9,7 +9,7 @@ from framework.contexts import RunInfo
 from framework.errors import StateMutationError
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import TrainingHook
-from framework.isolation import Isolation
+from framework.isolation import Call, Isolation
 from framework.metrics import Metrics, MetricSink, PendingMetrics, Series
 
 
@@ -112,7 +112,7 @@ class MetricDispatch:
         """Let every sink act; one that fails is dropped with a warning, since losing a metric must not stop a run."""
         for sink in list(self._sinks):
             try:
-                self._isolation.observe(f"Sink {sink.name!r}", (sink.name, "sink", step), lambda s=sink: action(s))  # type: ignore[misc]
+                self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), lambda s=sink: action(s))  # type: ignore[misc]
             except StateMutationError:
                 raise
             except Exception as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,19 @@ from framework.training_state import TrainingState
 from framework.tripwire import Tripwire
 
 Result = TypeVar("Result")
+
+
+class Call(NamedTuple):
+    """Who is called, where and when: names a culprit, and its random stream."""
+
+    name: str
+    where: str
+    step: int
+    kind: str = "Hook"
+
+    def __str__(self) -> str:
+        """Return the words that begin a sentence about this call."""
+        return f"{self.kind} {self.name!r} at {self.where} of step {self.step}"
 
 
 class Isolation:
@@ -35,7 +48,7 @@ class Isolation:
 
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""
-        self._saved_streams = self._streams.save()
+        self._saved_streams = self._streams.take()
         self._guarded = False
         self.rebase()
 
@@ -51,41 +64,40 @@ class Isolation:
         self._tripwire.begin()
         self._audit.begin()
 
-    def check(self, culprit: str) -> None:
+    def check(self, call: Call) -> None:
         """Raise :class:`StateMutationError` if the state differs from the baseline."""
-        self._tripwire.check(culprit)
-        self._restore_streams_for_audit()
-        self._audit.check(culprit)
+        self._tripwire.check(call)
+        if self._audit.enabled:
+            self._restore_streams_for_audit()
+            self._audit.check(call)
 
-    def observe(self, culprit: str, stream: tuple[str, str, int], function: Callable[[], Result]) -> Result:
-        """Run ``function`` on the derived ``stream`` (name, point, step), without gradient tracking, and check."""
-        self._streams.derive(*stream)
+    def observe(self, call: Call, function: Callable[[], Result]) -> Result:
+        """Run ``function`` on the call's own random stream, without gradient tracking, and check."""
+        self._streams.derive(call.name, call.where, call.step)
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
             return function()
         finally:
             torch._C._set_grad_enabled(grad_mode)
-            self.check(culprit)
+            self.check(call)
 
-    def intervene(
-        self, culprit: str, stream: tuple[str, str, int], function: Callable[[], Result], *, mutates: bool
-    ) -> Result:
-        """Run ``function`` on the derived ``stream`` and roll back whatever it did to the training state."""
+    def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
+        """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
         if mutates and not self._guarded:
             self._guardian.save(self._state)
             self._guarded = True
-        self._streams.derive(*stream)
+        self._streams.derive(call.name, call.where, call.step)
         try:
             return function()
         finally:
             if mutates:
                 self._guardian.restore(self._state)
                 self._restore_streams_for_audit()
-                self._audit.check(culprit)
+                self._audit.check(call)
                 self._tripwire.begin()
             else:
-                self.check(culprit)
+                self.check(call)
 
     def committed(self) -> None:
         """Note that the state was changed on purpose: the next intervention starts from it."""
@@ -98,8 +110,8 @@ class Isolation:
         if self._saved_streams is not None:
             yield
             return
-        self.begin()
         try:
+            self.begin()
             yield
         finally:
             self.end()

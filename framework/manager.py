@@ -17,7 +17,7 @@ from framework.errors import HookError, StateMutationError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
 from framework.hooks import InterventionHook, TrainingHook
-from framework.isolation import Isolation
+from framework.isolation import Call, Isolation
 from framework.metrics import Metrics, MetricSink
 from framework.observation import forward_pass, optimizer_groups
 from framework.profiler import Profiler
@@ -85,6 +85,7 @@ class HookManager:
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.errors: list[dict[str, Any]] = []
         self.profiler = Profiler(enabled=profile)
+        self._loop = loop
         self._on_error = on_error
         self._guardian_device = guardian_device
         self.pre_epoch_snapshot = Snapshot(guardian_device)
@@ -100,6 +101,7 @@ class HookManager:
             for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
                 by_point[point].append(_listener(hook, point, window))
         self._listeners = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
+        self._needs_target = self.needs("needs_target_grad")
         self._keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
 
     # Life cycle
@@ -194,7 +196,7 @@ class HookManager:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
         loop = self.state.loop
         with self.isolation.visit():
-            return self.isolation.observe(name, (name, "loop", loop.step), function)
+            return self.isolation.observe(Call(name, "the loop", loop.step, "The"), function)
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of one point or of all."""
@@ -204,8 +206,8 @@ class HookManager:
 
     def _fire(self, point: HookPoint, due: list[Listener]) -> None:
         isolation = self.isolation
-        isolation.begin()
         try:
+            isolation.begin()
             context = self._context(point)
             for listener in due:
                 self._call(listener, context)
@@ -222,7 +224,13 @@ class HookManager:
         intervention = listener.intervention
         record = CommitRecord(hook.name, frozenset(intervention.commits))
         model_context = ModelDataContext(
-            self.task, self.state, record, mutates=intervention.mutates, device=self._guardian_device
+            self.task,
+            self.state,
+            record,
+            mutates=intervention.mutates,
+            device=self._guardian_device,
+            stream=(hook.name, listener.point.name, loop.step),
+            loop=self._loop,
         )
         done = self._guarded(
             hook,
@@ -250,19 +258,25 @@ class HookManager:
         intervention: InterventionHook | None = None,
     ) -> Result | None:
         """Call hook code through the isolation and treat what it raises as the user asked for."""
-        culprit = f"Hook {hook.name!r} at {where} of step {step}"
-        stream = (hook.name, where, step)
+        call = Call(hook.name, where, step)
         try:
-            with self.profiler.section(hook.name):
-                with self._taps.silenced():
-                    if intervention is None:
-                        return self.isolation.observe(culprit, stream, function)
-                    return self.isolation.intervene(culprit, stream, function, mutates=intervention.mutates)
+            if self.profiler.enabled:
+                with self.profiler.section(hook.name):
+                    return self._isolated_call(call, function, intervention)
+            return self._isolated_call(call, function, intervention)
         except StateMutationError:
             raise
         except Exception as error:
             self._failed(hook, where, step, error)
             return None
+
+    def _isolated_call(
+        self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None
+    ) -> Result:
+        if intervention is None:
+            return self.isolation.observe(call, function)
+        with self._taps.silenced():
+            return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from torch import Tensor
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NumpyState:
     """The state of NumPy's global generator: which bit generator it is, its bytes, its cached Gaussian."""
 
@@ -40,8 +40,8 @@ class NumpyState:
             np.random.set_state({**full, "has_gauss": 1, "gauss": self.cached_gaussian})
 
 
-def numpy_state() -> NumpyState:
-    """Read the state of NumPy's global generator without changing it."""
+def _take_numpy_state() -> NumpyState:
+    """Read the state of NumPy's global generator, leaving it one draw further."""
     bits: Any = np.random.get_bit_generator()
     if not isinstance(bits, np.random.MT19937):
         raise TypeError(
@@ -51,9 +51,7 @@ def numpy_state() -> NumpyState:
     key = ctypes.string_at(address, MT19937_BYTES)
     drawn = float(np.random.standard_normal())
     was_cached = ctypes.string_at(address, MT19937_BYTES) == key
-    state = NumpyState(bits, key, drawn if was_cached else None)
-    state.restore()
-    return state
+    return NumpyState(bits, key, drawn if was_cached else None)
 
 
 def accelerator_devices() -> list[torch.device]:
@@ -67,7 +65,7 @@ def accelerator_devices() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StreamState:
     """The states of all of the run's generators at one moment."""
 
@@ -100,18 +98,25 @@ class RandomStreams:
         self.owned = tuple(owned)
 
     def save(self) -> StreamState:
-        """Read the state of every generator."""
+        """Read the state of every generator and leave all of them as they are."""
+        state = self.take()
+        state.numpy.restore()
+        return state
+
+    def take(self) -> StreamState:
+        """Read the state of every generator, for a caller who reseeds them next and restores them in the end."""
+        devices = accelerator_devices()
         return StreamState(
             torch.default_generator.get_state(),
             random.getstate(),
-            numpy_state(),
-            tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in accelerator_devices()),
-            tuple((generator, generator.get_state()) for generator in self.owned),
+            _take_numpy_state(),
+            tuple([(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]),
+            tuple([(generator, generator.get_state()) for generator in self.owned]),
         )
 
     def derive(self, name: str, point: str, step: int) -> None:
         """Seed every generator for one call of one hook."""
-        seed_everything(xxhash.xxh3_64_intdigest(f"{self.seed}/{name}/{point}/{step}".encode()))
+        seed_everything(xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step)))
 
     @contextmanager
     def isolated(self) -> Iterator[StreamState]:

@@ -1,0 +1,110 @@
+"""The experiment ``mod_arithmetic`` and its configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
+from experiments.mod_arithmetic.model import GrokkingTransformer
+from framework.config import require
+from framework.data import Loader, TensorLoader
+from framework.registry import ExperimentRegistry
+from framework.runner import GrokkingConfig, GrokkingRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModArithmeticConfig(GrokkingConfig):
+    """Options of mod_arithmetic; the defaults are the paper's (arXiv 2603.25047), ``--preset quick`` is for a laptop.
+
+    Args:
+        p: the modulus; residues 0..p-1 are the tokens.
+        train_size: training pairs, drawn without replacement from all p² pairs.
+        test_size: test pairs, disjoint from the training pairs.
+        embed_dim: width of the transformer.
+        num_heads: attention heads per layer; divides embed_dim.
+        layers: transformer layers.
+        ff_dim: width of the feed-forward layers.
+        stride: the stride of strategy stride; by default the integer square root of p.
+    """
+
+    p: int = 9973
+    train_size: int = 300_000
+    test_size: int = 1_000_000
+    batch_size: int = 256
+    lr: float = 1e-3
+    min_lr: float = 5e-7
+    weight_decay: float = 0.1
+    epochs: int = 5000
+    embed_dim: int = 256
+    num_heads: int = 4
+    layers: int = 2
+    ff_dim: int = 2048
+    stride: int | None = None
+    seed: int = 199
+
+    def __post_init__(self) -> None:
+        """Check every value and how they fit together."""
+        super().__post_init__()
+        require(self.p > 1, f"p is {self.p}; it must be an integer above 1.")
+        self.at_least(1, "train_size", "test_size", "embed_dim", "num_heads", "layers", "ff_dim")
+        require(self.stride is None or self.stride >= 1, f"stride is {self.stride}; it must be at least 1.")
+        require(
+            self.embed_dim % self.num_heads == 0,
+            f"embed_dim is {self.embed_dim}; it must be a multiple of num_heads ({self.num_heads}).",
+        )
+        have, want = self.p**2, self.train_size + self.test_size
+        require(
+            want <= have,
+            f"train_size {self.train_size} and test_size {self.test_size} ask for {want} pairs, but there are only "
+            f"{have} for p = {self.p}.",
+        )
+
+
+QUICK = {
+    "p": 97,
+    "train_size": 30 * 97,
+    "test_size": 97 * 97 - 30 * 97,
+    "batch_size": 32,
+    "epochs": 420,
+    "embed_dim": 128,
+    "ff_dim": 512,
+}
+
+
+@ExperimentRegistry.register
+class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
+    """(a + b) mod p by a small transformer: how the order of the data shapes learning (grokking)."""
+
+    name: ClassVar[str] = "mod_arithmetic"
+    config_class = ModArithmeticConfig
+    strategies = STRATEGIES
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "quick": QUICK}
+    live_metrics = {"accuracy": ["training_metrics/train_acc", "training_metrics/val_acc"]}
+    train_probe: ClassVar[int] = 10_000
+    """Training pairs on which train_acc is measured, at most."""
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        config = self.config
+        train, test = draw_pairs(config.p, config.train_size, config.test_size, config.seed)
+        return train.to(self.device), test.to(self.device)
+
+    def build_model(self) -> nn.Module:
+        """Return the transformer."""
+        config = self.config
+        return GrokkingTransformer(config.p, config.embed_dim, config.num_heads, config.layers, config.ff_dim)
+
+    def build_loader(self, strategy: str) -> Loader:
+        """Return the training pairs in the order of the strategy."""
+        config, (train, _) = self.config, self._pairs
+        order = order_of(strategy, train, config.p, config.stride, config.seed)
+        return TensorLoader((train, sums(train, config.p)), config.batch_size, order)
+
+    def evaluation_sets(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return the test pairs as ``val``, and the first of the training pairs as ``train``."""
+        train, test = self._pairs
+        probe = train[: self.train_probe]
+        return {"train": (probe, sums(probe, self.config.p)), "val": (test, sums(test, self.config.p))}

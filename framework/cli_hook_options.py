@@ -1,0 +1,36 @@
+"""``--hook-config hook.option=value``: parsed by the annotations of the hook's constructor."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from framework.cli_errors import sentence
+from framework.errors import UsageError, unknown
+from framework.registry import HookRegistry, hook_options
+
+
+def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the options by hook, as values of the annotated types; raises :class:`UsageError`."""
+    options: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        name, dot, option = target.partition(".")
+        if not (equals and dot and name and option):
+            raise UsageError(f"--hook-config takes hook.option=value, but got {assignment!r}.")
+        option = option.replace("-", "_")
+        options.setdefault(name, {})[option] = _parsed(name, option, value)
+    return options
+
+
+def _parsed(name: str, option: str, value: str) -> Any:
+    hook_class = HookRegistry.get(name)
+    known = hook_options(hook_class)
+    if option not in known:
+        raise unknown(f"option of hook {name!r}", option, known)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{option}", type=known[option].annotation)
+    try:
+        return parser.parse_args([f"--{option}={value}"])[option]
+    except ArgumentError as error:
+        raise UsageError(f"Hook {name!r}, option {sentence(str(error), parser).removeprefix('--')}") from error

@@ -1,0 +1,80 @@
+"""Typed, validated options: those every experiment has, and those of one run of the command."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from framework.errors import UsageError
+
+
+def require(condition: bool, sentence: str) -> None:
+    """Raise :class:`UsageError` with ``sentence`` unless ``condition`` holds."""
+    if not condition:
+        raise UsageError(sentence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Options that every experiment has.
+
+    Args:
+        seed: seeds the initial weights, the data order and every random stream.
+        output_dir: folder under which EXPERIMENT/STRATEGY/ is written.
+        batch_size: samples per optimizer step.
+        accumulation_steps: micro-batches into which each batch is split.
+        eval_every: epochs (step loop: steps) between evaluations.
+        snapshot_every: epochs (step loop: steps) between SNAPSHOT points.
+        checkpoint_every: epochs (step loop: steps) between durable checkpoints; 0 writes none.
+    """
+
+    seed: int = 0
+    output_dir: Path = Path("output")
+    batch_size: int = 32
+    accumulation_steps: int = 1
+    eval_every: int = 1
+    snapshot_every: int = 10
+    checkpoint_every: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value; raises :class:`UsageError` that names the option and its range."""
+        require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
+        self.at_least(1, "batch_size", "accumulation_steps", "eval_every", "snapshot_every")
+        self.at_least(0, "checkpoint_every")
+
+    def at_least(self, least: float, *names: str) -> None:
+        """Check that the named options are at least ``least``."""
+        for name in names:
+            value = getattr(self, name)
+            require(value >= least, f"{name} is {value}; it must be at least {least}.")
+
+    def above(self, bound: float, *names: str) -> None:
+        """Check that the named options are greater than ``bound``."""
+        for name in names:
+            value = getattr(self, name)
+            require(value > bound, f"{name} is {value}; it must be greater than {bound}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How to run an experiment: strategies, hooks, sinks, safety and display; none of it changes the numbers."""
+
+    strategies: Sequence[str] = ()
+    with_hooks: str | None = None
+    hooks: Sequence[str] = ()
+    hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options by hook name, as values of the annotated types."""
+    on_hook_error: Literal["raise", "skip"] = "raise"
+    audit_hooks: bool = False
+    profile_hooks: bool = False
+    guardian_device: str | None = None
+    overwrite: bool = False
+
+
+def field_names(config: type[ExperimentConfig]) -> list[str]:
+    """List the options of a config class, in order."""
+    return [item.name for item in fields(config)]

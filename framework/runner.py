@@ -1,0 +1,192 @@
+"""The base classes of experiments: what is trained, on what, and how its strategies differ; never a loop."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+
+from framework.config import ExperimentConfig, require
+from framework.data import Batch, Loader
+from framework.hook_points import LoopType
+from framework.registry import GROUPS, bulk_hooks
+
+Config = TypeVar("Config", bound=ExperimentConfig)
+OptionsByHook = Mapping[str, Mapping[str, Any]]
+
+
+class ExperimentRunner(ABC, Generic[Config]):
+    """An experiment: model, data, loss and evaluation, under one or more strategies.
+
+    Subclasses are registered with ``@ExperimentRegistry.register``. Everything is built anew for each strategy,
+    right after seeding, so that all strategies start from the same weights.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[ExperimentConfig]]
+    strategies: ClassVar[Sequence[str]]
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named sets of options, for ``--preset``."""
+    loop: ClassVar[LoopType] = "epoch"
+    scheduler_interval: ClassVar[Literal["epoch", "step"]] = "epoch"
+    live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Metrics worth watching, by group, as full names."""
+
+    def __init__(self, config: Config, device: torch.device | None = None) -> None:
+        self.config: Config = config
+        self.device = device or torch.device("cpu")
+
+    @property
+    def hook_sets(self) -> Mapping[str, Sequence[str]]:
+        """The groups of ``--with-hooks``; none of them contains a committing or a debug hook."""
+        return {
+            "none": [],
+            "minimal": ["training_metrics"],
+            **{group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")},
+        }
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Epochs (step loop: steps) to train at most."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Return a freshly initialised model."""
+
+    @abstractmethod
+    def build_loader(self, strategy: str) -> Loader:
+        """Return the training data as this strategy presents it."""
+
+    @abstractmethod
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the model's parameters."""
+
+    @abstractmethod
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss on one batch; zero-dimensional."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return named numbers; called in eval mode, without gradients, on random streams of its own."""
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the learning-rate schedule, or ``None`` for a constant rate."""
+        return None
+
+    def should_stop(self, evaluation: Mapping[str, float]) -> bool:
+        """Tell whether the run has reached its goal."""
+        return False
+
+    def target_grad(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Return the experiment's target gradient by parameter name, for hooks with ``needs_target_grad``."""
+        return None
+
+    def strategy_hooks(self, strategy: str) -> OptionsByHook:
+        """Return the hooks that are part of one strategy, with their options by hook name."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the experiment's own state, if the run depends on any."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """Take back what :meth:`state_dict` returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrokkingConfig(ExperimentConfig):
+    """Options of an experiment that trains a classifier until it generalises.
+
+    Args:
+        epochs: epochs to train at most.
+        lr: learning rate at the start.
+        min_lr: learning rate at the end of the cosine decay.
+        weight_decay: weight decay (decoupled for adamw).
+        optimizer: adamw, adam or sgd (with momentum 0.9).
+        target_acc: validation accuracy, as a fraction, at which a run stops.
+    """
+
+    epochs: int = 1000
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    weight_decay: float = 0.1
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    target_acc: float = 0.995
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        self.at_least(1, "epochs")
+        self.above(0, "lr")
+        self.at_least(0, "weight_decay")
+        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
+        require(
+            0 < self.target_acc <= 1,
+            f"target_acc is {self.target_acc}; it must be a fraction in (0, 1]: 99.5 % is 0.995.",
+        )
+
+
+Grokking = TypeVar("Grokking", bound=GrokkingConfig)
+OPTIMIZERS = {"adamw": AdamW, "adam": Adam}
+
+
+class GrokkingRunner(ExperimentRunner[Grokking]):
+    """A classifier on (inputs, targets) batches in the epoch loop, stopping at a validation accuracy.
+
+    Cross-entropy loss, cosine decay per epoch, accuracy and loss on the sets of :meth:`evaluation_sets`.
+    """
+
+    loop: ClassVar[LoopType] = "epoch"
+    evaluation_batch: ClassVar[int] = 8192
+
+    @abstractmethod
+    def evaluation_sets(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return (inputs, targets) by set name; ``train`` and ``val`` give ``train_acc`` and ``val_acc``."""
+
+    @property
+    def length(self) -> int:
+        """Epochs to train at most."""
+        return self.config.epochs
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the configured optimizer."""
+        config = self.config
+        if config.optimizer == "sgd":
+            return SGD(model.parameters(), lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)
+        return OPTIMIZERS[config.optimizer](
+            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
+        )
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return a cosine decay from ``lr`` to ``min_lr`` over ``epochs``."""
+        return CosineAnnealingLR(optimizer, self.config.epochs, self.config.min_lr)
+
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy."""
+        inputs, targets = batch
+        return functional.cross_entropy(model(inputs), targets)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return ``<set>_acc`` (a fraction) and ``<set>_loss`` (mean cross-entropy, nats) of every set."""
+        results: dict[str, float] = {}
+        for name, (inputs, targets) in self.evaluation_sets().items():
+            correct = torch.zeros((), dtype=torch.int64, device=inputs.device)
+            loss = torch.zeros((), dtype=torch.float64, device=inputs.device)
+            pieces = zip(inputs.split(self.evaluation_batch), targets.split(self.evaluation_batch), strict=True)
+            for x, y in pieces:
+                logits = model(x)
+                correct += (logits.argmax(-1) == y).sum()
+                loss += functional.cross_entropy(logits, y, reduction="sum")
+            results[f"{name}_acc"] = float(correct) / len(targets)
+            results[f"{name}_loss"] = float(loss) / len(targets)
+        return results
+
+    def should_stop(self, evaluation: Mapping[str, float]) -> bool:
+        """Stop once the validation accuracy has reached the target."""
+        return evaluation["val_acc"] >= self.config.target_acc
