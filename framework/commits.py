@@ -4,7 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from framework.errors import LoopscopeError
+import torch
+from torch import Tensor, nn
+
+from framework.errors import LoopscopeError, unknown
+from framework.param_vectors import Vector, gradients, local_shards, overwrite
 
 
 class StatePart(Enum):
@@ -39,3 +43,52 @@ class CommitRecord:
         """Make the recorded changes, in the order in which they were asked for."""
         for change in self.changes:
             change()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)), the factor of ``torch.nn.utils.clip_grad_norm_``."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def scale(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors of any devices by ``factor``, in place."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for shard in local_shards(tensors):
+        by_device.setdefault(shard.device, []).append(shard)
+    for device, shards in by_device.items():
+        torch._foreach_mul_(shards, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+@torch.no_grad()
+def replace_gradients(model: nn.Module, values: Vector) -> None:
+    """Give the named parameters these gradients, in place where they have one."""
+    parameters = dict(model.named_parameters())
+    for name in values:
+        if parameters[name].grad is None:
+            parameters[name].grad = torch.empty_like(parameters[name])
+    overwrite(gradients(model), values)
+
+
+@torch.no_grad()
+def blend(model: nn.Module, target: Vector, weight: float) -> None:
+    """Move the named parameters to (1 − weight)·θ + weight·target, computed in the wider of the two dtypes."""
+    parameters = dict(model.named_parameters())
+    names = list(target)
+    shards = zip(local_shards([parameters[name] for name in names]), local_shards(target.values()), strict=True)
+    for parameter, aim in shards:
+        wide = torch.promote_types(parameter.dtype, aim.dtype)
+        parameter.copy_(parameter.to(wide).lerp(aim.to(wide), weight))
+
+
+def check_vector(model: nn.Module, vector: Vector) -> None:
+    """Raise unless every name in ``vector`` is a parameter of the model, of the same shape."""
+    parameters = dict(model.named_parameters())
+    for name, value in vector.items():
+        if name not in parameters:
+            raise unknown("parameter", name, parameters)
+        if value.shape != parameters[name].shape:
+            raise LoopscopeError(
+                f"The vector's {name!r} has shape {tuple(value.shape)}, but the parameter has "
+                f"{tuple(parameters[name].shape)}."
+            )

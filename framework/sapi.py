@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_modes
-from framework.commits import CommitRecord, StatePart
-from framework.data import Batch, Loader, rows
-from framework.errors import LoopscopeError
+from framework.borrowing import lent_buffers, lent_gradients
+from framework.commits import CommitRecord, StatePart, blend, check_vector, clip_factor, replace_gradients, scale
+from framework.curvature import METHODS, Method
+from framework.data import Batch, Loader, derived_seed
+from framework.errors import LoopscopeError, unknown
 from framework.guardian import Snapshot
-from framework.param_vectors import Vector, axpy, copied, gradients, local_shards, norm, scaled, trainable
+from framework.light_snapshot import LightSnapshot
+from framework.loss_probe import LossProbe
+from framework.param_vectors import Vector, accumulate, copied, gradients, joint_norm, local_shards
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
 
@@ -25,7 +28,10 @@ class ReadOnlyError(LoopscopeError):
 class ModelDataContext:
     """What an intervention may do, in one call; everything it did is rolled back when the call ends.
 
-    Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors).
+    Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors); a name
+    that is missing stands for zeros. Losses, gradients and curvature are those of the training loss in the model's
+    present modes. What measuring them needs (buffers, modes, gradients, random streams) is borrowed and put back, so
+    that two measurements in one call see the same dropout mask.
     """
 
     def __init__(
@@ -36,16 +42,21 @@ class ModelDataContext:
         *,
         mutates: bool,
         device: torch.device | None,
+        stream: tuple[str, str, int],
+        loop: str,
     ) -> None:
+        """Serve one call; ``stream`` is the (name, point, step) of its random stream, ``loop`` the loop's type."""
         self._task = task
         self._state = state
         self._commits = commits
+        self._probe = LossProbe(task, state)
         self._mutates = mutates
         self._snapshot_device = device
+        self._stream = stream
+        self._steps_scheduler = loop == "step" or task.scheduler_interval == "step"
+        self._shuffles = 0
         self._checkpoints: dict[int, Snapshot | LightSnapshot] = {}
         self._next_token = 0
-
-    # Reading
 
     @property
     def model(self) -> nn.Module:
@@ -65,10 +76,9 @@ class ModelDataContext:
     @property
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
         """The optimizer's state by parameter name: the live tensors, for reading."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        return {names[parameter]: dict(state) for parameter, state in self._task.optimizer.state.items()}
-
-    # Checkpoints
+        state = self._task.optimizer.state
+        named = self.model.named_parameters()
+        return {name: MappingProxyType(state[parameter]) for name, parameter in named if parameter in state}
 
     def save_checkpoint(self, *, full: bool = True) -> int:
         """Save the training state and return a token for it.
@@ -76,13 +86,14 @@ class ModelDataContext:
         ``full=False`` saves parameters, buffers and random streams only, on their device: enough for work that
         only runs forward and backward.
         """
-        snapshot = Snapshot(self._snapshot_device) if full else LightSnapshot()
         self._next_token += 1
-        self._checkpoints[self._next_token] = snapshot.save(self._state)
+        self._checkpoints[self._next_token] = (
+            Snapshot(self._snapshot_device).save(self._state) if full else LightSnapshot.of(self._state)
+        )
         return self._next_token
 
     def restore_checkpoint(self, token: int) -> None:
-        """Put back what :meth:`save_checkpoint` saved under ``token``."""
+        """Put back what :meth:`save_checkpoint` saved under ``token``, random streams included."""
         self._must_mutate("restore_checkpoint")
         self._checkpoint(token).restore(self._state)
 
@@ -94,6 +105,7 @@ class ModelDataContext:
     @contextmanager
     def branch(self, *, full: bool = True) -> Iterator[None]:
         """Run the body and put the training state back afterwards, whatever happened."""
+        self._must_mutate("branch")
         token = self.save_checkpoint(full=full)
         try:
             yield
@@ -109,87 +121,52 @@ class ModelDataContext:
         self._must_mutate("restore_pre_epoch")
         if self._state.loop.pre_epoch is None:
             raise LoopscopeError(
-                "There is no pre-epoch state here: set needs_pre_epoch_state = True on the hook's class."
+                "There is no pre-epoch state here: it exists at POST_EPOCH and SNAPSHOT of the epoch loop, for a hook "
+                "whose class sets needs_pre_epoch_state = True."
             )
         with self._state.streams.isolated():
             self._state.loop.pre_epoch.restore(self._state)
 
-    def _checkpoint(self, token: int) -> "Snapshot | LightSnapshot":
-        if token not in self._checkpoints:
-            raise LoopscopeError(f"There is no checkpoint {token}: tokens in use are {sorted(self._checkpoints)}.")
-        return self._checkpoints[token]
-
-    # Gradients and training
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._state.streams.isolated())
-            stack.enter_context(lent_buffers(self.model))
-            stack.enter_context(lent_modes(self.model, train=None))
-            stack.enter_context(lent_gradients(self.model))
-            stack.enter_context(torch.enable_grad())
-            yield
-
-    def _batch(self, batch: Batch | None) -> Batch:
-        if batch is not None:
-            return batch
-        if self._state.loop.batch is None:
-            raise LoopscopeError("There is no current batch at this hook point; pass a batch.")
-        return self._state.loop.batch
+    def compute_batch_loss(self, batch: Batch | None = None) -> Tensor:
+        """Return the mean loss on one batch (default: the current one), at the present parameters."""
+        return self._probe.loss(self._batch(batch))
 
     def compute_batch_gradients(self, batch: Batch | None = None) -> dict[str, Tensor]:
-        """Return the gradient of the mean loss on one batch (default: the current one), at the present parameters.
-
-        Buffers, modes, gradients and streams are lent and put back: two calls see the same dropout mask.
-        """
-        chosen = self._batch(batch)
-        with self._borrowed():
-            forward_backward(self._task, chosen)
-            return gradients(self.model)
+        """Return the gradient of the mean loss on one batch (default: the current one), at the present parameters."""
+        return self._probe.gradient(self._batch(batch))
 
     def compute_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over the training set, batches weighted by their rows."""
-        with self._borrowed():
-            return self._mean_gradients(self._task.loader, step=False)
+        return self._probe.mean_gradient(self._task.loader.batches(self._state.loop.epoch))
 
     def run_training_epoch(self, loader: Loader, *, step: bool = True) -> dict[str, Tensor]:
-        """Train one epoch and return the mean of its gradients, batches weighted by their rows.
+        """Train one epoch and return the mean of its steps' gradients, as ``accumulated_grads`` holds the run's.
 
-        With ``step=False`` the parameters stay as they are. Draws dropout masks from the hook's own stream.
+        With ``step=False`` parameters, optimizer and scheduler stay as they are. Dropout masks come from the present
+        random streams. A per-epoch scheduler is not stepped, commits of other hooks are not made.
         """
-        if step:
-            self._must_mutate("run_training_epoch(step=True)")
-        with lent_gradients(self.model), torch.enable_grad():
+        with ExitStack() as stack:
+            stack.enter_context(lent_gradients(self.model))
+            stack.enter_context(torch.enable_grad())
             if step:
-                return self._mean_gradients(loader, step=True)
-            with lent_buffers(self.model):
-                return self._mean_gradients(loader, step=False)
-
-    def _mean_gradients(self, loader: Loader, *, step: bool) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
-        count = 0
-        for batch in loader.batches(self._state.loop.epoch):
-            forward_backward(self._task, batch)
-            size = rows(batch)
-            count += size
-            with torch.no_grad():
-                for name, gradient in gradients(self.model).items():
-                    total[name] = total[name].add_(gradient, alpha=size) if name in total else gradient * size
-            if step:
-                update(self._task, step_scheduler=self._task.scheduler_interval == "step")
-        with torch.no_grad():
-            return scaled(1 / count, total)
+                self._must_mutate("run_training_epoch(step=True)")
+            else:
+                stack.enter_context(lent_buffers(self.model))
+            return self._train(loader, step=step)
 
     def get_shuffled_loader(self) -> Loader:
-        """Return the training data in an order drawn from the hook's random stream."""
-        return self._task.loader.shuffled(int(torch.randint(2**62, ())))
+        """Return the training data in a fresh random order.
 
-    # Curvature
+        The n-th loader of a call depends only on the hook's random stream: neither on what the hook drew before nor
+        on what it restored.
+        """
+        self._shuffles += 1
+        return self._task.loader.shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
 
     def apply_perturbation(self, direction: Vector, scale: float) -> None:
         """Add ``scale * direction`` to the parameters, in place."""
         self._must_mutate("apply_perturbation")
+        check_vector(self.model, direction)
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             targets = local_shards([parameters[name] for name in direction])
@@ -200,118 +177,105 @@ class ModelDataContext:
         vector: Vector,
         batch: Batch | None = None,
         *,
-        method: Literal["exact", "finite_difference"] = "exact",
+        loader: Loader | None = None,
+        method: Method = "exact",
         epsilon: float = 1e-2,
     ) -> dict[str, Tensor]:
-        """Return H v for the Hessian of the mean loss on one batch at the present parameters.
+        """Return H v over all trainable parameters, H the Hessian of the mean loss at the present parameters.
 
-        ``exact`` differentiates the gradient (reverse over reverse, attention by its MATH kernel);
-        ``finite_difference`` is (g(θ + hu) − g(θ − hu))·‖v‖/2h with u = v/‖v‖ and h = ``epsilon``. Both see one
-        dropout mask; buffers, modes, gradients and streams are put back.
+        Args:
+            vector: v; entries of parameters that are not trained are left out.
+            batch: the batch of the loss (default: the current one).
+            loader: take the mean loss over one epoch of this loader instead, batches weighted by their rows.
+            method: ``"exact"`` (reverse over reverse, attention by its MATH kernel) or ``"finite_difference"``
+                (central, see :func:`framework.curvature.central_difference`), which moves the parameters and so needs
+                ``mutates``.
+            epsilon: absolute step of ``finite_difference`` along v/‖v‖.
         """
-        chosen = self._batch(batch)
-        if method == "exact":
-            with self._borrowed(), sdpa_kernel(SDPBackend.MATH):
-                return self._exact_product(vector, chosen)
-        if method != "finite_difference":
-            raise LoopscopeError(f"Unknown method {method!r}. Known: exact, finite_difference.")
-        self._must_mutate("hessian_vector_product(method='finite_difference')")
-        return self._finite_difference(vector, chosen, epsilon)
-
-    def _exact_product(self, vector: Vector, batch: Batch) -> dict[str, Tensor]:
-        parameters = {name: value for name, value in trainable(self.model).items() if name in vector}
-        loss = self._task.compute_loss(self.model, batch)
-        found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
-        used = [
-            (grad, vector[name])
-            for name, grad in zip(parameters, found, strict=True)
-            if grad is not None and grad.requires_grad
-        ]
-        products = torch.autograd.grad(
-            [grad for grad, _ in used],
-            list(parameters.values()),
-            grad_outputs=[direction for _, direction in used],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return dict(zip(parameters, products, strict=True))
-
-    def _finite_difference(self, vector: Vector, batch: Batch, epsilon: float) -> dict[str, Tensor]:
-        length = norm(vector)
-        unit = scaled(1 / length, vector)
-        before = copied({name: value for name, value in self.model.named_parameters() if name in vector})
-        ends = []
-        try:
-            for side in (epsilon, -epsilon):
-                self.apply_perturbation(unit, side)
-                ends.append(self.compute_batch_gradients(batch))
-                self._write_parameters(before)
-        finally:
-            self._write_parameters(before)
-        return scaled(length / (2 * epsilon), axpy(-1.0, ends[1], ends[0]))
-
-    def _write_parameters(self, values: Vector) -> None:
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            torch._foreach_copy_(local_shards([parameters[name] for name in values]), local_shards(values.values()))
-
-    # Commits: recorded now, applied after the rollback
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+        if not epsilon > 0:
+            raise LoopscopeError(f"epsilon is {epsilon}; the step of a finite difference must be positive.")
+        check_vector(self.model, vector)
+        if method == "finite_difference":
+            self._must_mutate("hessian_vector_product(method='finite_difference')")
+        if loader is None:
+            chosen = self._batch(batch)
+            return self._probe.hessian_product(vector, lambda: [chosen], method, epsilon)
+        if batch is not None:
+            raise LoopscopeError("Pass a batch or a loader, not both: the loss is the mean over one of them.")
+        epoch = self._state.loop.epoch
+        return self._probe.hessian_product(vector, lambda: loader.batches(epoch), method, epsilon)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Keep: multiply every gradient by ``factor``."""
-        self._commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: self._scale(factor))
+        kept = factor.clone() if self._mutates and isinstance(factor, Tensor) else factor
+        self._commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: scale(self._live(), kept))
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns the norm before.
 
-        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` (factor max_norm / (norm + 1e-6), at most 1).
+        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, but that float16 and bfloat16 are reduced in
+        float32. Commits that this hook asked for earlier come first, so the norm is measured again after them.
         """
-        before = norm(gradients(self.model))
-        self.scale_gradients(torch.clamp(max_norm / (before + 1e-6), max=1.0))
-        return before
+        measured = joint_norm(self._live())
+        if self._mutates or self._commits.changes:
+            self._commits.record(
+                StatePart.GRADIENTS, "clip_gradients", lambda: self._clip(joint_norm(self._live()), max_norm)
+            )
+        else:
+            self._commits.record(StatePart.GRADIENTS, "clip_gradients", lambda: self._clip(measured, max_norm))
+        return measured
 
     def replace_gradients(self, values: Vector) -> None:
-        """Keep: overwrite the gradients of the parameters named in ``values``; read when applied."""
-        self._commits.record(StatePart.GRADIENTS, "replace_gradients", lambda: self._replace(values))
+        """Keep: give the parameters named in ``values`` these gradients, tensors that the hook then leaves alone."""
+        check_vector(self.model, values)
+        kept = self._lasting(values)
+        self._commits.record(StatePart.GRADIENTS, "replace_gradients", lambda: replace_gradients(self.model, kept))
 
     def blend_parameters(self, target: Vector, weight: float) -> None:
-        """Keep: θ ← (1 − weight)·θ + weight·target, for the parameters named in ``target``; read when applied."""
-        self._commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: self._blend(target, weight))
-
-    @torch.no_grad()
-    def _scale(self, factor: float | Tensor) -> None:
-        shards = local_shards(gradients(self.model).values())
-        if shards:
-            torch._foreach_mul_(shards, factor)
-
-    @torch.no_grad()
-    def _replace(self, values: Vector) -> None:
-        live = gradients(self.model)
-        torch._foreach_copy_(local_shards([live[name] for name in values]), local_shards(values.values()))
-
-    @torch.no_grad()
-    def _blend(self, target: Vector, weight: float) -> None:
-        parameters = dict(self.model.named_parameters())
-        shards = local_shards([parameters[name] for name in target])
-        torch._foreach_lerp_(shards, local_shards(target.values()), weight)
+        """Keep: θ ← (1 − weight)·θ + weight·target of the parameters in ``target``, then left alone by the hook."""
+        check_vector(self.model, target)
+        kept = self._lasting(target)
+        self._commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: blend(self.model, kept, weight))
 
     def _must_mutate(self, verb: str) -> None:
         if not self._mutates:
             raise ReadOnlyError(f"{verb} changes the training state, but the hook declares mutates = False.")
 
+    def _checkpoint(self, token: int) -> Snapshot | LightSnapshot:
+        if token not in self._checkpoints:
+            raise LoopscopeError(f"There is no checkpoint {token}: tokens in use are {sorted(self._checkpoints)}.")
+        return self._checkpoints[token]
 
-class LightSnapshot:
-    """Parameters, buffers and random streams, kept where they are."""
+    def _lasting(self, vector: Vector) -> Vector:
+        """Copy a vector that the coming rollback might change."""
+        return copied(vector) if self._mutates else vector
 
-    def save(self, state: TrainingState) -> "LightSnapshot":
-        """Copy them."""
-        self._tensors = [*state.model.parameters(), *state.model.buffers()]
-        self._copies = [tensor.detach().clone() for tensor in local_shards(self._tensors)]
-        self._streams = state.streams.save()
-        return self
+    def _batch(self, batch: Batch | None) -> Batch:
+        if batch is not None:
+            return batch
+        if self._state.loop.batch is None:
+            raise LoopscopeError("There is no current batch at this hook point; pass a batch.")
+        return self._state.loop.batch
 
-    def restore(self, state: TrainingState) -> None:
-        """Put them back."""
+    def _train(self, loader: Loader, *, step: bool) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        steps = 0
+        for batch in loader.batches(self._state.loop.epoch):
+            forward_backward(self._task, batch)
+            total = accumulate(total, gradients(self.model))
+            steps += 1
+            if step:
+                update(self._task, step_scheduler=self._steps_scheduler)
+        if not steps:
+            raise LoopscopeError("The loader has no batches, so there is no epoch to run.")
         with torch.no_grad():
-            torch._foreach_copy_(local_shards(self._tensors), self._copies)
-        self._streams.restore()
+            torch._foreach_div_(local_shards(total.values()), steps)
+        return total
+
+    def _live(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def _clip(self, measured: Tensor, max_norm: float) -> None:
+        scale(self._live(), clip_factor(measured, max_norm))

@@ -1,0 +1,97 @@
+"""Loss, gradient and curvature of a task at its present parameters; what a measurement borrows is put back."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from framework.borrowing import lent_buffers, lent_gradients, lent_modes
+from framework.curvature import Method, central_difference, exact_product
+from framework.batches import micro_batches, rows
+from framework.data import Batch
+from framework.errors import LoopscopeError
+from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable
+from framework.train_step import TrainingTask, forward_backward
+from framework.training_state import TrainingState
+
+
+class LossProbe:
+    """Measures the mean loss of batches in the model's present modes.
+
+    Buffers, modes, gradients and random streams are lent, so that two measurements see one dropout mask and leave
+    nothing behind. A batch is split into the task's micro-batches, as in training.
+    """
+
+    def __init__(self, task: TrainingTask, state: TrainingState) -> None:
+        self._task = task
+        self._model = task.model
+        self._streams = state.streams
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss, zero-dimensional."""
+        total = rows(batch)
+        with self._borrowed(), torch.no_grad():
+            return torch.stack([self._compute_loss(part) * (rows(part) / total) for part in self._parts(batch)]).sum()
+
+    def gradient(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the gradient of the mean loss, without the parameters that have none."""
+        with self._borrowed():
+            return self._gradient(batch)
+
+    def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
+        """Return the gradient of the mean loss over all rows of the batches."""
+        with self._borrowed():
+            return _mean_over_rows(self._gradient, batches)
+
+    def hessian_product(
+        self, vector: Vector, batches: Callable[[], Iterable[Batch]], method: Method, epsilon: float
+    ) -> dict[str, Tensor]:
+        """Return H v for the mean loss over all rows of the batches; ``batches`` starts on them anew.
+
+        Finite differences move the parameters and put them back.
+        """
+        parameters = trainable(self._model)
+        direction = {name: value for name, value in vector.items() if name in parameters}
+        if method == "finite_difference":
+            return central_difference(lambda: self.mean_gradient(batches()), parameters, direction, epsilon)
+
+        def product(part: Batch) -> Vector:
+            return exact_product(lambda: self._compute_loss(part), parameters, direction)
+
+        with self._borrowed():
+            return _mean_over_rows(product, (part for batch in batches() for part in self._parts(batch)))
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._streams.isolated())
+            stack.enter_context(lent_buffers(self._model))
+            stack.enter_context(lent_modes(self._model, train=None))
+            stack.enter_context(lent_gradients(self._model))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def _compute_loss(self, batch: Batch) -> Tensor:
+        return self._task.compute_loss(self._model, batch)
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        return micro_batches(batch, self._task.accumulation_steps)
+
+    def _gradient(self, batch: Batch) -> dict[str, Tensor]:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        forward_backward(self._task, batch)
+        return gradients(self._model)
+
+
+def _mean_over_rows(measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:
+    """Return the mean of a vector over batches, weighted by their rows, in float32 or wider."""
+    total: dict[str, Tensor] = {}
+    count = 0
+    for batch in batches:
+        total = accumulate(total, measure(batch), rows(batch))
+        count += rows(batch)
+    if not count:
+        raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
+    return scaled(1 / count, total)

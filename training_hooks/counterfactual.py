@@ -1,0 +1,151 @@
+"""What the order of the data did to an epoch: its gradient against those of the same epoch in shuffled orders."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import InterventionHook
+from framework.metrics import Metrics
+from framework.param_vectors import Vector, dot
+from framework.registry import HookRegistry
+from framework.sapi import ModelDataContext
+
+
+def inner_products(vectors: Sequence[Vector]) -> Tensor:
+    """Return the Gram matrix of n vectors, shape (n, n)."""
+    rows: list[list[Tensor]] = []
+    for i, vector in enumerate(vectors):
+        rows.append([rows[j][i] if j < i else dot(vector, other) for j, other in enumerate(vectors)])
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def energy_outside(gram: Tensor, one: int, others: Sequence[int]) -> Tensor:
+    """Return 1 − cos²(v_one, mean of v_others) from a Gram matrix: the share of ‖v_one‖² outside that mean."""
+    chosen = list(others)
+    across = gram[one, chosen].mean()
+    return 1 - across.square() / (gram[one, one] * gram[chosen][:, chosen].mean())
+
+
+def ordering_split(gram: Tensor) -> dict[str, Tensor]:
+    """Split the observed epoch gradient g into content and ordering.
+
+    ``gram`` has shape (K + 1, K + 1), K ≥ 2: the inner products of g, at index 0, and of the gradients c₁…c_K of K
+    shuffled epochs. The excess compares like with like: g and c_k are both held against the mean of the other K − 1
+    shuffles. Where the order has no effect g, c₁…c_K are exchangeable, both terms have one distribution, and the
+    expectation of the excess is exactly zero, whatever the noise. 1 − cos²(g, c̄) uses all K shuffles: without any
+    effect of the order it lies below the null (0.875 against 0.9 at a noise energy of 3 times the signal's and K = 3),
+    so it is no term of the excess.
+    """
+    count = len(gram) - 1
+    shuffles = range(1, count + 1)
+    others = {k: [j for j in shuffles if j != k] for k in shuffles}
+    matched = torch.stack([energy_outside(gram, 0, others[k]) for k in shuffles]).mean()
+    null = torch.stack([energy_outside(gram, k, others[k]) for k in shuffles]).mean()
+    mean_norm = gram[1:, 1:].mean().sqrt()
+    projection = gram[0, 1:].mean() / mean_norm
+    lengths = gram.diagonal().clamp(min=0).sqrt()
+    cosines = gram[1:, 1:] / torch.outer(lengths[1:], lengths[1:])
+    return {
+        "ordering_fraction": energy_outside(gram, 0, shuffles),
+        "ordering_fraction_matched": matched,
+        "null_fraction": null,
+        "excess": matched - null,
+        "content_norm": projection.abs(),
+        "ordering_norm": (gram[0, 0] - projection.square()).clamp(min=0).sqrt(),
+        "content_cosine": projection / lengths[0],
+        "shuffle_coherence": (cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1)),
+        "observed_norm": lengths[0],
+        "shuffled_norm": lengths[1:].mean(),
+    }
+
+
+@HookRegistry.register
+class Counterfactual(InterventionHook):
+    """Retrain the epoch in shuffled orders and split its gradient into content and ordering.
+
+    From the state before the epoch, K epochs on reshuffled data give mean gradients c₁…c_K (as ``accumulated_grads``:
+    the mean over the steps of the gradients before any commit). What the observed g shares with their mean c̄ is due
+    to the content of the data, the rest to their order and to chance; the null says how much chance alone gives. Fires
+    after every epoch up to epoch 49, then at snapshots, and costs K epochs each time. In a run with committing hooks
+    (clipping, smoothing) the shuffled epochs run without those commits: the excess then holds their effect, too.
+
+    Args:
+        k: number of shuffled epochs, at least 2, since the null holds each against the others.
+    """
+
+    name = "counterfactual"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
+    needs_grads = True
+    needs_pre_epoch_state = True
+
+    def __init__(self, *, k: int = 3) -> None:
+        if k < 2:
+            raise UsageError(f"counterfactual.k is {k}; it must be at least 2: the null compares shuffles.")
+        self.k = k
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Run the shuffled epochs and return the split; nothing for an epoch without gradients."""
+        if not run_ctx.accumulated_grads:
+            return {}
+        vectors: list[Vector] = [run_ctx.accumulated_grads]
+        for _ in range(self.k):
+            model_ctx.restore_pre_epoch()
+            vectors.append(model_ctx.run_training_epoch(model_ctx.get_shuffled_loader()))
+        return ordering_split(inner_products(vectors))
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the split; g is the observed epoch's mean gradient, c̄ the mean of the shuffled epochs' c₁…c_K."""
+        return [
+            MetricInfo(
+                "ordering_fraction",
+                "1 − cos²(g, c̄): the share of ‖g‖² outside the direction of c̄",
+                "[0, 1]",
+                "Says nothing without the null: with noise of r times the signal's energy and no effect of the order "
+                "it is about 1 − 1/((1+r)(1+r/K)).",
+            ),
+            MetricInfo(
+                "ordering_fraction_matched",
+                "mean over k of 1 − cos²(g, mean of the c_j, j ≠ k)",
+                "[0, 1]",
+                "The same against K − 1 shuffles, as the null is measured.",
+            ),
+            MetricInfo(
+                "null_fraction",
+                "mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k)",
+                "[0, 1]",
+                "What a shuffled epoch in the place of the observed one gives: chance alone.",
+            ),
+            MetricInfo(
+                "excess",
+                "ordering_fraction_matched − null_fraction",
+                "[−1, 1]",
+                "The effect of the order. Its expectation is zero if the order is as good as a random one; single "
+                "values scatter about it: look at several epochs. Negative: more typical than a random order.",
+            ),
+            MetricInfo("content_norm", "|g·c̄| / ‖c̄‖", "[0, ∞)", "The part of g that the data give in any order."),
+            MetricInfo(
+                "ordering_norm",
+                "‖g − (g·c̄ / ‖c̄‖²) c̄‖",
+                "[0, ∞)",
+                "The rest: order and chance. Squared, the two add up to ‖g‖².",
+            ),
+            MetricInfo("content_cosine", "cos(g, c̄)", "[−1, 1]", "Negative: this order works against the data."),
+            MetricInfo(
+                "shuffle_coherence",
+                "mean over pairs i < j of cos(c_i, c_j)",
+                "[−1, 1]",
+                "How well one shuffled epoch determines the gradient: about 1/(1+r). Near 0: K is too small to tell.",
+            ),
+            MetricInfo("observed_norm", "‖g‖₂", "[0, ∞)", "The norm of the observed epoch's mean gradient."),
+            MetricInfo(
+                "shuffled_norm",
+                "mean over k of ‖c_k‖₂",
+                "[0, ∞)",
+                "Above observed_norm: the observed order makes steps cancel that otherwise add up.",
+            ),
+        ]
