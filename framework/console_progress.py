@@ -1,0 +1,222 @@
+"""The progress of one strategy: a bar on a terminal, a line now and then elsewhere, at most twice a second."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+from framework.number_text import duration_text, number_text, rate_text
+from framework.training_state import LoopState
+
+SECONDS_BETWEEN_UPDATES = 0.5
+SECONDS_OF_PACE = 30.0
+SECONDS_BETWEEN_LINES = 30.0
+SHARE_BETWEEN_LINES = 0.1
+SHORTEST_BAR, LONGEST_BAR = 8, 40
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a strategy has come, at one moment."""
+
+    unit: str
+    done: float
+    total: int
+    rate: float | None
+    """Units per second over the last half minute; ``None`` before anything is known."""
+    numbers: dict[str, float]
+    took: float | None = None
+    """Seconds from the first step to the last, once the strategy is over."""
+
+    @property
+    def share(self) -> float:
+        """The finished part of the run, 0 to 1."""
+        return min(1.0, self.done / self.total) if self.total else 1.0
+
+    def parts(self) -> dict[str, str]:
+        """Return what there is to say, by topic, in the order in which it is shown."""
+        parts = {
+            "percent": f"{self.share * 100:.0f}%",
+            "count": f"{self.unit} {int(self.done):,}/{self.total:,}",
+        }
+        if self.rate:
+            parts["rate"] = rate_text(self.rate, self.unit)
+        if self.took is not None:
+            parts["left"] = f"in {duration_text(self.took)}"
+        elif self.rate:
+            parts["left"] = duration_text((self.total - self.done) / self.rate) + " left"
+        return parts | {name: f"{name} {number_text(value)}" for name, value in self.numbers.items()}
+
+
+class Pace:
+    """The speed over a sliding window of time."""
+
+    def __init__(self, window: float = SECONDS_OF_PACE) -> None:
+        self._window = window
+        self._samples: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, done: float) -> None:
+        """Note that ``done`` units were finished at ``now`` seconds."""
+        self._samples.append((now, done))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - self._window:
+            self._samples.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """Units per second, or ``None`` while fewer than two moments are known."""
+        (begin, before), (end, after) = self._samples[0], self._samples[-1]
+        return (after - before) / (end - begin) if end > begin else None
+
+
+class View(ABC):
+    """Where a position is shown."""
+
+    def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
+        self.console = console
+        self.label = label
+        self.transient = transient
+        self.clock = clock
+
+    @abstractmethod
+    def show(self, position: Position) -> None:
+        """Show a position."""
+
+    @abstractmethod
+    def finish(self, position: Position | None) -> None:
+        """Show the last position, if any, and clean up."""
+
+
+class BarView(View):
+    """A bar at the foot of a terminal; ``transient`` bars vanish in the end."""
+
+    def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
+        super().__init__(console, label, transient=transient, clock=clock)
+        self._bar = BarColumn(bar_width=SHORTEST_BAR)
+        self._display = RichProgress(
+            TextColumn("[bold]{task.description}"),
+            self._bar,
+            TextColumn("{task.fields[tail]}", markup=False),
+            console=console,
+            auto_refresh=False,
+            transient=transient,
+            get_time=clock,
+        )
+        self._task = self._display.add_task(label, total=1.0, tail="")
+        self._display.start()
+
+    def show(self, position: Position) -> None:
+        """Draw the bar anew."""
+        room = self.console.width - len(self.label) - 2
+        tail = fitting(position.parts(), room - SHORTEST_BAR)
+        self._bar.bar_width = max(1, min(LONGEST_BAR, room - len(tail)))
+        self._display.update(self._task, completed=position.share, tail=tail, refresh=True)
+
+    def finish(self, position: Position | None) -> None:
+        """Give the terminal back."""
+        if position is not None:
+            self.show(position)
+        self._display.stop()
+
+
+def fitting(parts: dict[str, str], room: int) -> str:
+    """Join what is to be said, leaving out the least important things until it fits.
+
+    >>> fitting({"percent": "5%", "count": "epoch 1/20", "left": "0:19 left", "loss": "loss 1.5"}, 30)
+    '5%  0:19 left  loss 1.5'
+    """
+    kept = dict(parts)
+    for topic in ("count", "rate", *reversed(parts)):
+        if len("  ".join(kept.values())) <= room or len(kept) == 1:
+            break
+        kept.pop(topic, None)
+    return "  ".join(kept.values())
+
+
+class LineView(View):
+    """A plain line every tenth of the run and every half minute, for pipes and log files.
+
+    The last position is left to whoever reports the result, unless the view is to stay (not ``transient``).
+    """
+
+    def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
+        super().__init__(console, label, transient=transient, clock=clock)
+        self._share: float | None = None
+        self._time = clock()
+
+    def show(self, position: Position) -> None:
+        """Print a line if one is due."""
+        now = self.clock()
+        if self._share is None:
+            self._share = position.share
+        if position.share - self._share >= SHARE_BETWEEN_LINES or now - self._time >= SECONDS_BETWEEN_LINES:
+            self._share, self._time = position.share, now
+            self._print(position)
+
+    def finish(self, position: Position | None) -> None:
+        """Print the last position if it stays."""
+        if position is not None and not self.transient and position.share != self._share:
+            self._print(position)
+
+    def _print(self, position: Position) -> None:
+        self.console.out(f"{self.label}: " + ", ".join(position.parts().values()), highlight=False)
+
+
+class TrainingProgress:
+    """Tells a view, at most twice a second, where a loop is; in between a call costs one look at the clock.
+
+    Args:
+        view: where it is shown.
+        unit: ``"epoch"`` or ``"step"``.
+        length: units in the whole run.
+        steps_per_unit: optimizer steps in one unit.
+        clock: the time in seconds.
+    """
+
+    def __init__(self, view: View, *, unit: str, length: int, steps_per_unit: int, clock: Callable[[], float]) -> None:
+        self._view = view
+        self._unit = unit
+        self._length = length
+        self._steps_per_unit = steps_per_unit
+        self._clock = clock
+        self._begin = self._due = clock()
+        self._pace = Pace()
+        self._loop: LoopState | None = None
+
+    def step(self, loop: LoopState) -> None:
+        """Note that a step is done."""
+        if self._clock() >= self._due:
+            self._update(loop)
+
+    def evaluated(self, loop: LoopState) -> None:
+        """Note that an evaluation is done."""
+        if self._clock() >= self._due:
+            self._update(loop)
+
+    def stop(self) -> None:
+        """Show where the loop stands and finish the view."""
+        loop, self._loop = self._loop, None
+        now = self._clock()
+        self._view.finish(None if loop is None else replace(self._position(loop, now), took=now - self._begin))
+
+    def _update(self, loop: LoopState) -> None:
+        now = self._clock()
+        self._loop = loop
+        self._view.show(self._position(loop, now))
+        self._due = self._clock() + SECONDS_BETWEEN_UPDATES
+
+    def _position(self, loop: LoopState, now: float) -> Position:
+        done = loop.step / self._steps_per_unit
+        self._pace.add(now, done)
+        return Position(self._unit, done, self._length, self._pace.rate, newest_numbers(loop))
+
+
+def newest_numbers(loop: LoopState) -> dict[str, float]:
+    """Return the newest loss and the validation accuracy, or else the first number of the evaluation."""
+    numbers = {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
+    if "val_acc" in loop.evaluation:
+        return {**numbers, "val_acc": loop.evaluation["val_acc"]}
+    return numbers | dict(list(loop.evaluation.items())[:1])

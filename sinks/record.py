@@ -1,0 +1,46 @@
+"""One emit, as the readers of a sink's file give it back, and the plain values that files can hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one call of :meth:`MetricSink.emit` was given."""
+
+    epoch: int
+    step: int
+    hook_point: HookPoint
+    metrics: dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` in numbers, text, lists and dicts with text as keys.
+
+    Series become ``{"steps": [...], "values": [...]}``, tuples lists, NumPy scalars Python ones; what has no such
+    form becomes its text, since one odd value is no reason to lose the metrics around it.
+
+    >>> plain({1: (np.float32(0.5), {2, }), "s": Series([1], [2.0])})
+    {'1': [0.5, '{2}'], 's': {'steps': [1], 'values': [2.0]}}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        return float(value)
+    if isinstance(value, Series):
+        return {"steps": plain(value.steps), "values": plain(value.values)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value)
