@@ -26,7 +26,8 @@ def one_sided_power(signal: Tensor) -> Tensor:
     [0.0, 0.0, 4.0, 0.0]
     """
     length = signal.shape[0]
-    power: Tensor = torch.fft.rfft(signal.double(), dim=0).abs().square().sum(dim=1)[1:] * (2 / length)
+    centred = signal.double() - signal[:1]  # equal rows then give exact zeros, not the rounding of their mean
+    power: Tensor = torch.fft.rfft(centred, dim=0).abs().square().sum(dim=1)[1:] * (2 / length)
     if length % 2 == 0:
         power[-1] /= 2
     return power
@@ -42,13 +43,14 @@ def gini(values: Tensor) -> Tensor:
     """
     count = values.numel()
     ranks = torch.arange(1, count + 1, device=values.device, dtype=values.dtype)
-    total: Tensor = count * values.sum()
-    return ((2 * ranks - count - 1) * values.sort().values).sum() / total
+    differences: Tensor = ((2 * ranks - count - 1) * values.sort().values).sum()
+    return differences / (count * values.sum())
 
 
 def spectral_entropy(fractions: Tensor) -> Tensor:
     """Return the entropy −Σ f ln f of fractions that add up to 1, in nats, with 0·ln 0 = 0."""
-    return torch.special.entr(fractions).sum()
+    terms: Tensor = torch.special.entr(fractions)
+    return terms.sum()
 
 
 @HookRegistry.register

@@ -1,0 +1,19 @@
+"""A context as hooks see it at POST_EPOCH, made by hand around a model."""
+
+from typing import Any
+
+from torch import nn
+
+from framework.contexts import ForwardResult, ObserverServices, RunDataContext
+from framework.hook_points import HookPoint
+from framework.profiler import Profiler
+
+
+def epoch_end(model: nn.Module, **fields: Any) -> RunDataContext:
+    services = ObserverServices(
+        forward=lambda inputs, capture, train: ForwardResult(model(inputs), {}),
+        optimizer_groups=tuple,
+        last_metrics=lambda point: {},
+    )
+    settings: dict[str, Any] = {"hook_point": HookPoint.POST_EPOCH, "epoch": 0, "step": 1, **fields}
+    return RunDataContext(model=model, config=None, loader=None, services=services, profiler=Profiler(), **settings)

@@ -1,0 +1,94 @@
+"""The norms hook against brute force in float64, on gradients collected step by step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from framework.contexts import RunDataContext
+from framework.hook_points import HookPoint
+from framework.param_vectors import gradients
+from tests.support import MODELS, Case, SpyHook, at, train
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks.norms import Norms, norm_of_each
+
+
+def length(*tensors: torch.Tensor) -> float:
+    """Square, add and take the root, in float64."""
+    return math.sqrt(sum(tensor.detach().double().square().sum().item() for tensor in tensors))
+
+
+class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
+    """Keeps every step's gradients in float64."""
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        self.seen.append({name: value.double() for name, value in gradients(ctx.model).items()})
+        return {}
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        return {name: sum(step[name] for step in self.seen) / len(self.seen) for name in self.seen[0]}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradient_norms_are_those_of_the_mean_over_the_epochs_steps(model):
+    log = GradientLog()
+    ((metrics, *_),) = train(Case(model), [log, Norms()]).sink.emitted
+    mean = log.mean()
+    assert metrics["norms/total_grad_norm"] == pytest.approx(length(*mean.values()), rel=1e-5)
+    assert metrics["norms/max_abs_grad"] == pytest.approx(max(g.abs().max().item() for g in mean.values()), rel=1e-5)
+    for name, gradient in mean.items():
+        assert metrics[f"norms/grad_norm/{name}"] == pytest.approx(length(gradient), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weight_norms_are_those_after_the_epoch_each_shared_weight_once(model):
+    run = train(Case(model), [Norms()])
+    ((metrics, *_),) = run.sink.emitted
+    parameters = dict(run.task.model.named_parameters())
+    assert metrics["norms/total_weight_norm"] == pytest.approx(length(*parameters.values()), rel=1e-6)
+    for name, parameter in parameters.items():
+        assert metrics[f"norms/weight_norm/{name}"] == pytest.approx(length(parameter), rel=1e-6)
+    ratio = metrics["norms/total_grad_norm"] / metrics["norms/total_weight_norm"]
+    assert metrics["norms/grad_weight_ratio"] == pytest.approx(ratio, rel=1e-6)
+
+
+def test_the_total_is_the_root_of_the_summed_squares_of_the_parts():
+    vector = {"a": torch.full((3,), 2.0), "b": torch.full((4,), -1.0)}
+    parts = norm_of_each(vector)
+    assert parts == {"a": torch.tensor(math.sqrt(12)), "b": torch.tensor(2.0)}
+
+
+def test_half_precision_is_reduced_in_float32():
+    large = {"w": torch.full((4,), 3e4, dtype=torch.float16)}
+    assert norm_of_each(large)["w"].item() == 6e4
+    tiny = {"w": torch.full((4,), 2.0**-20, dtype=torch.float16)}
+    assert norm_of_each(tiny)["w"].item() == 2.0**-19
+
+
+def test_the_largest_element_keeps_its_sign_out_and_nan_in():
+    model = nn.Linear(2, 1, bias=False)
+    measured = Norms().compute(epoch_end(model, accumulated_grads={"weight": torch.tensor([[1.0, -5.0]])}))
+    assert measured["max_abs_grad"] == 5
+    broken = Norms().compute(epoch_end(model, accumulated_grads={"weight": torch.tensor([[1.0, math.nan]])}))
+    assert broken["max_abs_grad"].isnan()
+    assert broken["total_grad_norm"].isnan()
+
+
+def test_without_gradients_only_the_weights_are_reported():
+    measured = Norms().compute(epoch_end(nn.Linear(2, 1)))
+    assert set(measured) == {"total_weight_norm", "weight_norm/weight", "weight_norm/bias"}
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    assert "weight_norm/bias" not in Norms().compute(epoch_end(model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_reported_name_is_described(model):
+    ((metrics, *_),) = train(Case(model), [Norms()]).sink.emitted
+    infos = Norms().describe_metrics()
+    for name in metrics:
+        assert sum(info.describes(name.removeprefix("norms/")) for info in infos) == 1, name
