@@ -37,6 +37,7 @@ class MetricDispatch:
         self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
+        self.follows_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
     @property
     def has_steps(self) -> bool:
@@ -105,6 +106,10 @@ class MetricDispatch:
         self._each(0, lambda sink: sink.flush())
         self._each(0, lambda sink: sink.close(status))
 
+    def snapshot(self, epoch: int, step: int) -> None:
+        """Tell the sinks that SNAPSHOT has fired."""
+        self._each(step, lambda sink: sink.snapshot(epoch, step))
+
     def _emit(self, metrics: Mapping[str, Any], epoch: int, point: HookPoint, step: int) -> None:
         self._each(step, lambda sink: sink.emit(metrics, epoch, point, step=step))
 
@@ -117,10 +122,21 @@ class MetricDispatch:
                 raise
             except Exception as error:
                 self._sinks.remove(sink)
+                self._close_failed(sink, step)
                 warnings.warn(
-                    f"Sink {sink.name!r} failed and is switched off for the rest of the run: {type(error).__name__}: {error}",
+                    f"Sink {sink.name!r} failed and is switched off for the rest of the run: "
+                    f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )
+
+    def _close_failed(self, sink: MetricSink, step: int) -> None:
+        """Let a failed sink release its files; that it may fail at this too is known."""
+        try:
+            self._isolation.observe(Call(sink.name, "its end", step, "Sink"), lambda: sink.close("failed"))
+        except StateMutationError:
+            raise
+        except Exception:
+            pass
 
 
 def _arrived(pending: PendingMetrics, reports: list[Report]) -> list[Arrived]:

@@ -28,6 +28,7 @@ from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
 Result = TypeVar("Result")
+SNAPSHOT = HookPoint.SNAPSHOT
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,9 @@ class HookManager:
             due = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
             if due:
                 self._fire(point, due)
+        if point is SNAPSHOT and self._dispatch.follows_snapshots:
+            with self.isolation.visit():
+                self._dispatch.snapshot(self.state.loop.epoch, self.state.loop.step)
 
     def wants(
         self, need: str, *, points: Iterable[HookPoint], epoch: int | None = None, step: int | None = None

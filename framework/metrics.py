@@ -37,6 +37,9 @@ class MetricSink(ABC):
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Take the metrics of one fire: host values, or a :class:`Series` of them for step-level points."""
 
+    def snapshot(self, epoch: int, step: int) -> None:  # noqa: B027 - optional
+        """Take note that SNAPSHOT has fired, whether or not a hook reported anything there."""
+
     def flush(self) -> None:  # noqa: B027 - optional
         """Make everything emitted so far durable."""
 

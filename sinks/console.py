@@ -75,14 +75,18 @@ class ConsoleSink(MetricSink):
         self._gathered = {}
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Gather metrics, and at SNAPSHOT show them."""
+        """Gather metrics."""
         if self._run is None:
             raise RuntimeError("ConsoleSink shows the metrics of a run: set_run_context(run) comes before emit.")
         self._position = (epoch, step)
         for name, value in metrics.items():
             if name.count("/") < 2:
                 self._gather(name, value)
-        if hook_point is HookPoint.SNAPSHOT:
+
+    def snapshot(self, epoch: int, step: int) -> None:
+        """Show what was gathered."""
+        self._position = (epoch, step)
+        if self._run is not None:
             self._show(self._run)
 
     def close(self, status: str) -> None:
