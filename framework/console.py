@@ -15,9 +15,9 @@ from framework.console_progress import BarView, LineView, TrainingProgress
 from framework.console_tables import (
     comparison_rows,
     comparison_table,
-    experiment_table,
+    experiment_list,
+    hook_list,
     hook_page,
-    hook_table,
     result_line,
     results_line,
     strategy_header,
@@ -144,12 +144,12 @@ class RunConsole(Display):
 
 def print_experiments(experiments: Sequence[type[ExperimentRunner[Any]]]) -> None:
     """Print the experiments with their strategies and presets."""
-    make_console().print(experiment_table(experiments))
+    make_console().print(experiment_list(experiments))
 
 
 def print_hooks(hooks: Sequence[type[TrainingHook]]) -> None:
     """Print one line for each hook."""
-    make_console().print(hook_table(hooks))
+    make_console().print(hook_list(hooks))
 
 
 def print_hook(hook: type[TrainingHook]) -> None:

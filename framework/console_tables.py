@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from framework.contexts import MetricInfo, RunInfo
+from framework.hook_points import ALWAYS, EpochWindow
 from framework.hooks import TrainingHook
 from framework.number_text import duration_text, number_text
 from framework.registry import hook_kind, hook_options
@@ -23,9 +24,9 @@ INDENT = 4
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
 
-def first_line(documented: type[Any]) -> str:
+def first_line(item: type[Any]) -> str:
     """Return the first line of a class's docstring, or nothing."""
-    return (inspect.getdoc(documented) or "").partition("\n")[0]
+    return (inspect.getdoc(item) or "").partition("\n")[0].replace("``", "")
 
 
 def strategy_header(run: RunInfo, task: TrainingTask, hooks: Sequence[str]) -> Text:
@@ -114,47 +115,61 @@ def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:
     return Text(f"Results: {', '.join(map(str, folders))}")
 
 
-def hook_table(hooks: Iterable[type[TrainingHook]]) -> Table:
-    """List hooks with their kind, points and one line."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("hook", style="bold", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("points", no_wrap=True)
-    table.add_column("what it does")
-    for hook in hooks:
-        table.add_row(hook.name, hook_kind(hook), "\n".join(hook_points(hook)), Text(first_line(hook)))
-    return table
+def hook_list(hooks: Iterable[type[TrainingHook]]) -> Group:
+    """List hooks with their kind, their points and one line."""
+    known = list(hooks)
+    width = max((len(hook.name) for hook in known), default=0)
+    parts: list[RenderableType] = []
+    for hook in known:
+        title = Text.assemble((f"{hook.name:{width}}", "bold"), f"  {hook_kind(hook):12}  {points_text(hook)}")
+        parts += [title, _indented(Text(first_line(hook)))]
+    return Group(*parts)
 
 
-def hook_points(hook: type[TrainingHook]) -> list[str]:
-    """Name the points at which a hook fires, in firing order, with the loop where that matters."""
+def _indented(shown: RenderableType) -> Padding:
+    return Padding(shown, (0, 0, 0, INDENT), expand=False)
+
+
+def points_text(hook: type[TrainingHook]) -> str:
+    """Name the points at which a hook fires, in firing order, by loop and with their epochs where it restricts them."""
     if hook.loop_points is None:
-        return [point.name for point in sorted(hook.hook_points)]
-    loops: dict[Any, list[str]] = {}
+        return ", ".join(point.name for point in sorted(hook.hook_points))
+    loops = []
     for loop, entry in hook.loop_points.items():
-        for point in entry:
-            loops.setdefault(point, []).append(loop)
-    both = len(hook.loop_points)
-    return [
-        point.name if len(loops[point]) == both and both > 1 else f"{point.name} ({', '.join(loops[point])})"
-        for point in sorted(loops)
-    ]
+        windows = entry if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
+        loops.append(f"{loop} loop: " + ", ".join(point.name + _epochs(windows[point]) for point in sorted(windows)))
+    return "; ".join(loops)
 
 
-def hook_page(hook: type[TrainingHook]) -> RenderableType:
+def _epochs(window: EpochWindow) -> str:
+    first, last = window
+    if first is None:
+        return "" if last is None else f" to epoch {last}"
+    return f" from epoch {first}" + ("" if last is None else f" to {last}")
+
+
+def hook_page(hook: type[TrainingHook]) -> Group:
     """Show every metric of a hook with formula, range and reading, and its options."""
-    document = (inspect.getdoc(hook) or "").partition("\n")
+    description, options = documented(hook)
     parts: list[RenderableType] = [
-        Text.assemble((hook.name, "bold"), f"  ({hook_kind(hook)}, {', '.join(hook_points(hook))})"),
-        Text(document[0]),
+        Text.assemble((hook.name, "bold"), f"  {hook_kind(hook)}, {points_text(hook)}"),
     ]
-    if document[2].strip():
-        parts += [Text(), Text(document[2].strip())]
-    parts.append(Text("\nMetrics", style="bold"))
+    for paragraph in description:
+        parts += [Text(paragraph), Text()]
+    parts.append(Text("Metrics", style="bold"))
     parts += [_metric(hook.name, info) for info in hook().describe_metrics()]
     parts.append(Text("\nOptions, for --hook-config", style="bold"))
-    parts.append(_options(hook))
-    return Group(*parts)
+    parts += [_option(hook.name, option, options.get(option.name, "")) for option in hook_options(hook).values()]
+    return Group(*parts, *([] if hook_options(hook) else [Text("  none")]))
+
+
+def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
+    """Split a hook's docstring into paragraphs, each on one line, and what it says of each option."""
+    text = (inspect.getdoc(hook) or "").replace("``", "")
+    description, _, arguments = text.partition("\nArgs:\n")
+    paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n") if paragraph.strip()]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, re.M)
+    return paragraphs, {name: " ".join(words.split()) for name, words in entries}
 
 
 def _metric(hook: str, info: MetricInfo) -> RenderableType:
@@ -163,28 +178,25 @@ def _metric(hook: str, info: MetricInfo) -> RenderableType:
     table.add_column(overflow="fold")
     for label, text in (("formula", info.formula), ("range", info.range), ("reading", info.reading)):
         table.add_row(label, Text(text))
-    return Group(Text(f"  {hook}/{info.name}", style="cyan"), Padding(table, (0, 0, 0, INDENT)))
+    return Group(Text(f"  {hook}/{info.name}", style="cyan"), _indented(table))
 
 
-def _options(hook: type[TrainingHook]) -> RenderableType:
-    options = hook_options(hook)
-    if not options:
-        return Text("  none")
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name, option in options.items():
-        kind = inspect.formatannotation(option.annotation)
-        table.add_row(Text(f"  {hook.name}.{name}", style="cyan"), Text(kind), Text(f"default {option.default!r}"))
-    return table
+def _option(hook: str, option: inspect.Parameter, description: str) -> RenderableType:
+    choices = " | ".join(map(str, get_args(option.annotation))) if get_origin(option.annotation) is Literal else ""
+    kind = choices or inspect.formatannotation(option.annotation)
+    title = Text.assemble((f"  {hook}.{option.name}", "cyan"), f"  ({kind}, default {option.default})")
+    return Group(title, _indented(Text(description))) if description else title
 
 
-def experiment_table(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Table:
-    """List experiments with their strategies and presets."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("experiment", style="bold", no_wrap=True)
-    table.add_column("what it trains")
-    table.add_column("strategies")
-    table.add_column("presets", no_wrap=True)
+def experiment_list(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Group:
+    """List experiments with one line, their strategies and presets."""
+    parts: list[RenderableType] = []
     for item in experiments:
-        names = (", ".join(item.strategies), ", ".join(item.presets) or "none")
-        table.add_row(item.name, Text(first_line(item)), *names)
-    return table
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_row("strategies", ", ".join(item.strategies))
+        table.add_row("presets", ", ".join(item.presets) or "none")
+        parts += [
+            Text(item.name, style="bold"),
+            Padding(Group(Text(first_line(item)), table), (0, 0, 0, INDENT), expand=False),
+        ]
+    return Group(*parts)
