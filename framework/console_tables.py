@@ -121,7 +121,10 @@ def hook_list(hooks: Iterable[type[TrainingHook]]) -> Group:
     width = max((len(hook.name) for hook in known), default=0)
     parts: list[RenderableType] = []
     for hook in known:
-        title = Text.assemble((f"{hook.name:{width}}", "bold"), f"  {hook_kind(hook):12}  {points_text(hook)}")
+        title = Table.grid(padding=(0, 2, 0, 0))
+        title.add_column(min_width=width, style="bold", no_wrap=True)
+        title.add_column(min_width=len("intervention"), no_wrap=True)
+        title.add_row(hook.name, hook_kind(hook), points_text(hook))
         parts += [title, _indented(Text(first_line(hook)))]
     return Group(*parts)
 
