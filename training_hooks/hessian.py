@@ -206,7 +206,7 @@ class Hessian(InterventionHook):
                 "gradient_curvature",
                 "vᵀH_B v / ‖v‖², v = −η·g_A",
                 "(−∞, ∞)",
-                "Curvature of B's loss along the gradient of A; above update_curvature: the optimizer avoids steep directions.",
+                "Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.",
             ),
             MetricInfo(
                 "own_loss_change",

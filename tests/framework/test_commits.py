@@ -1,0 +1,92 @@
+import pytest
+import torch
+from torch import nn
+
+from framework.commits import (
+    CommitRecord,
+    StatePart,
+    UndeclaredCommitError,
+    blend,
+    check_vector,
+    clip_factor,
+    replace_gradients,
+    scale,
+)
+from framework.errors import LoopscopeError, UsageError
+from framework.param_vectors import copied, trainable
+
+
+def record(*parts: StatePart) -> CommitRecord:
+    return CommitRecord("smoother", frozenset(parts))
+
+
+def test_a_recorded_change_happens_at_apply_and_in_the_order_asked_for():
+    commits, done = record(StatePart.GRADIENTS, StatePart.PARAMETERS), []
+    commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: done.append("parameters"))
+    commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: done.append("gradients"))
+    assert done == []
+    commits.apply()
+    assert done == ["parameters", "gradients"]
+
+
+def test_an_undeclared_change_is_refused_by_name_and_with_the_remedy():
+    commits = record(StatePart.GRADIENTS)
+    with pytest.raises(
+        UndeclaredCommitError, match=r"'smoother' does not declare; add commits = \{StatePart.PARAMETERS"
+    ):
+        commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: None)
+    assert commits.changes == []
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 7.0, float("inf"), float("nan")])
+def test_the_clip_factor_is_that_of_torch(norm):
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), norm)
+    torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+    found = torch.full((1,), norm) * clip_factor(torch.tensor(norm), 0.5)
+    assert torch.equal(found.view(torch.int32), parameter.grad.view(torch.int32))
+
+
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)])
+def test_scaling_multiplies_in_place_and_keeps_dtypes(factor):
+    tensors = [torch.full((3,), 4.0), torch.full((2,), 4.0, dtype=torch.bfloat16)]
+    scale(tensors, factor)
+    scale([], factor)
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [1.0] * 2]
+    assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
+
+
+def test_replacing_gradients_writes_into_those_that_are_there_and_makes_those_that_are_not():
+    model = nn.Linear(2, 1)
+    model.weight.grad = present = torch.zeros(1, 2)
+    values = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([3.0])}
+    replace_gradients(model, values)
+    assert model.weight.grad is present
+    assert model.bias.grad is not values["bias"]
+    assert [model.weight.grad.tolist(), model.bias.grad.tolist()] == [[[1.0, 2.0]], [3.0]]
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, 1.0), (0.25, 1.5), (1.0, 3.0)])
+def test_blending_moves_parameters_by_the_weight(weight, expected):
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    bias = model.bias.detach().clone()
+    blend(model, {"weight": torch.full((1, 2), 3.0)}, weight)
+    assert model.weight.tolist() == [[expected] * 2]
+    assert torch.equal(model.bias, bias)
+
+
+def test_blending_towards_a_float32_shadow_is_rounded_once():
+    model = nn.Linear(64, 64).bfloat16()
+    before, target = model.weight.detach().clone(), torch.randn(64, 64)
+    blend(model, {"weight": target}, 0.3)
+    assert torch.equal(model.weight.detach(), before.float().lerp(target, 0.3).bfloat16())
+
+
+def test_a_vector_that_does_not_fit_the_model_is_refused_before_anything_is_recorded():
+    model = nn.Linear(2, 1)
+    check_vector(model, copied(trainable(model)))
+    with pytest.raises(UsageError, match=r"Unknown parameter 'weigth'\. Did you mean 'weight'"):
+        check_vector(model, {"weigth": torch.zeros(1, 2)})
+    with pytest.raises(LoopscopeError, match=r"'weight' has shape \(2,\), but the parameter has \(1, 2\)"):
+        check_vector(model, {"weight": torch.zeros(2)})

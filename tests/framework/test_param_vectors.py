@@ -1,0 +1,185 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from framework.param_vectors import (
+    accumulate,
+    axpy,
+    copied,
+    cosine,
+    dot,
+    gradients,
+    joint_norm,
+    max_abs,
+    minus,
+    norm,
+    overwrite,
+    scaled,
+    trainable,
+)
+
+SHAPES = {"weight": (40, 30), "bias": (30,), "gain": (), "empty": (0, 3)}
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def flat(vector: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.double().reshape(-1) for value in vector.values()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_products_norms_and_cosines_are_those_of_the_flat_vectors(dtype):
+    a, b = drawn(1, dtype), drawn(2, dtype)
+    expected = torch.stack(
+        [
+            flat(a) @ flat(b),
+            flat(a).norm(),
+            (flat(a) @ flat(b)) / (flat(a).norm() * flat(b).norm()),
+            flat(a).abs().max(),
+        ]
+    )
+    found = torch.stack([dot(a, b), norm(a), cosine(a, b), max_abs(a)])
+    assert found.dtype in (torch.float32, torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-5)
+
+
+def test_a_name_that_a_vector_lacks_stands_for_zeros():
+    a, b = drawn(1, torch.float64), drawn(2, torch.float64)
+    del a["bias"], b["weight"]
+    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    full_a, full_b = zeros | a, zeros | b
+    assert dot(a, b) == dot(full_a, full_b)
+    assert cosine(a, b) == cosine(full_a, full_b)
+    for sparse, full in ((axpy(-2.0, a, b), axpy(-2.0, full_a, full_b)), (minus(a, b), minus(full_a, full_b))):
+        assert sparse.keys() == full.keys()
+        assert all(torch.equal(sparse[name], full[name]) for name in full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_reduced_in_float32(dtype):
+    large = {"weight": torch.full((10_000,), 300.0, dtype=dtype)}
+    assert norm(large).item() == pytest.approx(30_000, rel=1e-4)
+    assert dot(large, large).item() == pytest.approx(9e8, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_joint_norm_is_bit_for_bit_the_one_torch_clips_by(dtype):
+    for seed in range(20):
+        tensors = list(drawn(seed, dtype).values())
+        assert torch.equal(joint_norm(tensors), torch.nn.utils.get_total_norm(tensors))
+
+
+def test_a_norm_over_several_dtypes_is_that_of_all_elements():
+    mixed = drawn(1)
+    mixed |= {"bias": mixed["bias"].double(), "gain": mixed["gain"].half()}
+    assert norm(mixed).item() == pytest.approx(flat(mixed).norm().item(), rel=1e-6)
+
+
+def test_the_cosine_of_a_large_vector_with_itself_is_one():
+    large = {"weight": torch.rand(3_000_000)}
+    assert cosine(large, large).item() == pytest.approx(1.0, abs=3e-7)
+
+
+def test_the_cosine_with_a_zero_vector_is_undefined():
+    a = drawn(1)
+    assert cosine(a, scaled(0.0, a)).isnan()
+
+
+def test_empty_vectors_have_zero_products_and_norms():
+    assert dot({}, {}) == norm({}) == max_abs({}) == 0
+    assert dot({"a": torch.ones(2)}, {"b": torch.ones(2)}) == 0
+    assert axpy(2.0, {}, {}) == scaled(2.0, {}) == accumulate(None, {}) == {}
+
+
+def test_what_comes_from_parameters_is_detached():
+    model = nn.Linear(3, 2)
+    live = trainable(model)
+    vectors = [axpy(1.0, live, live), scaled(2.0, live), copied(live), accumulate(None, live), minus(live, {})]
+    results = [dot(live, live), norm(live), cosine(live, live), *(value for each in vectors for value in each.values())]
+    assert not any(result.requires_grad for result in results)
+
+
+def test_results_share_no_memory_with_what_they_came_from():
+    a, b = drawn(1), drawn(2)
+    before = copied(a)
+    for result in (axpy(0.0, {}, a), scaled(1.0, a), copied(a), accumulate(None, a), minus(a, {}), axpy(1.0, a, {})):
+        overwrite(result, b)
+        assert all(torch.equal(a[name], before[name]) for name in a)
+
+
+def test_accumulating_adds_weighted_vectors_in_place_whatever_names_they_have():
+    a, b, c = drawn(1, torch.float64), drawn(2, torch.float64), drawn(3, torch.float64)
+    del a["bias"], b["weight"]
+    total = accumulate(None, a, 2)
+    kept = total["weight"]
+    total = accumulate(accumulate(total, b, 3), dict(reversed(c.items())), 5)
+    expected = axpy(2.0, a, axpy(3.0, b, scaled(5.0, c)))
+    assert total["weight"] is kept
+    for name, value in expected.items():
+        torch.testing.assert_close(total[name], value)
+
+
+def test_accumulating_low_precision_does_not_stall():
+    one = {"weight": torch.ones(3, dtype=torch.bfloat16)}
+    total = None
+    for _ in range(1000):
+        total = accumulate(total, one)
+    assert total["weight"].dtype == torch.float32
+    assert total["weight"].tolist() == [1000.0] * 3
+
+
+def test_overwriting_copies_bytes_into_the_tensors_that_are_there():
+    model = nn.Linear(3, 2)
+    parameters, values = trainable(model), {"bias": torch.tensor([float("nan"), -0.0])}
+    overwrite(parameters, values)
+    overwrite(parameters, {})
+    assert parameters["bias"] is model.bias
+    assert torch.equal(model.bias.detach().view(torch.int32), values["bias"].view(torch.int32))
+
+
+def test_gradients_leave_out_parameters_without_one_and_shared_ones_come_once():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    model[0].bias.requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+    assert list(gradients(model)) == list(trainable(model)) == ["0.weight", "1.bias"]
+
+
+def sharded_results(rank: int, folder: Path) -> None:
+    """Compute products of sharded, replicated, partial and plain tensors; runs in one of two processes."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = {"odd": torch.randn(5, 3), "whole": torch.randn(4), "plain": torch.randn(2), "half": torch.randn(7)}
+    placements = {"odd": Shard(0), "whole": Replicate(), "half": Shard(0)}
+    a = {name: distribute_tensor(plain[name], mesh, [place]) for name, place in placements.items()}
+    a |= {"plain": plain["plain"]}
+    b = a | {"odd": distribute_tensor(plain["odd"], mesh, [Replicate()])}
+    b["half"] = DTensor.from_local(plain["half"] / 2, mesh, [Partial()])
+    moved = axpy(torch.tensor(0.5), a, a)
+    target = copied(a)
+    overwrite(target, moved)
+    total = accumulate(accumulate(None, a, 2), a)
+    numbers = [dot(a, b), norm(a), cosine(a, b), max_abs(a), norm(target), norm(total), joint_norm(list(a.values()))]
+    torch.save(torch.stack(numbers), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_are_reduced_so_that_every_rank_holds_the_number_of_the_whole(tmp_path):
+    torch.multiprocessing.spawn(sharded_results, args=(tmp_path,), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    torch.manual_seed(0)
+    whole = {"odd": torch.randn(5, 3), "whole": torch.randn(4), "plain": torch.randn(2), "half": torch.randn(7)}
+    length, largest = norm(whole).item(), max_abs(whole).item()
+    expected = [length**2, length, 1.0, largest, 1.5 * length, 3 * length, length]
+    assert torch.equal(found[0], found[1])
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
