@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from framework.borrowing import lent_modes
 from framework.data import Batch
 from framework.hook_points import HookPoint
 from framework.manager import HookManager
-from framework.param_vectors import gradients
+from framework.param_vectors import accumulate, gradients
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import LoopState
 
@@ -134,21 +133,11 @@ def _gather_gradients(task: TrainingTask, hooks: HookManager, loop: LoopState) -
     live = gradients(task.model)
     with torch.no_grad():
         if hooks.needs("needs_grads"):
-            loop.gradient_sum = _added(loop.gradient_sum, live)
+            loop.gradient_sum = accumulate(loop.gradient_sum, live)
             loop.gradient_steps += 1
         in_next_epoch = loop.batch_idx == len(task.loader) - 1
         if hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
             loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
-
-
-def _added(total: dict[str, Tensor] | None, live: dict[str, Tensor]) -> dict[str, Tensor]:
-    if total is None or total.keys() != live.keys():
-        fresh = {name: gradient.clone() for name, gradient in live.items()}
-        for name, value in (total or {}).items():
-            fresh[name] = value + fresh[name] if name in fresh else value
-        return fresh
-    torch._foreach_add_(list(total.values()), list(live.values()))
-    return total
 
 
 def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
