@@ -1,0 +1,277 @@
+"""Hook points, epoch windows and step schedules: the documented loop is the loop, and the rules hold everywhere."""
+
+import inspect
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from framework.data import TensorLoader, fixed_order
+from framework.errors import UsageError
+from framework.hook_points import ALWAYS, POINTS_OF_LOOP, STEP_POINTS, HookPoint, StepSchedule, windows_for
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.metrics import MetricSink
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import Case, SpyHook, at, train
+
+
+def documented_events(*, batches: int, epochs: int) -> list[str]:
+    """Unroll the loop that the docstring of HookPoint shows."""
+    block = inspect.cleandoc(HookPoint.__doc__).partition("::")[2]
+    lines = [line for line in block.splitlines() if line.strip()]
+    margin = min(len(line) - len(line.lstrip()) for line in lines)
+    head = next(index for index, line in enumerate(lines) if line.strip() == "for each batch:")
+    depth = len(lines[head]) - len(lines[head].lstrip())
+    body = [line for line in lines[head + 1 :] if len(line) - len(line.lstrip()) > depth]
+    assert margin < depth
+    epoch = events(lines[:head]) + events(body) * batches + events(lines[head + 1 + len(body) :])
+    return epoch * epochs
+
+
+def events(lines: list[str]) -> list[str]:
+    return [event for line in lines for event in line.strip().split(", ")]
+
+
+class LoggingSGD(torch.optim.SGD):
+    """Says when it clears gradients and when it steps."""
+
+    def __init__(self, parameters, log):
+        super().__init__(parameters, lr=0.1)
+        self.log = log
+
+    def zero_grad(self, set_to_none=True):
+        self.log.append("zero_grad")
+        super().zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.log.append("optimizer.step")
+        return super().step(closure)
+
+
+class LoggingScheduler(LambdaLR):
+    """Says when it steps, once it is told under which name."""
+
+    says = None
+
+    def step(self, epoch=None):
+        if self.says:
+            self.optimizer.log.append(self.says)
+        super().step(epoch)
+
+
+class FlushLog(MetricSink):
+    """Says when step metrics arrive."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        if hook_point in STEP_POINTS:
+            self.log.append("flush step metrics")
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_the_docstring_of_hook_point_is_the_loop(interval):
+    log: list[str] = []
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.register_hook(lambda gradient: log.append("backward"))
+    optimizer = LoggingSGD(model.parameters(), log)
+    scheduler = LoggingScheduler(optimizer, lambda epoch: 1.0)
+    scheduler.says = f"per-{interval} scheduler"
+    task = TrainingTask(
+        model,
+        optimizer,
+        TensorLoader([torch.ones(4, 1)], 2, fixed_order(torch.arange(4))),
+        lambda model, batch: log.append("forward") or model(batch[0]).mean(),
+        evaluate=lambda model: log.append("evaluate") or {},
+        scheduler=scheduler,
+        scheduler_interval=interval,
+        length=2,
+        snapshot_every=1,
+    )
+
+    def say(ctx):
+        log.append(ctx.hook_point.name)
+        return {"one": 1.0} if ctx.hook_point is HookPoint.PRE_STEP else {}
+
+    state = TrainingState(model, optimizer, RandomStreams(0), scheduler=scheduler)
+    epoch_loop(task, HookManager([SpyHook(say)], task, state, sinks=[FlushLog(log)]))
+    other = {"step": "per-epoch scheduler", "epoch": "per-step scheduler"}[interval]
+    assert log == [event for event in documented_events(batches=2, epochs=2) if event != other]
+
+
+def test_the_docstring_names_every_point_in_the_order_of_the_enum():
+    points = [event for event in documented_events(batches=1, epochs=1) if event in HookPoint.__members__]
+    assert points == [point.name for point in HookPoint]
+
+
+def test_the_step_loop_fires_the_indented_points_and_snapshot():
+    spy = SpyHook()
+    train(Case(loop="step"), [spy], steps=4, snapshot_every=2)
+    step = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
+    assert [name for name, _, _ in spy.seen] == [*step, *step, "SNAPSHOT", *step, *step, "SNAPSHOT"]
+
+
+def test_snapshots_come_every_so_many_epochs_and_after_the_last():
+    spy = SpyHook()
+    train(Case(), [spy], steps=15, snapshot_every=2)
+    assert [epoch for name, epoch, _ in spy.seen if name == "SNAPSHOT"] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_the_step_is_the_same_at_all_four_points_and_counts_from_one(loop):
+    spy = at(SpyHook, *STEP_POINTS)()
+    train(Case(loop=loop), [spy], steps=6)
+    assert [step for _, _, step in spy.seen] == [step for step in range(1, 7) for _ in range(4)]
+
+
+# Loop types and windows
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_hook_fires_at_its_points_as_far_as_the_loop_has_them(loop):
+    assert windows_for(frozenset(HookPoint), None, loop) == dict.fromkeys(POINTS_OF_LOOP[loop], ALWAYS)
+
+
+def test_loop_points_take_precedence_and_leave_the_hook_out_of_loops_they_do_not_name():
+    loop_points = {"step": {HookPoint.POST_STEP}}
+    assert windows_for({HookPoint.POST_EPOCH}, loop_points, "step") == {HookPoint.POST_STEP: ALWAYS}
+    assert windows_for({HookPoint.POST_EPOCH}, loop_points, "epoch") == {}
+    spy = at(SpyHook, HookPoint.POST_EPOCH, loop_points=loop_points)()
+    train(Case(), [spy])
+    assert spy.seen == []
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.booleans())
+def test_a_window_includes_both_of_its_bounds(first, extra, open_start, open_end):
+    window = (None if open_start else first, None if open_end else first + extra)
+    epochs = [epoch for epoch in range(10) if in_window(window, epoch)]
+    assert epochs == list(range(0 if open_start else first, 10 if open_end else first + extra + 1))
+
+
+def in_window(window, epoch: int) -> bool:
+    hook = at(SpyHook, loop_points={"epoch": {HookPoint.POST_EPOCH: window}})()
+    manager = HookManager([hook], *tiny_run())
+    manager.state.loop.epoch = epoch
+    manager.fire(HookPoint.POST_EPOCH)
+    return bool(hook.seen)
+
+
+def tiny_run() -> tuple[TrainingTask, TrainingState]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = TensorLoader([torch.ones(2, 1)], 1, fixed_order(torch.arange(2)))
+    task = TrainingTask(model, optimizer, loader, lambda model, batch: model(batch[0]).mean())
+    return task, TrainingState(model, optimizer, RandomStreams(0))
+
+
+@pytest.mark.parametrize(
+    ("point", "sentence"),
+    [
+        ("POST_EPOCH", r"Unknown hook point 'POST_EPOCH'\. Known members of HookPoint: PRE_EPOCH"),
+        (5, "Unknown hook point 5"),
+    ],
+)
+def test_a_point_that_does_not_exist_is_refused_by_the_manager_too(point, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        HookManager([at(SpyHook, point)()], *tiny_run())
+
+
+@pytest.mark.parametrize("window", [(3, 2), (-1, None), (None, -1)])
+def test_a_window_that_never_opens_is_refused(window):
+    with pytest.raises(UsageError, match="never opens"):
+        windows_for(set(), {"epoch": {HookPoint.POST_EPOCH: window}}, "epoch")
+
+
+# Step schedules
+
+everies = st.integers(1, 12)
+warmups = st.integers(0, 20)
+
+
+@st.composite
+def schedules(draw):
+    every = draw(everies)
+    mode = draw(st.sampled_from(["continual", "stride", "burst"]))
+    length = draw(st.integers(1, every))
+    return StepSchedule(mode=mode, every_n_steps=every, burst_length=length, warmup=draw(warmups))
+
+
+def steps_by_definition(schedule: StepSchedule, last: int) -> list[int]:
+    """Walk through warm-up, then period by period."""
+    every = 1 if schedule.mode == "continual" else schedule.every_n_steps
+    length = schedule.burst_length if schedule.mode == "burst" else 1
+    starts = range(schedule.warmup + 1, last + 1, every)
+    return [step for start in starts for step in range(start, start + length) if step <= last]
+
+
+@given(schedules(), st.integers(0, 60))
+def test_a_schedule_is_warm_up_and_then_the_first_steps_of_every_period(schedule, last):
+    assert [step for step in range(1, last + 1) if schedule.is_due(step)] == steps_by_definition(schedule, last)
+
+
+@given(schedules(), st.integers(1, 5))
+def test_every_whole_period_has_the_same_number_of_due_steps(schedule, periods):
+    every = schedule.every_n_steps
+    steps = range(schedule.warmup + 1, schedule.warmup + 1 + periods * every)
+    per_period = {"continual": every, "stride": 1, "burst": schedule.burst_length}[schedule.mode]
+    assert sum(map(schedule.is_due, steps)) == periods * per_period
+
+
+@given(schedules(), st.integers(1, 60))
+def test_a_schedule_repeats_after_the_warm_up(schedule, step):
+    later = step + schedule.warmup
+    assert schedule.is_due(later) == schedule.is_due(later + schedule.every_n_steps)
+
+
+@given(schedules())
+def test_the_first_step_after_the_warm_up_is_due_and_none_before(schedule):
+    assert schedule.is_due(schedule.warmup + 1)
+    assert not any(map(schedule.is_due, range(1, schedule.warmup + 1)))
+
+
+@given(everies, warmups)
+def test_a_burst_as_long_as_its_period_is_continual_and_a_burst_of_one_is_a_stride(every, warmup):
+    def due(mode, length):
+        schedule = StepSchedule(mode=mode, every_n_steps=every, burst_length=length, warmup=warmup)
+        return [schedule.is_due(step) for step in range(1, 50)]
+
+    assert due("burst", every) == due("continual", 1)
+    assert due("burst", 1) == due("stride", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mode": "sometimes"}, "Unknown step schedule 'sometimes'. Known: continual, stride, burst"),
+        ({"every_n_steps": 0}, "every_n_steps is 0"),
+        ({"mode": "burst", "every_n_steps": 3, "burst_length": 4}, r"burst_length is 4; it must lie in 1\.\.every_n"),
+        ({"mode": "burst", "burst_length": 0}, "burst_length is 0"),
+        ({"warmup": -1}, "warmup is -1"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        StepSchedule(**options)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_bursts_are_aligned_at_all_four_points(loop):
+    schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
+    spy = at(SpyHook, *STEP_POINTS, step_schedule=schedule)()
+    train(Case(loop=loop), [spy], steps=9)
+    points = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
+    assert [(name, step) for name, _, step in spy.seen] == [(name, s) for s in (2, 3, 6, 7) for name in points]
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_schedule_thins_out_step_points_only(loop):
+    spy = at(SpyHook, HookPoint.SNAPSHOT, step_schedule=StepSchedule(mode="stride", every_n_steps=100, warmup=50))()
+    train(Case(loop=loop), [spy], snapshot_every=1)
+    assert spy.seen

@@ -1,0 +1,311 @@
+"""Registries: what is refused and in which words, what installed packages add, what a selection expands to."""
+
+import pytest
+
+import training_hooks
+from framework.commits import StatePart
+from framework.errors import UsageError
+from framework.hook_checks import check_hook_class
+from framework.hook_points import HookPoint
+from framework.hooks import DebugInterventionHook, InterventionHook, TrainingHook
+from framework.registry import HookRegistry, Registry, bulk_hooks, hook_kind, hook_options, select_hooks
+
+assert training_hooks.__all__
+HookRegistry.discover()  # before any test puts a package on the path, since discovery happens once
+
+
+class Watcher(TrainingHook):
+    """An observer that is fit to be registered."""
+
+    name = "watcher"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+
+    def compute(self, ctx):
+        return {}
+
+    def describe_metrics(self):
+        return []
+
+
+class Meddler(InterventionHook):
+    """An intervention that is fit to be registered."""
+
+    name = "meddler"
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
+
+    def intervene(self, run_ctx, model_ctx):
+        return {}
+
+    def describe_metrics(self):
+        return []
+
+
+class Debugger(DebugInterventionHook, Meddler):
+    """A debug intervention."""
+
+    name = "debugger"
+
+
+def variant(base: type[TrainingHook], name: str, **attributes) -> type[TrainingHook]:
+    return type(name.title(), (base,), {"name": name, **attributes})
+
+
+def registry() -> Registry:
+    return Registry("hook", "loopscope.hooks", check_hook_class)
+
+
+@pytest.fixture
+def registered():
+    """Add hooks to the global registry for one test."""
+    added: list[str] = []
+
+    def add(*hooks: type[TrainingHook]) -> None:
+        for hook in hooks:
+            HookRegistry.register(hook)
+            added.append(hook.name)
+
+    yield add
+    for name in added:
+        HookRegistry.unregister(name)
+
+
+# Registration
+
+
+def test_two_classes_of_one_name_are_refused_naming_both():
+    hooks = registry()
+    hooks.register(Watcher)
+    with pytest.raises(UsageError, match=r"Two hooks are named 'watcher': .*Watcher and .*Impostor"):
+        hooks.register(type("Impostor", (Watcher,), {}))
+    assert hooks.get("watcher") is Watcher
+
+
+def test_registering_the_same_class_twice_is_no_conflict():
+    hooks = registry()
+    assert hooks.register(hooks.register(Watcher)) is Watcher
+
+
+def test_an_unregistered_class_is_forgotten():
+    hooks = registry()
+    hooks.register(Watcher)
+    hooks.unregister("watcher")
+    assert hooks.names() == []
+
+
+def init(signature: str):
+    """Make a constructor with the given parameters."""
+    scope: dict = {}
+    exec(f"def __init__(self, {signature}): pass", scope)
+    return scope["__init__"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "sentence"),
+    [
+        (lambda: variant(Watcher, "all"), "keyword of --hooks; rename it"),
+        (lambda: variant(Watcher, "observers"), "keyword of --hooks; rename it"),
+        (lambda: variant(Watcher, "with_debug"), "keyword of --hooks; rename it"),
+        (lambda: variant(Watcher, "two words"), "needs a name of letters, digits and underscores"),
+        (lambda: variant(Watcher, ""), "needs a name of letters, digits and underscores"),
+        (lambda: variant(Watcher, "w", hook_points=frozenset()), "fires nowhere; set hook_points"),
+        (lambda: variant(Watcher, "w", hook_points={"POST_EPOCH"}), "Unknown hook point 'POST_EPOCH'"),
+        (lambda: variant(Watcher, "w", loop_points={"epoc": {HookPoint.POST_EPOCH}}), "Did you mean 'epoch'"),
+        (lambda: variant(Watcher, "w", loop_points={"step": {3}}), "Unknown hook point 3"),
+        (lambda: variant(Watcher, "w", loop_points={"epoch": {HookPoint.POST_EPOCH: (4, 3)}}), "never opens"),
+        (lambda: variant(Watcher, "w", __init__=init("k: int = 1")), "takes 'k'; an option must be keyword-only"),
+        (lambda: variant(Watcher, "w", __init__=init("*, k: int")), "takes 'k'; .* have a default"),
+        (lambda: variant(Watcher, "w", __init__=init("*, k=1")), "takes 'k'; .* annotated"),
+        (lambda: variant(Watcher, "w", __init__=init("**options: int")), "takes 'options'"),
+        (lambda: type("Lazy", (TrainingHook,), {"name": "lazy"}), r"must define compute\(\), describe_metrics\(\)"),
+        (
+            lambda: type("Idle", (InterventionHook,), {"name": "idle"}),
+            r"must define describe_metrics\(\), intervene\(\)",
+        ),
+        (lambda: variant(Meddler, "m", hook_points={HookPoint.PRE_UPDATE}), "PRE_UPDATE, which is for observers"),
+        (lambda: variant(Meddler, "m", intervention_points={HookPoint.SNAPSHOT}), "SNAPSHOT, which is not among its"),
+        (lambda: variant(Meddler, "m", intervention_points={HookPoint.PRE_STEP}), r"must define compute\(\)"),
+        (lambda: variant(Meddler, "m", commits={"gradients"}), "commits 'gradients'; .*StatePart.GRADIENTS"),
+        (lambda: print, "is not a subclass of TrainingHook"),
+    ],
+)
+def test_a_class_that_could_not_work_is_refused_in_a_sentence(hook, sentence):
+    hooks = registry()
+    with pytest.raises(UsageError, match=sentence):
+        hooks.register(hook())
+    assert hooks.names() == []
+
+
+def test_loop_points_alone_are_enough():
+    points = {"epoch": {HookPoint.POST_EPOCH: (0, 5)}, "step": {HookPoint.POST_STEP}}
+    hook = variant(Watcher, "w", hook_points=frozenset(), loop_points=points)
+    assert registry().register(hook) is hook
+
+
+def test_an_observer_may_watch_pre_update_even_as_part_of_an_intervention():
+    hook = variant(
+        Meddler,
+        "m",
+        hook_points={HookPoint.PRE_UPDATE, HookPoint.POST_STEP},
+        intervention_points={HookPoint.POST_STEP},
+        compute=lambda self, ctx: {},
+    )
+    assert registry().register(hook) is hook
+
+
+def test_options_are_the_keyword_only_arguments():
+    hook = variant(Watcher, "w", __init__=init("*, top_k: int = 5, scale: float = 0.5"))
+    assert {name: option.default for name, option in hook_options(hook).items()} == {"top_k": 5, "scale": 0.5}
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one():
+    hooks = registry()
+    hooks.register(Watcher)
+    hooks.register(Meddler)
+    with pytest.raises(
+        UsageError, match=r"Unknown hook 'whatcher'. Did you mean 'watcher'\? Known: meddler, watcher\."
+    ):
+        hooks.get("whatcher")
+
+
+# Discovery
+
+PLUGIN = """
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+
+class Plugin(TrainingHook):
+    '''A hook of another package.'''
+    name = {name!r}
+    hook_points = frozenset({{HookPoint.POST_EPOCH}})
+    made = 0
+    def __init__(self):
+        type(self).made += 1
+    def compute(self, ctx):
+        return {{}}
+    def describe_metrics(self):
+        return []
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Put packages with one hook each on the path, as pip would."""
+
+    def put(module: str, source: str, name: str = "plugged") -> None:
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[loopscope.hooks]\n{name} = {module}:Plugin\n")
+        (tmp_path / f"{module}.py").write_text(source)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return put
+
+
+def test_hooks_of_installed_packages_are_discovered_and_not_switched_on(install):
+    install("plugin_one", PLUGIN.format(name="plugged"))
+    hooks = registry()
+    assert "plugged" in hooks.names()
+    assert hooks.get("plugged").made == 0
+    assert "plugged" not in select_hooks("minimal", [], {"minimal": ["training_metrics"]}, "any")
+
+
+def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning_and_refused_by_name(install):
+    install("plugin_two", "import no_such_package_anywhere")
+    hooks = registry()
+    hooks.register(Watcher)
+    with pytest.warns(UserWarning, match=r"hook 'plugged' of plugin_two:Plugin cannot be used\. ModuleNotFoundError"):
+        assert hooks.names() == ["watcher"]
+    with pytest.raises(UsageError, match="no_such_package_anywhere"):
+        hooks.get("plugged")
+
+
+def test_a_malformed_hook_of_another_package_is_refused_with_the_reason(install):
+    install("plugin_three", PLUGIN.format(name="plugged").replace("HookPoint.POST_EPOCH", "'POST_EPOCH'"))
+    hooks = registry()
+    with pytest.warns(UserWarning, match="Unknown hook point 'POST_EPOCH'"):
+        hooks.discover()
+    with pytest.raises(UsageError, match="Unknown hook point 'POST_EPOCH'"):
+        hooks.get("plugged")
+
+
+def test_a_package_that_claims_a_taken_name_is_an_error_every_time(install):
+    install("plugin_four", PLUGIN.format(name="watcher"))
+    hooks = registry()
+    hooks.register(Watcher)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="Two hooks are named 'watcher'"):
+            hooks.names()
+
+
+# Selection
+
+
+@pytest.fixture
+def four_kinds(registered):
+    registered(
+        Watcher, Meddler, Debugger, variant(Meddler, "committer", commits={StatePart.GRADIENTS}),
+        variant(Debugger, "debug_committer", commits={StatePart.GRADIENTS}),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("four_kinds")
+def test_every_hook_has_one_kind():
+    names = ("watcher", "meddler", "debugger", "committer", "debug_committer")
+    kinds = {name: hook_kind(HookRegistry.get(name)) for name in names}
+    assert list(kinds.values()) == ["observer", "intervention", "debug", "committing", "debug"]
+
+
+@pytest.mark.usefixtures("four_kinds")
+@pytest.mark.parametrize("keyword", ["all", "full", "observers", "interventions"])
+def test_bulk_selections_never_contain_debug_or_committing_hooks(keyword):
+    kinds = {hook_kind(HookRegistry.get(name)) for name in bulk_hooks(keyword)}
+    expected = {"observers": {"observer"}, "interventions": {"intervention"}}
+    assert kinds == expected.get(keyword, {"observer", "intervention"})
+    assert not {"debugger", "committer"} & set(bulk_hooks(keyword))
+
+
+@pytest.mark.usefixtures("four_kinds")
+def test_keywords_among_the_names_expand_in_place_and_every_hook_comes_once():
+    selected = select_hooks(None, ["meddler", "observers", "meddler", "watcher"], {}, "any")
+    assert selected[:2] == ["training_metrics", "meddler"]
+    assert sorted(selected) == sorted({*bulk_hooks("observers"), "meddler"})
+    assert select_hooks(None, ["all"], {}, "any")[0] == "training_metrics"
+
+
+@pytest.mark.usefixtures("four_kinds")
+def test_with_debug_adds_the_debug_hooks_that_commit_nothing():
+    assert select_hooks(None, ["with_debug"], {}, "any") == ["training_metrics", "debugger"]
+
+
+@pytest.mark.usefixtures("four_kinds")
+def test_committing_and_debug_hooks_are_switched_on_by_name():
+    named = ["debug_committer", "committer", "debugger"]
+    assert select_hooks(None, named, {}, "any") == ["training_metrics", *named]
+
+
+@pytest.mark.usefixtures("four_kinds")
+@pytest.mark.parametrize(("name", "kind"), [("committer", "committing"), ("debugger", "debug")])
+def test_a_group_with_a_committing_or_debug_hook_is_refused(name, kind):
+    with pytest.raises(UsageError, match=f"Group 'mine' of experiment 'own' contains the {kind} hook '{name}'"):
+        select_hooks("mine", [], {"mine": ["watcher", name]}, "own")
+
+
+@pytest.mark.usefixtures("four_kinds")
+def test_a_group_and_names_add_up_with_training_metrics_first():
+    assert select_hooks("mine", ["meddler"], {"mine": ["watcher"]}, "own") == ["training_metrics", "watcher", "meddler"]
+    assert select_hooks("none", [], {"none": []}, "own") == []
+    assert select_hooks(None, [], {}, "own") == []
+
+
+def test_an_unknown_group_names_the_experiment_and_its_groups():
+    with pytest.raises(UsageError, match=r"'own' has no hook group .*Did you mean 'minimal'\? Known: minimal, none"):
+        select_hooks("minmal", [], {"none": [], "minimal": []}, "own")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("norm", "norms"), ("observer", "observers"), ("with_debg", "with_debug")]
+)
+def test_an_unknown_hook_or_keyword_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(UsageError, match=f"Unknown hook '{name}'. Did you mean '{nearest}'"):
+        select_hooks(None, [name], {}, "any")
