@@ -1,0 +1,324 @@
+"""Loaders are functions of (epoch, first batch); batches of any structure can be counted and split."""
+
+import random
+from collections import OrderedDict
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from framework.batches import micro_batches, rows
+from framework.data import TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
+from framework.errors import LoopscopeError, UsageError
+from framework.random_streams import RandomStreams
+
+NUMBERS = torch.arange(10)
+
+
+def tensor_loader(batch_size: int = 4, order=None) -> TensorLoader:
+    return TensorLoader((NUMBERS, NUMBERS * 10.0), batch_size, order or random_order(10, 3))
+
+
+def column(batches) -> list[list[int]]:
+    """List the first tensor of every batch."""
+    return [batch[0].tolist() for batch in batches]
+
+
+# In memory
+
+
+def test_batches_follow_the_order_and_the_last_one_may_be_smaller():
+    loader = tensor_loader(4, fixed_order(NUMBERS.flip(0)))
+    assert column(loader.batches(0)) == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+    assert len(loader) == 3
+    assert column(loader.batches(0)) == column(loader.batches(1)) == column(loader)
+
+
+def test_the_rows_of_all_tensors_stay_together():
+    for numbers, tens in tensor_loader().batches(5):
+        assert torch.equal(numbers * 10.0, tens)
+
+
+@given(st.integers(1, 11), st.integers(0, 3), st.integers(0, 12))
+def test_starting_later_gives_the_rest_of_the_same_epoch(batch_size, epoch, start):
+    loader = tensor_loader(batch_size)
+    whole = column(loader.batches(epoch))
+    assert column(loader.batches(epoch, start)) == whole[start:]
+    assert sorted(chain(*whole)) == list(range(10))
+    assert len(whole) == len(loader)
+
+
+def test_a_random_order_depends_on_seed_and_epoch_alone():
+    first = random_order(10, 3)(2)
+    torch.rand(7)
+    assert torch.equal(random_order(10, 3)(2), first)
+    assert not torch.equal(random_order(10, 3)(1), first)
+    assert not torch.equal(random_order(10, 4)(2), first)
+
+
+def test_a_loader_draws_nothing_from_the_runs_streams():
+    before = torch.get_rng_state()
+    list(tensor_loader().batches(0))
+    list(tensor_loader().shuffled(5).batches(0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_iterators_do_not_disturb_each_other():
+    loader = tensor_loader()
+    pairs = list(zip(loader.batches(0), loader.batches(0), strict=True))
+    assert all(torch.equal(a[0], b[0]) for a, b in pairs)
+
+
+def test_a_shuffled_loader_has_the_same_rows_in_an_order_of_its_own():
+    shuffled = tensor_loader(4, fixed_order(NUMBERS)).shuffled(5)
+    assert sorted(chain(*column(shuffled.batches(0)))) == list(range(10))
+    assert column(shuffled.batches(0)) != column(shuffled.batches(1))
+    assert column(shuffled.batches(0)) == column(tensor_loader(4).shuffled(5).batches(0))
+
+
+def test_derived_seeds_are_the_same_on_every_machine_and_differ_by_every_part():
+    assert derived_seed(199, "order", 0) == 7313308332965189692
+    assert len({derived_seed(1, "order", 0), derived_seed(1, "order", 1), derived_seed(1, "x", 0)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "batch_size", "sentence"),
+    [
+        ((NUMBERS, NUMBERS[:3]), 2, r"have \[10, 3\] rows; they need equally many"),
+        ((NUMBERS[:0],), 2, "at least one"),
+        ((), 2, "at least one"),
+        ((NUMBERS,), 0, "batch_size is 0"),
+    ],
+)
+def test_tensors_that_make_no_batches_are_refused(tensors, batch_size, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        TensorLoader(tensors, batch_size, fixed_order(NUMBERS))
+
+
+def test_an_order_that_is_no_permutation_of_all_rows_is_refused():
+    with pytest.raises(UsageError, match="The order of epoch 0 has 3 rows, the data 10"):
+        list(tensor_loader(4, fixed_order(NUMBERS[:3])).batches(0))
+
+
+# torch's DataLoader
+
+
+class Noisy(Dataset):
+    """Draws from every global generator, as augmentation does."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand(), np.random.standard_normal()])
+
+
+class ViaPermutation:
+    """A sampler that nobody knows, drawing from the global generator."""
+
+    def __iter__(self):
+        return iter(torch.randperm(6).tolist())
+
+    def __len__(self):
+        return 6
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.ones(6), 6, generator=torch.Generator().manual_seed(1))
+
+
+LOADERS = {
+    "shuffle": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),
+    "own generator": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True, generator=torch.Generator()),
+    "subset": lambda: DataLoader(Noisy(), batch_size=2, sampler=SubsetRandomSampler([0, 3, 4])),
+    "weighted": lambda: DataLoader(Noisy(), batch_size=4, sampler=weighted()),
+    "unknown sampler": lambda: DataLoader(Noisy(), batch_size=4, sampler=ViaPermutation()),
+    "unbatched": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
+    "distributed": lambda: DataLoader(Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), 2, 1)),
+}
+
+
+def drawn(loader: TorchLoader, epoch: int, start: int = 0) -> list[list]:
+    return [batch.tolist() for batch in loader.batches(epoch, start)]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_dataloader_becomes_a_function_of_seed_and_epoch(make):
+    loader = TorchLoader(make(), 3)
+    first, second = drawn(loader, 0), drawn(loader, 1)
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    assert drawn(loader, 0) == first == drawn(TorchLoader(make(), 3), 0)
+    assert drawn(loader, 1) == second != first
+    assert drawn(TorchLoader(make(), 4), 0) != first
+    assert drawn(loader, 1, start=1) == second[1:]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_dataloader_leaves_the_runs_streams_alone_at_every_batch(make):
+    np.random.standard_normal()  # leaves a cached Gaussian behind, which is part of the state
+    streams = RandomStreams(0)
+    before = streams.save()
+    for _ in TorchLoader(make(), 3).batches(0):
+        now = streams.save()
+        assert torch.equal(now.torch_cpu, before.torch_cpu)
+        assert (now.python, now.numpy.key, now.numpy.cached_gaussian) == (
+            before.python, before.numpy.key, before.numpy.cached_gaussian
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_dataloader_read_twice_at_once_gives_both_readers_the_same(make):
+    loader = TorchLoader(make(), 3)
+    pairs = list(zip(loader.batches(0), loader.batches(0), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert [a.tolist() for a, _ in pairs] == drawn(loader, 0)
+
+
+def test_drawing_between_two_batches_does_not_change_the_next_one():
+    loader = TorchLoader(LOADERS["shuffle"](), 3)
+    expected, found = drawn(loader, 0), []
+    for batch in loader.batches(0):
+        found.append(batch.tolist())
+        torch.rand(5)
+        random.random()
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_worker_processes_too_depend_on_seed_and_epoch_alone():
+    def make() -> TorchLoader:
+        workers = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="spawn")
+        return TorchLoader(workers, 3)
+
+    before = torch.get_rng_state()
+    first = drawn(make(), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert drawn(make(), 1) == first
+
+
+def numbers_loader(**options) -> DataLoader:
+    return DataLoader(TensorDataset(NUMBERS), **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_a_dataloader_can_be_reshuffled_with_its_batching_kept(drop_last, sizes):
+    shuffled = TorchLoader(numbers_loader(drop_last=drop_last), 3).shuffled(7)
+    epochs = [column(shuffled.batches(epoch)) for epoch in (0, 1)]
+    assert [len(batch) for batch in epochs[0]] == sizes
+    assert len(shuffled) == len(sizes)
+    assert epochs[0] != epochs[1]
+    if not drop_last:
+        assert sorted(chain(*epochs[0])) == list(range(10))
+
+
+class Endless(IterableDataset):
+    """A stream without an order to change."""
+
+    def __iter__(self):
+        return iter(torch.arange(4))
+
+
+class Alternating:
+    """A batch sampler that nobody knows."""
+
+    def __iter__(self):
+        return iter([[0, 2], [1, 3]])
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LOADERS["subset"],
+        LOADERS["weighted"],
+        LOADERS["distributed"],
+        lambda: DataLoader(Endless(), batch_size=2),
+        lambda: DataLoader(TensorDataset(NUMBERS), batch_sampler=Alternating()),
+    ],
+)
+def test_a_loader_that_does_more_than_order_its_data_is_not_reshuffled(make):
+    loader = TorchLoader(make(), 3)
+    assert list(loader.batches(0))
+    with pytest.raises(UsageError, match="cannot be reshuffled; only an order of the whole dataset can"):
+        loader.shuffled(1)
+
+
+def test_persistent_workers_are_refused():
+    with pytest.raises(UsageError, match="persistent_workers=True has one shared position; set it to False"):
+        TorchLoader(numbers_loader(num_workers=1, persistent_workers=True), 3)
+
+
+# Batches
+
+
+class Pair(NamedTuple):
+    """A batch with named parts."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+STRUCTURES = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, x * 2),
+    "list": lambda x: [x, x * 2],
+    "named tuple": lambda x: Pair(x, x * 2),
+    "dict": lambda x: {"a": x, "b": x * 2},
+    "ordered dict": lambda x: OrderedDict(a=x),
+    "nested": lambda x: ({"a": [x, x * 2]}, Pair(x, x)),
+    "with constants": lambda x: {"scale": 2.0, "mask": None, "name": "text", "weight": torch.tensor(3.0), "a": x},
+}
+
+
+def flat(batch) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch] if batch.ndim else []
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return [leaf for item in items for leaf in flat(item)]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 8, 20])
+def test_micro_batches_keep_the_structure_and_join_to_the_batch(structure, pieces):
+    batch = structure(torch.arange(14).reshape(7, 2))
+    parts = micro_batches(batch, pieces)
+    assert len(parts) <= pieces
+    assert sum(map(rows, parts)) == rows(batch) == 7
+    assert max(map(rows, parts)) == -(-7 // pieces)
+    joined = [torch.cat(leaves) for leaves in zip(*map(flat, parts), strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(joined, flat(batch), strict=True))
+    expected = dict if isinstance(batch, dict) and pieces > 1 else type(batch)
+    assert {type(part) for part in parts} == {expected}
+
+
+def test_what_has_no_rows_belongs_to_every_part():
+    for part in micro_batches(STRUCTURES["with constants"](NUMBERS), 3):
+        assert (part["scale"], part["mask"], part["name"], part["weight"].item()) == (2.0, None, "text", 3.0)
+
+
+def test_tensors_of_different_lengths_are_not_split():
+    with pytest.raises(LoopscopeError, match=r"tensors have \[3, 10\] rows cannot be split.*accumulation_steps to 1"):
+        micro_batches((NUMBERS, NUMBERS[:3]), 2)
+
+
+def test_a_batch_without_samples_is_refused():
+    with pytest.raises(LoopscopeError, match="A batch of type dict has no samples"):
+        rows({"scale": 2.0, "weight": torch.tensor(1.0)})
