@@ -13,6 +13,7 @@ from framework.training_state import TrainingState
 from framework.tripwire import Tripwire
 
 Result = TypeVar("Result")
+CALLS_CHECKED_ALONE = 3
 
 
 class Call(NamedTuple):
@@ -45,11 +46,14 @@ class Isolation:
         self._guardian = Snapshot(guardian_device)
         self._saved_streams: StreamState | None = None
         self._guarded = False
+        self._unsettled: list[Call] = []
+        self._calls: dict[tuple[str, str], int] = {}
 
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""
         self._saved_streams = self._streams.take()
         self._guarded = False
+        self._unsettled = []
         self.rebase()
 
     def end(self) -> None:
@@ -65,11 +69,29 @@ class Isolation:
         self._audit.begin()
 
     def check(self, call: Call) -> None:
-        """Raise :class:`StateMutationError` if the state differs from the baseline."""
-        self._tripwire.check(call)
+        """Raise :class:`StateMutationError` if the state differs from the baseline in anything that can be seen."""
+        self._unsettled.append(call)
+        self.settle()
         if self._audit.enabled:
             self._restore_streams_for_audit()
             self._audit.check(call)
+
+    def settle(self) -> None:
+        """Make one complete check for all calls that had a quick one only; an error then names all of them."""
+        if self._unsettled:
+            calls, self._unsettled = self._unsettled, []
+            self._tripwire.check(" or ".join(map(str, calls)) if len(calls) > 1 else calls[0])
+
+    def _check_observer(self, call: Call) -> None:
+        """Check completely the first calls of an observer and every call under audit, quickly the later ones."""
+        key = (call.name, call.where)
+        seen = self._calls.get(key, 0)
+        if seen < CALLS_CHECKED_ALONE or self._audit.enabled:
+            self._calls[key] = seen + 1
+            self.check(call)
+        else:
+            self._tripwire.check(call, complete=False)
+            self._unsettled.append(call)
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's own random stream, without gradient tracking, and check."""
@@ -80,10 +102,11 @@ class Isolation:
             return function()
         finally:
             torch._C._set_grad_enabled(grad_mode)
-            self.check(call)
+            self._check_observer(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
+        self.settle()
         if mutates and not self._guarded:
             self._guardian.save(self._state)
             self._guarded = True
@@ -113,6 +136,7 @@ class Isolation:
         try:
             self.begin()
             yield
+            self.settle()
         finally:
             self.end()
 

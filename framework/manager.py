@@ -215,8 +215,10 @@ class HookManager:
             context = self._context(point)
             for listener in due:
                 self._call(listener, context)
+            isolation.settle()
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, self.state.loop.epoch, self.state.loop.step)
+                isolation.settle()
         finally:
             isolation.end()
 

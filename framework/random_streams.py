@@ -31,9 +31,7 @@ class NumpyState:
 
     def restore(self) -> None:
         """Make this the state of NumPy's global generator again."""
-        if np.random.get_bit_generator() is not self.bit_generator:
-            np.random.set_bit_generator(self.bit_generator)
-        np.random.seed(0)  # drops a cached Gaussian
+        np.random.set_bit_generator(self.bit_generator)  # drops a cached Gaussian
         ctypes.memmove(self.bit_generator.ctypes.state_address, self.key, MT19937_BYTES)
         if self.cached_gaussian is not None:
             full: Any = np.random.get_state(legacy=False)

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from framework.errors import StateMutationError
 from framework.param_vectors import is_sharded, local_shards
@@ -50,10 +51,14 @@ class WatchList:
         self.buried = [leaf for leaf in found if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
 
+    def tensor_hooks(self) -> list[int]:
+        """Return the number of hooks on each parameter."""
+        return [len(hooks or ()) for hooks in map(_tensor_hooks, self.parameters)]
+
 
 Sweep = tuple[Any, ...]
 _OTHERS, _LASTING, _GRADS, _PASSING, _TRAINING, _VERSIONS = range(6)
-_POINTERS, _REQUIRES_GRAD, _HOOKS, _OPTIONS, _FLAGS = range(5)
+_POINTERS, _REQUIRES_GRAD, _HANDLES, _OPTIONS, _FLAGS = range(5)
 _QUICK_LABELS = {
     _OTHERS: "modules, module hooks or optimizer state",
     _LASTING: "a parameter, a buffer or an optimizer tensor was replaced",
@@ -61,9 +66,8 @@ _QUICK_LABELS = {
     _PASSING: "the batch, the loss or accumulated gradients were replaced",
     _TRAINING: "the train/eval mode of a module",
 }
-_SLOW_LABELS = {
+_REST_LABELS = {
     _REQUIRES_GRAD: "requires_grad of a parameter",
-    _HOOKS: "a hook on a parameter or module",
     _OPTIONS: "optimizer hyper-parameters, its groups or the scheduler",
 }
 
@@ -72,7 +76,8 @@ class Tripwire:
     """Sweeps the training state; every clean check is the baseline of the next.
 
     A quick sweep reads the objects in the containers, versions, gradients and modes; a complete one adds data
-    pointers, ``requires_grad``, hooks, optimizer settings and global flags.
+    pointers, ``requires_grad``, optimizer settings, global flags and hooks: every handle that torch gives out for a
+    hook takes the next number, so one number tells whether any was registered.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -80,6 +85,7 @@ class Tripwire:
         self._watch = WatchList(state)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
+        self._tensor_hooks: list[int] = []
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
@@ -89,7 +95,10 @@ class Tripwire:
         if stale or not (_equal(quick[_OTHERS], watch.others) and _equal(quick[_LASTING], watch.tensors)):
             self._watch = WatchList(self._state)
             quick, tensors = self._sweep()
-        self._quick, self._rest = quick, self._sweep_rest(tensors)
+        self._quick, rest = quick, self._sweep_rest(tensors)
+        if stale or self._rest == () or rest[_HANDLES] != self._rest[_HANDLES]:
+            self._tensor_hooks = self._watch.tensor_hooks()
+        self._rest = rest
 
     def check(self, culprit: object, *, complete: bool = True) -> None:
         """Sweep again; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
@@ -98,8 +107,8 @@ class Tripwire:
             raise mutation(culprit, self._changes(quick) or ["the set of tensors"])
         if complete:
             rest = self._sweep_rest(tensors)
-            if not _equal(rest, self._rest):
-                raise mutation(culprit, self._rest_changes(rest))
+            if not _equal(rest, self._rest) or any(self._watch.empty):
+                self._check_rest(culprit, rest)
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         watch = self._watch
@@ -118,7 +127,7 @@ class Tripwire:
         return (
             (*map(_pointer, tensors),),
             (*map(_requires_grad, watch.parameters),),
-            (any(watch.empty), *map(_tensor_hooks, watch.parameters)),
+            RemovableHandle.next_id,
             self._options(),
             self._state.flags.read(),
         )
@@ -143,12 +152,17 @@ class Tripwire:
             return changes
         return self._differing_tensors(before[_VERSIONS], now[_VERSIONS])
 
-    def _rest_changes(self, now: Sweep) -> list[str]:
-        """Name what differs from the baseline in the rest of a complete sweep."""
+    def _check_rest(self, culprit: object, now: Sweep) -> None:
+        """Look closer at what differs in the rest of a complete sweep: handles may have come and gone again."""
         before = self._rest
-        changes = [label for part, label in _SLOW_LABELS.items() if not _equal(before[part], now[part])]
+        changes = [label for part, label in _REST_LABELS.items() if not _equal(before[part], now[part])]
         changes += self._state.flags.differences(before[_FLAGS])
-        return changes + self._differing_tensors(before[_POINTERS], now[_POINTERS])
+        changes += self._differing_tensors(before[_POINTERS], now[_POINTERS])
+        if any(self._watch.empty) or self._watch.tensor_hooks() != self._tensor_hooks:
+            changes.append("a hook on a parameter or module")
+        if changes:
+            raise mutation(culprit, changes)
+        self._rest = now
 
     def _differing_tensors(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
         names = {id(tensor): name for name, tensor in self._state.tensors().items()}
