@@ -104,25 +104,34 @@ class GrokkingConfig(ExperimentConfig):
     """Options of an experiment that trains a classifier until it generalises.
 
     Args:
-        epochs: epochs to train at most.
+        epochs: epochs of the learning-rate decay, and of training unless it stops earlier.
+        max_epochs: epochs after which to stop, wherever the decay is; by default, epochs.
         lr: learning rate at the start.
         min_lr: learning rate at the end of the cosine decay.
         weight_decay: weight decay (decoupled for adamw).
         optimizer: adamw, adam or sgd (with momentum 0.9).
+        beta2: decay of the second moment (adamw and adam).
         target_acc: validation accuracy, as a fraction, at which a run stops.
     """
 
     epochs: int = 1000
+    max_epochs: int | None = None
     lr: float = 1e-3
     min_lr: float = 0.0
     weight_decay: float = 0.1
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    beta2: float = 0.999
     target_acc: float = 0.995
 
     def __post_init__(self) -> None:
         """Check every value."""
         super().__post_init__()
         self.at_least(1, "epochs")
+        require(
+            self.max_epochs is None or 1 <= self.max_epochs <= self.epochs,
+            f"max_epochs is {self.max_epochs}; it must lie in 1..epochs ({self.epochs}).",
+        )
+        require(0 <= self.beta2 < 1, f"beta2 is {self.beta2}; it must lie in [0, 1).")
         self.above(0, "lr")
         self.at_least(0, "weight_decay")
         require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
@@ -133,7 +142,6 @@ class GrokkingConfig(ExperimentConfig):
 
 
 Grokking = TypeVar("Grokking", bound=GrokkingConfig)
-OPTIMIZERS = {"adamw": AdamW, "adam": Adam}
 
 
 class GrokkingRunner(ExperimentRunner[Grokking]):
@@ -152,16 +160,16 @@ class GrokkingRunner(ExperimentRunner[Grokking]):
     @property
     def length(self) -> int:
         """Epochs to train at most."""
-        return self.config.epochs
+        return self.config.max_epochs or self.config.epochs
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the configured optimizer."""
         config = self.config
         if config.optimizer == "sgd":
             return SGD(model.parameters(), lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)
-        return OPTIMIZERS[config.optimizer](
-            model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
-        )
+        kind = AdamW if config.optimizer == "adamw" else Adam
+        betas = (0.9, config.beta2)
+        return kind(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
 
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         """Return a cosine decay from ``lr`` to ``min_lr`` over ``epochs``."""

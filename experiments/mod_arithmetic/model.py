@@ -1,8 +1,10 @@
 """A small transformer that classifies a pair of tokens."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+EMBEDDING_STD = 0.1
+"""At 0.05 and below a sorted order never gets off the ground, at 1 the model memorises and stays there."""
 
 
 class Attention(nn.Module):
@@ -38,26 +40,27 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
         x = x + self.attention(self.attention_norm(x))
-        mapped: Tensor = x + self.ff_out(functional.gelu(self.ff_in(self.ff_norm(x))))
+        mapped: Tensor = x + self.ff_out(functional.relu(self.ff_in(self.ff_norm(x))))
         return mapped
 
 
 class GrokkingTransformer(nn.Module):
-    """Token and position embedding, ``layers`` blocks, mean over the tokens, one logit per residue."""
+    """Token embedding, ``layers`` blocks, mean over the tokens, one logit per residue.
+
+    Without positions, since a + b does not depend on the order of the pair.
+    """
 
     def __init__(self, p: int, embed_dim: int, num_heads: int, layers: int, ff_dim: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(p, embed_dim)
-        self.position = nn.Parameter(torch.empty(2, embed_dim))
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, ff_dim) for _ in range(layers))
         self.norm = nn.LayerNorm(embed_dim)
         self.decoder = nn.Linear(embed_dim, p)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
 
     def forward(self, pairs: Tensor) -> Tensor:
         """Map (batch, 2) token ids to (batch, p) logits."""
-        x = self.embedding(pairs) + self.position
+        x = self.embedding(pairs)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.decoder(self.norm(x).mean(dim=1))

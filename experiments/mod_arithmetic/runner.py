@@ -69,6 +69,9 @@ QUICK = {
     "test_size": 97 * 97 - 30 * 97,
     "batch_size": 32,
     "epochs": 420,
+    "max_epochs": 200,
+    "eval_every": 5,
+    "beta2": 0.98,
     "embed_dim": 128,
     "ff_dim": 512,
 }
