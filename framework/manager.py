@@ -199,7 +199,7 @@ class HookManager:
     def isolated(self, name: str, function: Callable[[], Result]) -> Result:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
         loop = self.state.loop
-        with self.isolation.visit():
+        with self.isolation.visit(), self._taps.silenced():
             return self.isolation.observe(Call(name, "the loop", loop.step, "The"), function)
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
@@ -279,9 +279,9 @@ class HookManager:
     def _isolated_call(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None
     ) -> Result:
-        if intervention is None:
-            return self.isolation.observe(call, function)
         with self._taps.silenced():
+            if intervention is None:
+                return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:

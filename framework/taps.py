@@ -132,7 +132,8 @@ def _mark(gradient: Tensor) -> tuple[int, int, torch.Size]:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    raw_a, raw_b = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(raw_a, raw_b)
 
 
 def _fitting(replacement: Tensor | None, gradient: Tensor) -> Tensor | None:

@@ -1,0 +1,420 @@
+"""Taps see exactly the gradients that flow, replace them only where declared, and leave nothing behind."""
+
+import random
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.commits import StatePart
+from framework.errors import HookError, StateMutationError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import InterventionHook, TrainingHook
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.taps import GradientTap, TapOwner, TapSet
+from tests.support import (
+    ActingHook,
+    Case,
+    Mishap,
+    Run,
+    SpyHook,
+    at,
+    bare_run,
+    build,
+    differences,
+    mean_loss,
+    raising,
+    run_info,
+    train,
+)
+
+CASES = [Case("batchnorm_mlp"), Case("tied"), Case("transformer", loop="step")]
+WEIGHT = GradientTap("0.weight", "parameter", lambda gradient: None)
+
+
+class Tapper(TrainingHook):
+    """An observer with taps."""
+
+    name = "tapper"
+    hook_points = frozenset({HookPoint.POST_STEP})
+
+    def __init__(self, *taps: GradientTap) -> None:
+        self._taps = taps
+
+    def compute(self, ctx):
+        return {}
+
+    def describe_metrics(self):
+        return []
+
+    def taps(self, model):
+        return self._taps
+
+
+class Replacer(Tapper, InterventionHook):
+    """A hook whose taps may replace gradients."""
+
+    name = "replacer"
+    mutates = False
+    commits = frozenset({StatePart.GRADIENTS})
+
+    def intervene(self, run_ctx, model_ctx):
+        return {}
+
+
+class TapLog:
+    """Keeps the gradients that its taps see."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def tap(self, target: str, kind: str) -> GradientTap:
+        return GradientTap(target, kind, lambda gradient: self.seen.append(gradient.clone()))
+
+
+def gradients_of(name: str, seen: list[Tensor]) -> TrainingHook:
+    """Make a spy that keeps a parameter's gradient as POST_BACKWARD sees it."""
+    return at(SpyHook, HookPoint.POST_BACKWARD)(
+        lambda ctx: seen.append(ctx.model.get_parameter(name).grad.clone()) or {}
+    )
+
+
+def attached(model: nn.Module) -> int:
+    """Count the hooks on a model's parameters and modules."""
+    on_parameters = sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+    return on_parameters + sum(len(module._forward_hooks) for module in model.modules())
+
+
+# What taps see
+
+
+@pytest.mark.parametrize(("model", "name"), [("batchnorm_mlp", "0.weight"), ("tied", "embedding.weight")])
+def test_a_parameter_tap_sees_exactly_the_parameters_gradient(model, name):
+    log, gradients = TapLog(), []
+    train(Case(model), [Tapper(log.tap(name, "parameter")), gradients_of(name, gradients)])
+    assert len(log.seen) == 3
+    assert all(torch.equal(seen, gradient) for seen, gradient in zip(log.seen, gradients, strict=True))
+
+
+def test_with_micro_batches_a_parameter_tap_sees_each_part_of_the_sum():
+    log, gradients = TapLog(), []
+    hooks = [Tapper(log.tap("mix.weight", "parameter")), gradients_of("mix.weight", gradients)]
+    train(Case("tied"), hooks, steps=3, accumulation_steps=2)
+    assert len(log.seen) == 6
+    assert torch.equal(log.seen[0] + log.seen[1], gradients[0])
+
+
+def test_an_output_tap_sees_exactly_what_autograd_retains():
+    log, retained = TapLog(), []
+
+    def loss_that_retains(model, batch):
+        hidden = model[0](batch[0])
+        hidden.retain_grad()
+        retained.append(hidden)
+        return nn.functional.cross_entropy(model[1:](hidden), batch[1])
+
+    task, state = build(Case(), steps=3)
+    task.compute_loss = loss_that_retains
+    manager = HookManager([Tapper(log.tap("0", "output"))], task, state)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    assert len(log.seen) == 3
+    assert all(torch.equal(seen, hidden.grad) for seen, hidden in zip(log.seen, retained, strict=True))
+
+
+class Twice(nn.Module):
+    """A module with two outputs, used twice in one forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Splitter()
+
+    def forward(self, x):
+        return self.inner(self.inner(x)[0])[0].sum()
+
+
+class Splitter(nn.Module):
+    """Returns a mapping of tensors in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.weight, {"rest": x}
+
+
+def attach(model: nn.Module, *taps: GradientTap, may_replace: bool = False) -> TapSet:
+    tap_set = TapSet(model)
+    owner = TapOwner("tapper", lambda: True, lambda target, function: function(), may_replace)
+    tap_set.attach(owner, taps)
+    return tap_set
+
+
+def test_a_module_used_twice_is_seen_twice_by_its_first_output():
+    log, model = TapLog(), Twice()
+    attach(model, log.tap("inner", "output"))
+    model(torch.full((3,), 2.0)).backward()
+    assert [seen.tolist() for seen in log.seen] == [[1.0] * 3, [1.0] * 3]
+
+
+def test_forward_passes_without_gradients_are_no_business_of_a_tap():
+    log, model = TapLog(), Twice()
+    attach(model, log.tap("inner", "output"))
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert log.seen == []
+
+
+# What taps leave behind
+
+
+def assert_same_run(run: Run, case: Case) -> None:
+    """Fail unless the run had the bytes of the bare one after every step, and in the end not even taps beside them."""
+    digests, final = bare_run(case)
+    for expected, found in zip(digests, run.digests, strict=True):
+        different = differences(expected, found)
+        assert [name for name in different if not name.startswith(("gradient hooks/", "module hooks/"))] == []
+    assert not differences(final, run.final)
+
+
+def drawing(seen: list[float]) -> Callable[[Tensor], None]:
+    def function(gradient: Tensor) -> None:
+        seen.append(torch.rand(()).item())
+        random.random()
+        np.random.standard_normal()
+
+    return function
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_observing_taps_that_draw_leave_every_byte_as_it_was(case):
+    module, parameter = {
+        "batchnorm_mlp": ("0", "0.weight"),
+        "tied": ("mix", "embedding.weight"),
+        "transformer": ("embedding", "embedding.weight"),
+    }[case.model]
+    seen: list[float] = []
+    taps = GradientTap(module, "output", drawing(seen)), GradientTap(parameter, "parameter", drawing(seen))
+    assert_same_run(train(case, [Tapper(*taps)]), case)
+    assert len(seen) == 6
+
+
+def test_a_taps_draws_depend_on_seed_hook_target_and_step_alone():
+    def draws(*others: TrainingHook) -> list[float]:
+        seen: list[float] = []
+        train(Case(), [*others, Tapper(GradientTap("0.weight", "parameter", drawing(seen)))])
+        return seen
+
+    alone = draws()
+    assert len(set(alone)) == 3
+    assert draws(SpyHook(lambda ctx: {"drawn": torch.rand(())})) == alone
+
+
+@pytest.mark.parametrize("error", [(), Mishap])
+def test_taps_are_gone_after_the_run_however_it_ends(error):
+    ending = raising if error else (lambda ctx: None)
+    hooks = [Tapper(WEIGHT, GradientTap("0", "output", lambda gradient: None)), SpyHook(ending)]
+    run = train(Case(), hooks, raises=HookError)
+    assert (run.error is not None) == bool(error)
+    assert attached(run.task.model) == 0
+
+
+def test_taps_are_gone_even_if_a_hook_raises_at_the_end():
+    class Stubborn(Tapper):
+        def end(self, status):
+            raise Mishap("at the end")
+
+    task, state = build(Case())
+    manager = HookManager([Stubborn(WEIGHT)], task, state)
+    manager.start(run_info(task, manager, "epoch"))
+    assert attached(task.model) == 1
+    with pytest.raises(HookError, match="raised at end of step 0: Mishap"):
+        manager.end("completed")
+    assert attached(task.model) == 0
+
+
+@pytest.mark.parametrize(
+    ("taps", "sentence"),
+    [
+        ([WEIGHT, GradientTap("0.wait", "parameter", lambda g: None)], "Unknown parameter '0.wait'. Did you mean '0.w"),
+        ([WEIGHT, GradientTap("nine", "output", lambda g: None)], "Unknown module 'nine'"),
+        ([WEIGHT, GradientTap("0.bias", "parameter", lambda g: g, replaces=True)], "which the hook does not declare"),
+    ],
+)
+def test_a_tap_that_cannot_be_attached_is_refused_before_the_run_and_none_stays(taps, sentence):
+    task, state = build(Case())
+    manager = HookManager([Tapper(*taps)], task, state)
+    with pytest.raises(UsageError, match=sentence):
+        manager.start(run_info(task, manager, "epoch"))
+    assert attached(task.model) == 0
+
+
+def test_a_frozen_parameter_cannot_be_tapped():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with pytest.raises(UsageError, match="taps 'bias', which has no gradient: it is frozen"):
+        attach(model, GradientTap("bias", "parameter", lambda gradient: None))
+
+
+# Replacing gradients
+
+
+def test_a_replaced_gradient_is_what_the_optimizer_uses():
+    gradients: list[Tensor] = []
+    halve = GradientTap("0.weight", "parameter", lambda gradient: gradient / 2, replaces=True)
+    log = TapLog()
+    hooks = [Tapper(log.tap("0.weight", "parameter")), Replacer(halve), gradients_of("0.weight", gradients)]
+    run = train(Case(), hooks)
+    assert all(torch.equal(seen / 2, used) for seen, used in zip(log.seen, gradients, strict=True))
+    assert run.manager.treatments() == {"replacer": ("gradients",)}
+
+
+def test_a_replaced_output_gradient_changes_everything_upstream_and_nothing_downstream():
+    block = GradientTap("1", "output", torch.zeros_like, replaces=True)
+    upstream, downstream, untreated = [], [], []
+    train(Case(), [Replacer(block), gradients_of("0.weight", upstream)], steps=1)
+    train(Case(), [Replacer(block), gradients_of("4.weight", downstream)], steps=1)
+    train(Case(), [gradients_of("4.weight", untreated)], steps=1)
+    assert not upstream[0].any()
+    assert torch.equal(downstream[0], untreated[0])
+    assert downstream[0].any()
+
+
+@pytest.mark.parametrize("hook", [Tapper, at(ActingHook, HookPoint.POST_STEP)])
+def test_replacing_without_declaring_it_is_refused_before_the_run(hook):
+    greedy = GradientTap("0.weight", "parameter", lambda gradient: gradient * 0, replaces=True)
+    greedy_hook = type("Greedy", (hook,), {"taps": lambda self, model: [greedy]})(lambda *ctx: None)
+    with pytest.raises(UsageError, match=r"replaces a gradient, .* add commits = \{StatePart.GRADIENTS\} to its class"):
+        train(Case(), [greedy_hook])
+
+
+def return_another(gradient: Tensor) -> Tensor:
+    return gradient * 1
+
+
+def write_in_place(gradient: Tensor) -> None:
+    gradient.mul_(2)
+
+
+def write_and_raise(gradient: Tensor) -> None:
+    gradient.mul_(2)
+    raise Mishap("after the deed")
+
+
+def swap_data(gradient: Tensor) -> None:
+    gradient.data = torch.zeros_like(gradient)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "output"])
+@pytest.mark.parametrize("deed", [return_another, write_in_place, write_and_raise, swap_data])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_tap_that_changes_a_gradient_undeclared_is_caught_at_once(kind, deed, on_error):
+    hook = Tapper(GradientTap({"parameter": "0.weight", "output": "0"}[kind], kind, deed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        run = train(Case(), [hook], audit=False, on_error=on_error, raises=StateMutationError)
+    assert f"The tap of hook 'tapper' on {hook.taps(None)[0].target!r} changed a gradient" in str(run.error)
+    assert run.state.loop.step == 1
+
+
+def write_unseen(gradient: Tensor) -> None:
+    gradient.data.mul_(2)
+
+
+def test_a_write_that_leaves_no_version_behind_is_caught_by_the_audit():
+    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", write_unseen))], raises=StateMutationError)
+    assert "on '0.weight' changed a gradient" in str(run.error)
+
+
+def test_a_replacement_that_does_not_fit_names_hook_tap_and_shapes():
+    wrong = GradientTap("0.weight", "parameter", lambda gradient: gradient[:1], replaces=True)
+    run = train(Case(), [Replacer(wrong)], raises=HookError)
+    assert "Hook 'replacer' raised at tap on '0.weight' of step 1" in str(run.error)
+    assert "shape (1, 4) in place of a gradient of torch.float32 and shape (8, 4)" in str(run.error)
+
+
+# When taps are called
+
+
+def grads_by_hand(ctx) -> None:
+    with torch.enable_grad():
+        output = ctx.model[0](torch.ones(2, 4))
+        torch.autograd.grad(output.sum(), [*ctx.model[0].parameters(), output])
+
+
+def count_calls(*others: TrainingHook, **options) -> int:
+    log = TapLog()
+    hooks = [Tapper(log.tap("0", "output"), log.tap("0.weight", "parameter")), *others]
+    train(Case(), hooks, **options)
+    return len(log.seen)
+
+
+def test_taps_are_silent_while_an_intervention_runs_its_own_backward():
+    def act(run_ctx, model_ctx):
+        model_ctx.compute_batch_gradients()
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+        model_ctx.model.zero_grad()
+        with torch.enable_grad():
+            mean_loss(model_ctx.model, run_ctx.batch_data).backward()
+
+    assert count_calls(at(ActingHook, HookPoint.PRE_STEP)(act)) == 6
+
+
+def test_taps_are_silent_while_an_observer_differentiates():
+    assert count_calls(at(SpyHook, HookPoint.PRE_STEP)(grads_by_hand)) == 6
+
+
+def test_taps_are_silent_while_the_run_is_evaluated():
+    def evaluate(model):
+        with torch.enable_grad():
+            output = model[0](torch.ones(2, 4))
+            torch.autograd.grad(output.sum(), [output, *model[0].parameters()])
+        return {}
+
+    assert count_calls(evaluate=evaluate) == 6
+
+
+def test_taps_hear_again_after_an_intervention_that_raised():
+    clumsy = at(ActingHook, HookPoint.PRE_STEP)(raising)
+    with pytest.warns(UserWarning, match="The run goes on without it"):
+        assert count_calls(clumsy, on_error="skip") == 6
+
+
+def tap_steps(**attributes) -> list[int]:
+    task, state = build(Case(), steps=9)
+    steps: list[int] = []
+    note = GradientTap("0.weight", "parameter", lambda gradient: steps.append(state.loop.step))
+    manager = HookManager([type("Scheduled", (Tapper,), attributes)(note)], task, state)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    return steps
+
+
+def test_taps_follow_the_hooks_schedule_windows_and_loops():
+    assert tap_steps() == list(range(1, 10))
+    assert tap_steps(step_schedule=StepSchedule(mode="stride", every_n_steps=4)) == [1, 5, 9]
+    assert tap_steps(loop_points={"epoch": {HookPoint.POST_STEP: (1, 1)}}) == [4, 5, 6]
+    assert tap_steps(loop_points={"step": {HookPoint.POST_STEP}}) == []
+
+
+# Taps that raise
+
+
+def test_a_tap_that_raises_ends_the_run_naming_hook_tap_and_step():
+    run = train(Case(), [Tapper(GradientTap("0.weight", "parameter", raising))], raises=HookError)
+    assert str(run.error).startswith("Hook 'tapper' raised at tap on '0.weight' of step 1: Mishap: as told")
+
+
+def test_a_tap_that_raises_can_be_skipped_and_changes_nothing():
+    hook = Tapper(GradientTap("0", "output", raising), GradientTap("0.weight", "parameter", raising))
+    with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*goes on without it"):
+        run = train(Case(), [hook], on_error="skip")
+    assert_same_run(run, Case())
+    assert [error["point"] for error in run.manager.errors] == ["tap on '0'"]
