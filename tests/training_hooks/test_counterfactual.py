@@ -1,0 +1,181 @@
+import math
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.data import TensorLoader, fixed_order, random_order
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams, seed_everything
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, assert_same_bytes, build, mean_loss, train
+from training_hooks.counterfactual import Counterfactual, inner_products, ordering_split
+
+
+def split_of(vectors: Tensor) -> dict[str, Tensor]:
+    """Split the first row of a matrix against the others."""
+    return ordering_split(vectors @ vectors.T)
+
+
+def outside(one: Tensor, mean: Tensor) -> Tensor:
+    return 1 - torch.cosine_similarity(one, mean, dim=0) ** 2
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k):
+    vectors = torch.randn(k + 1, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) + 0.5
+    g, shuffles, found = vectors[0], vectors[1:], split_of(vectors)
+    mean = shuffles.mean(dim=0)
+    content = (g @ mean) / (mean @ mean) * mean
+    others = [torch.cat([shuffles[:i], shuffles[i + 1 :]]).mean(dim=0) for i in range(k)]
+    matched = torch.stack([outside(g, other) for other in others]).mean()
+    null = torch.stack([outside(c, other) for c, other in zip(shuffles, others, strict=True)]).mean()
+    pairs = [torch.cosine_similarity(shuffles[i], shuffles[j], dim=0) for i in range(k) for j in range(i)]
+    expected = {
+        "ordering_fraction": (g - content).norm() ** 2 / g.norm() ** 2,
+        "ordering_fraction_matched": matched,
+        "null_fraction": null,
+        "excess": matched - null,
+        "content_norm": content.norm(),
+        "ordering_norm": (g - content).norm(),
+        "content_cosine": torch.cosine_similarity(g, mean, dim=0),
+        "shuffle_coherence": torch.stack(pairs).mean(),
+        "observed_norm": g.norm(),
+        "shuffled_norm": shuffles.norm(dim=1).mean(),
+    }
+    assert found.keys() == expected.keys() == {info.name for info in Counterfactual().describe_metrics()}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_the_inner_products_are_those_of_the_flat_vectors():
+    vectors = [{"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(4)]
+    flat = torch.stack([torch.cat([value.flatten() for value in vector.values()]) for vector in vectors])
+    torch.testing.assert_close(inner_products(vectors), flat @ flat.T)
+
+
+def simulate(k: int, size: int, noise_energy: float, order_energy: float, trials: int) -> dict[str, Tensor]:
+    """Draw epochs that share a signal of energy 1, each with noise of its own, and the observed one with an effect."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, list[Tensor]] = {}
+    for _ in range(trials):
+        vectors = torch.randn(k + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise_energy / size)
+        vectors[:, 0] += 1
+        vectors[0, 1] += math.sqrt(order_energy)
+        for name, value in split_of(vectors).items():
+            found.setdefault(name, []).append(value)
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def deviation(values: Tensor) -> float:
+    """Return the mean in units of its standard error."""
+    return (values.mean() / (values.std() / math.sqrt(len(values)))).item()
+
+
+def test_pure_noise_gives_the_fraction_of_the_formula_and_no_excess():
+    found = simulate(k=3, size=3000, noise_energy=3.0, order_energy=0.0, trials=400)
+    assert found["ordering_fraction"].mean().item() == pytest.approx(0.875, abs=0.003)
+    assert found["null_fraction"].mean().item() == pytest.approx(0.9, abs=0.003)
+    assert abs(deviation(found["excess"])) < 3
+    assert deviation(found["ordering_fraction"] - found["null_fraction"]) < -10
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("noise_energy", [0.1, 10.0])
+def test_the_excess_is_unbiased_for_few_shuffles_and_few_dimensions(k, noise_energy):
+    found = simulate(k, size=5, noise_energy=noise_energy, order_energy=0.0, trials=400)
+    assert abs(deviation(found["excess"])) < 3
+
+
+def test_a_planted_effect_of_the_order_gives_the_excess_of_the_formula():
+    r, q, k = 1.0, 2.0, 4
+    found = simulate(k, size=3000, noise_energy=r, order_energy=q, trials=300)["excess"]
+    expected = (1 / (1 + r) - 1 / (1 + r + q)) / (1 + r / (k - 1))
+    assert found.mean().item() == pytest.approx(expected, abs=0.01)
+    assert deviation(found) > 30
+
+
+def excesses(order: str, *, batch_size: int = 8, epochs: int = 50) -> Tensor:
+    """Train a noisy classifier for some epochs and return the excess of each."""
+    seed_everything(1)
+    inputs = torch.randn(48, 5)
+    targets = (inputs[:, 0] + 0.5 * torch.randn(48) > 0).long()
+    orders = {"random": random_order(48, 9), "sorted": fixed_order(inputs[:, 0].argsort())}
+    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    loader = TensorLoader((inputs, targets), batch_size, orders[order])
+    task = TrainingTask(model, optimizer, loader, mean_loss, length=epochs)
+    sink, state = RecordingSink(), TrainingState(model, optimizer, RandomStreams(3))
+    epoch_loop(task, HookManager([Counterfactual()], task, state, sinks=[sink]))
+    return torch.tensor([row[3] for row in sink.rows("counterfactual/excess")], dtype=torch.float64)
+
+
+def test_training_in_random_order_has_no_excess_on_average_but_sorted_order_has():
+    random, ordered = excesses("random"), excesses("sorted")
+    assert len(random) == len(ordered) == 50
+    assert abs(deviation(random)) < 3
+    assert deviation(ordered) > 5
+
+
+def test_an_epoch_of_one_batch_has_no_order():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = TensorLoader((torch.randn(12, 4), torch.randint(3, (12,))), 12, random_order(12, 1))
+    task = TrainingTask(model, optimizer, loader, mean_loss, length=2)
+    sink = RecordingSink()
+    manager = HookManager([Counterfactual()], task, TrainingState(model, optimizer, RandomStreams(3)), sinks=[sink])
+    epoch_loop(task, manager)
+    for name in ("ordering_fraction", "ordering_fraction_matched", "null_fraction", "excess"):
+        found = [row[3] for row in sink.rows() if row[0] == f"counterfactual/{name}"]
+        assert found == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_fire_costs_k_epochs_of_batches_and_not_one_more(k):
+    calls = count()
+
+    def counting_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        next(calls)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    task, state = build(Case("tied", "sgd_momentum"), steps=2 * STEPS_PER_EPOCH)
+    task.compute_loss = counting_loss
+    epoch_loop(task, HookManager([Counterfactual(k=k)], task, state))
+    assert next(calls) == 2 * (1 + k) * STEPS_PER_EPOCH
+
+
+def test_it_fires_after_each_of_the_first_fifty_epochs_and_then_at_snapshots_even_an_early_one():
+    case = Case("tied", "sgd_momentum")
+    stops = count()
+    run = train(
+        case,
+        [Counterfactual(k=2)],
+        steps=80 * STEPS_PER_EPOCH,
+        audit=False,
+        snapshot_every=5,
+        evaluate=lambda model: {"epoch": float(next(stops))},
+        should_stop=lambda evaluation: evaluation["epoch"] == 57,
+    )
+    fired = [(point, step // STEPS_PER_EPOCH - 1) for _, point, step, _ in run.sink.rows("counterfactual/excess")]
+    expected = [(HookPoint.POST_EPOCH, epoch) for epoch in range(50)]
+    expected += [(HookPoint.SNAPSHOT, epoch) for epoch in (54, 57)]
+    assert sorted(fired) == sorted(expected)
+
+
+def test_it_leaves_the_run_as_it_is_and_stays_out_of_the_step_loop():
+    case = Case("batchnorm_mlp", "adamw_fused")
+    run = train(case, [Counterfactual()], steps=6)
+    assert_same_bytes(run, case, 6)
+    assert len(run.sink.rows("counterfactual/excess")) == 2
+    assert train(Case("tied", loop="step"), [Counterfactual()]).sink.rows("counterfactual") == []
+
+
+def test_one_shuffle_is_refused_since_it_has_no_null():
+    with pytest.raises(UsageError, match=r"counterfactual\.k is 1; it must be at least 2"):
+        Counterfactual(k=1)
