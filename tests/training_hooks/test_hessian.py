@@ -1,0 +1,271 @@
+import io
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.data import TensorLoader, fixed_order
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.loops import step_loop
+from framework.manager import HookManager
+from framework.param_vectors import cosine, dot, minus, norm
+from framework.random_streams import RandomStreams, seed_everything
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import Case, RecordingSink, assert_same_bytes, mean_loss, train
+from training_hooks.hessian import Hessian
+
+ALWAYS = {"every_n_steps": 100, "burst_length": 100}
+Rows = dict[int, dict[str, float]]
+
+
+class Point(nn.Module):
+    """A point in the plane, for quadratic losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64))
+
+
+def quadratic(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """½ θᵀAθ − bᵀθ, A and b the means over the batch."""
+    matrix, linear = batch[0].mean(dim=0), batch[1].mean(dim=0)
+    return model.place @ matrix @ model.place / 2 - linear @ model.place
+
+
+def bowls() -> tuple[Tensor, Tensor]:
+    """Draw a symmetric matrix and a vector for each of eight rows."""
+    generator = torch.Generator().manual_seed(2)
+    roots = torch.randn(8, 3, 3, generator=generator, dtype=torch.float64)
+    return roots @ roots.transpose(1, 2), torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+
+class Path(TrainingHook):
+    """Keeps the parameters before every step, and after the last."""
+
+    name = "path"
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
+
+    def __init__(self) -> None:
+        self.places: dict[int, dict[str, Tensor]] = {}
+
+    def compute(self, ctx):
+        step = ctx.step + (ctx.hook_point is HookPoint.POST_STEP)
+        self.places[step] = {name: value.detach().clone() for name, value in ctx.model.named_parameters()}
+        return {}
+
+    def describe_metrics(self):
+        return []
+
+
+def measured(task: TrainingTask, hook: Hessian) -> tuple[Rows, Path]:
+    """Run the step loop; return what the hook reports by step, and the path of the parameters."""
+    path, sink = Path(), RecordingSink()
+    state = TrainingState(task.model, task.optimizer, RandomStreams(7))
+    step_loop(task, HookManager([path, hook], task, state, loop="step", sinks=[sink]))
+    return rows_of(sink), path
+
+
+def rows_of(sink: RecordingSink) -> Rows:
+    found: Rows = {}
+    for name, _, step, value in sink.rows("hessian"):
+        found.setdefault(step, {})[name.removeprefix("hessian/")] = value
+    return found
+
+
+def quadratic_task(optimizer: str, **options: float) -> TrainingTask:
+    model = Point()
+    chosen = getattr(torch.optim, optimizer)(model.parameters(), **options)
+    loader = TensorLoader(bowls(), 2, fixed_order(torch.arange(8)))
+    return TrainingTask(model, chosen, loader, quadratic, length=4)
+
+
+@pytest.mark.parametrize("method", ["exact", "finite_difference"])
+@pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 0.02), ("AdamW", 0.05)])
+def test_on_quadratic_losses_every_metric_has_its_closed_form(method, optimizer, lr):
+    rows, path = measured(quadratic_task(optimizer, lr=lr), Hessian(method=method, **ALWAYS))
+    matrices, linears = (part.view(4, 2, *part.shape[1:]).mean(dim=1) for part in bowls())
+    for step in (2, 3, 4):
+        start, now = path.places[step - 1]["place"], path.places[step]["place"]
+        a, b, update = matrices[step - 1], linears[step - 1], now - start
+        previous, gradient = matrices[step - 2] @ start - linears[step - 2], a @ start - b
+        change, sgd = a @ update, -lr * (a @ previous)
+        expected = {
+            "entanglement_norm": change.norm(),
+            "entanglement_ratio": change.norm() / gradient.norm(),
+            "entanglement_cosine": functional.cosine_similarity(change, gradient, dim=0),
+            "gradient_cosine": functional.cosine_similarity(previous, gradient, dim=0),
+            "update_norm": update.norm(),
+            "first_order_norm": change.norm(),
+            "first_order_error": torch.tensor(0.0),
+            "first_order_cosine": torch.tensor(1.0),
+            "sgd_norm": sgd.norm(),
+            "sgd_error": (sgd - change).norm() / change.norm(),
+            "sgd_cosine": functional.cosine_similarity(sgd, change, dim=0),
+            "update_curvature": (update @ a @ update) / (update @ update),
+            "gradient_curvature": (previous @ a @ previous) / (previous @ previous),
+        }
+        expected |= own_step(a, b, now, path.places[step + 1]["place"])
+        assert expected.keys() == rows[step].keys() == {info.name for info in Hessian().describe_metrics()}
+        assert rows[step] == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-7, abs=1e-9)
+        assert (rows[step]["sgd_error"] < 1e-7) == (optimizer == "SGD")
+
+
+def own_step(a: Tensor, b: Tensor, now: Tensor, after: Tensor) -> dict[str, Tensor]:
+    """Return what a step from ``now`` to ``after`` does to the quadratic loss that it was made from."""
+    update, gradient = after - now, a @ now - b
+    change, predicted = a @ update, gradient @ update
+    actual = predicted + update @ change / 2
+    return {
+        "own_loss_change": actual,
+        "own_loss_change_predicted": predicted,
+        "own_gain_ratio": actual / predicted,
+        "own_entanglement_ratio": change.norm() / gradient.norm(),
+        "own_entanglement_cosine": functional.cosine_similarity(change, gradient, dim=0),
+        "own_curvature": update @ change / (update @ update),
+    }
+
+
+def network_task(lr: float, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, length: int = 4) -> TrainingTask:
+    """Make a small float64 classifier whose layers have different learning rates."""
+    seed_everything(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    groups = [{"params": model[0].parameters(), "lr": lr / 3}, {"params": model[2].parameters(), "lr": lr}]
+    data = (torch.randn(15, 4, dtype=torch.float64), torch.randint(3, (15,)))
+    loader = TensorLoader(data, 4, fixed_order(torch.arange(15)))
+    return TrainingTask(model, optimizer(groups), loader, mean_loss, length=length)
+
+
+def gradient_at(task: TrainingTask, place: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    values = {name: value.clone().requires_grad_() for name, value in place.items()}
+    loss = functional.cross_entropy(torch.func.functional_call(task.model, values, (batch[0],)), batch[1])
+    return dict(zip(values, torch.autograd.grad(loss, list(values.values())), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_entanglement_of_a_network_is_the_difference_of_two_gradients_for_every_optimizer(optimizer):
+    task = network_task(0.2, optimizer)
+    batches = list(task.loader.batches(0))
+    rows, path = measured(task, Hessian(**ALWAYS))
+    for step in (2, 3, 4):
+        ends = [gradient_at(task, path.places[at], batches[step - 1]) for at in (step - 1, step)]
+        change = minus(ends[1], ends[0])
+        assert rows[step]["entanglement_norm"] == pytest.approx(norm(change).item(), rel=1e-9)
+        assert rows[step]["entanglement_cosine"] == pytest.approx(cosine(change, ends[0]).item(), rel=1e-9)
+        own = [gradient_at(task, path.places[at], batches[step - 1]) for at in (step, step + 1)]
+        update = minus(path.places[step + 1], path.places[step])
+        assert rows[step]["own_loss_change_predicted"] == pytest.approx(dot(own[0], update).item(), rel=1e-9)
+
+
+def test_under_sgd_both_approximations_are_one_and_their_error_falls_with_the_learning_rate():
+    errors = []
+    for lr in (0.04, 0.02, 0.01):
+        row = measured(network_task(lr), Hessian(**ALWAYS))[0][2]
+        assert row["sgd_error"] == pytest.approx(row["first_order_error"], rel=1e-6)
+        errors.append(row["first_order_error"])
+    assert errors[0] / errors[1] == pytest.approx(2, rel=0.05)
+    assert errors[1] / errors[2] == pytest.approx(2, rel=0.05)
+
+
+def test_under_adam_the_sgd_formula_misses_what_the_first_order_part_holds():
+    row = measured(network_task(1e-3, torch.optim.AdamW), Hessian(**ALWAYS))[0][3]
+    assert row["first_order_error"] < 0.05
+    assert row["sgd_error"] > 0.8
+
+
+def test_finite_differences_report_what_exact_products_do():
+    exact = measured(network_task(0.2), Hessian(**ALWAYS))[0]
+    differences = measured(network_task(0.2), Hessian(method="finite_difference", epsilon=1e-4, **ALWAYS))[0]
+    for step, row in exact.items():
+        assert differences[step] == pytest.approx(row, rel=1e-5)
+
+
+def test_nothing_is_entangled_by_a_step_of_length_zero_whatever_dropout_draws():
+    def rows(lr: float) -> Rows:
+        task = network_task(lr)
+        task.model.insert(2, nn.Dropout(0.5))
+        task.model.insert(2, nn.BatchNorm1d(6).double())
+        return measured(task, Hessian(**ALWAYS))[0]
+
+    still = rows(0.0)
+    assert [still[step]["entanglement_norm"] for step in (2, 3, 4)] == [0.0] * 3
+    assert [still[step]["own_loss_change"] for step in (1, 2, 3, 4)] == [0.0] * 4
+    assert math.isnan(still[2]["first_order_cosine"])
+    assert rows(0.1)[2]["entanglement_norm"] > 0
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_bursts_report_entanglement_from_their_second_step_on(loop):
+    case = Case("transformer", "adamw_fused", loop)
+    run = train(case, [Hessian(every_n_steps=5, burst_length=3, warmup=2)], steps=12)
+    found = {(point, step) for name, point, step, _ in run.sink.rows("hessian")}
+    assert {step for point, step in found if point is HookPoint.PRE_STEP} == {4, 5, 9, 10}
+    assert {step for point, step in found if point is HookPoint.POST_STEP} == {3, 4, 5, 8, 9, 10}
+    assert_same_bytes(run, case, 12)
+
+
+def test_bursts_that_touch_are_one():
+    run = train(Case("tied"), [Hessian(every_n_steps=2, burst_length=2)], steps=6)
+    assert [row[2] for row in run.sink.rows("hessian/entanglement_norm")] == [2, 3, 4, 5, 6]
+
+
+def test_the_copy_of_the_parameters_lasts_as_long_as_the_burst():
+    hook, held = Hessian(every_n_steps=4, burst_length=2), []
+
+    class Watch(Path):
+        name = "watch"
+        hook_points = frozenset({HookPoint.PRE_STEP})
+
+        def compute(self, ctx):
+            held.append(sorted(hook.state_dict()))
+            return {}
+
+    train(Case("tied"), [Watch(), hook], steps=6)
+    kept = ["parameters", "rates", "step"]
+    assert held == [[], kept, [], [], [], kept]
+    hook.load_state_dict({"step": 1, "parameters": {}, "rates": {}})
+    hook.reset()
+    assert hook.state_dict() == {}
+
+
+def resumed(*, with_state: bool) -> Rows:
+    """Run two steps, then two more with a new hook that has, or has not, the state of the first."""
+    task, sink, first, second = network_task(0.2, length=2), RecordingSink(), Hessian(**ALWAYS), Hessian(**ALWAYS)
+    state = TrainingState(task.model, task.optimizer, RandomStreams(7))
+    step_loop(task, HookManager([first], task, state, loop="step"))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True) if with_state else {})
+    task.length = 4
+    step_loop(task, HookManager([second], task, state, loop="step", sinks=[sink]))
+    return rows_of(sink)
+
+
+def test_a_burst_goes_on_after_a_resume_as_if_nothing_had_happened():
+    whole = measured(network_task(0.2), Hessian(**ALWAYS))[0]
+    assert resumed(with_state=True) == {step: whole[step] for step in (3, 4)}
+    fresh = resumed(with_state=False)
+    assert "entanglement_norm" not in fresh[3]
+    assert fresh[4] == whole[4]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"epsilon": 0.0}, "hessian.epsilon is 0.0; it must be a positive number"),
+        ({"epsilon": math.nan}, "hessian.epsilon is nan"),
+        ({"method": "exakt"}, "Unknown hessian.method 'exakt'. Did you mean 'exact'"),
+        ({"burst_length": 1}, "hessian.burst_length is 1; entanglement needs at least 2"),
+        ({"burst_length": 9, "every_n_steps": 5}, "burst_length is 9; it must lie in"),
+        ({"warmup": -1}, "warmup is -1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, sentence):
+    with pytest.raises(UsageError) as caught:
+        Hessian(**options)
+    assert sentence in str(caught.value)
