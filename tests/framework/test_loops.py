@@ -1,0 +1,311 @@
+"""The two loops: what they keep for hooks, when they stop, how they divide batches and passes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.commits import StatePart
+from framework.data import TensorLoader, fixed_order
+from framework.errors import HookError
+from framework.guardian import Snapshot
+from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from framework.loops import epoch_loop, evaluate, step_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import ActingHook, Case, Mishap, ReadOnlyHook, SpyHook, assert_same_bytes, at, build, train
+
+Gradients = dict[str, Tensor]
+
+
+def watch(*points: HookPoint, look: Callable, **attributes) -> SpyHook:
+    """Make a spy with class attributes such as ``needs_grads``."""
+    return at(SpyHook, *points, **attributes)(look)
+
+
+class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
+    """Keeps the gradients of every step as POST_BACKWARD shows them to observers."""
+
+    name = "gradient_log"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Gradients] = []
+
+    def compute(self, ctx):
+        self.steps.append({name: value.grad.clone() for name, value in ctx.model.named_parameters()})
+        return {}
+
+
+class Halve(at(ReadOnlyHook, HookPoint.POST_BACKWARD)):
+    """Commits half of every gradient."""
+
+    commits = frozenset({StatePart.GRADIENTS})
+    needs_grads = needs_prev_step_grads = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5))
+
+
+def copied(gradients) -> Gradients | None:
+    return None if gradients is None else {name: value.clone() for name, value in gradients.items()}
+
+
+def equal(a: Gradients, b: Gradients) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# Gradients that hooks ask for
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_nothing_is_kept_when_nobody_asks(loop):
+    kept: list[object] = []
+    state: list[TrainingState] = []
+
+    def look(ctx) -> None:
+        seen = state[0].loop
+        kept.extend([seen.gradient_sum, seen.accumulated_grads, seen.prev_step_grads, seen.current_grads])
+        kept.extend([seen.pre_epoch, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad])
+
+    task, new_state = build(Case(loop=loop), steps=6)
+    state.append(new_state)
+    manager = HookManager([SpyHook(look)], task, new_state, loop=loop)
+    (epoch_loop if loop == "epoch" else step_loop)(task, manager)
+    assert kept
+    assert set(kept) == {None}
+
+
+@pytest.mark.parametrize("treatments", [[], [Halve()]])
+def test_accumulated_gradients_are_the_mean_over_the_epoch_before_commits(treatments):
+    log, seen = GradientLog(), []
+    look = watch(HookPoint.POST_EPOCH, look=lambda ctx: seen.append(copied(ctx.accumulated_grads)), needs_grads=True)
+    train(Case(), [log, look, *treatments], steps=6)
+    for epoch, accumulated in enumerate(seen):
+        steps = log.steps[3 * epoch : 3 * epoch + 3]
+        for name, mean in accumulated.items():
+            assert torch.allclose(mean, sum(step[name] for step in steps) / 3, rtol=1e-5, atol=1e-8)
+
+
+def test_the_step_loop_accumulates_over_its_log_windows():
+    log, seen = GradientLog(), []
+    look = watch(HookPoint.SNAPSHOT, look=lambda ctx: seen.append(copied(ctx.accumulated_grads)), needs_grads=True)
+    train(Case(loop="step"), [log, look], steps=4, log_every=2, snapshot_every=2)
+    for window, accumulated in enumerate(seen):
+        first, second = log.steps[2 * window : 2 * window + 2]
+        for name, mean in accumulated.items():
+            assert torch.allclose(mean, (first[name] + second[name]) / 2, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+@pytest.mark.parametrize("treatments", [[], [Halve()]])
+def test_previous_gradients_are_those_of_the_step_before_its_commits(loop, treatments):
+    log, seen = GradientLog(), []
+    look = watch(HookPoint.PRE_STEP, look=lambda ctx: seen.append(copied(ctx.prev_step_grads)),
+                 needs_prev_step_grads=True)  # fmt: skip
+    train(Case(loop=loop), [log, look, *treatments], steps=5 if loop == "step" else 6)
+    assert seen[0] is None
+    assert all(equal(previous, step) for previous, step in zip(seen[1:], log.steps[:-1], strict=True))
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_previous_gradients_are_kept_only_for_due_steps(loop):
+    schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
+    hook = watch(*STEP_POINTS, look=lambda ctx: None, needs_prev_step_grads=True, step_schedule=schedule)
+    has: list[int] = []
+    look = watch(*STEP_POINTS, look=lambda ctx: ctx.prev_step_grads and has.append(ctx.step), name="looker")
+    train(Case(loop=loop), [hook, look], steps=9)
+    assert has == [step for step in (2, 3, 6, 7) for _ in range(4)]
+
+
+def test_previous_gradients_are_there_at_the_first_step_of_a_window():
+    window = {"epoch": {HookPoint.PRE_STEP: (1, 1)}}
+    has: list[int] = []
+    hook = watch(look=lambda ctx: ctx.prev_step_grads and has.append(ctx.step), loop_points=window,
+                 needs_prev_step_grads=True)  # fmt: skip
+    train(Case(), [hook], steps=9)
+    assert has == [4, 5, 6]
+
+
+# The state before the epoch
+
+
+def returning(points: set[HookPoint], found: list) -> ActingHook:
+    """Make an intervention that notes whether ``restore_pre_epoch`` brings back the weights of PRE_EPOCH."""
+    start: list[list[Tensor]] = []
+
+    def act(run_ctx, model_ctx) -> None:
+        if run_ctx.hook_point is HookPoint.PRE_EPOCH:
+            start.append([parameter.detach().clone() for parameter in run_ctx.model.parameters()])
+            return
+        model_ctx.restore_pre_epoch()
+        same = all(map(torch.equal, start[-1], run_ctx.model.parameters()))
+        found.append((run_ctx.hook_point.name, run_ctx.epoch, same))
+
+    return at(ActingHook, HookPoint.PRE_EPOCH, *points)(act)
+
+
+def test_an_intervention_can_return_to_the_state_before_the_epoch():
+    found: list = []
+    run = train(Case(), [returning({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}, found)], steps=6, snapshot_every=2)
+    assert found == [("POST_EPOCH", 0, True), ("POST_EPOCH", 1, True), ("SNAPSHOT", 1, True)]
+    assert_same_bytes(run, Case(), 6)
+
+
+def test_the_pre_epoch_state_is_there_at_the_snapshot_of_a_run_that_stops_early():
+    found: list = []
+    hook = returning({HookPoint.SNAPSHOT}, found)
+    train(Case(), [hook], steps=30, snapshot_every=10, should_stop=lambda evaluation: len(evaluation) > 0)
+    assert found == [("SNAPSHOT", 0, True)]
+
+
+class CountingSnapshot(Snapshot):
+    """Counts how often it is taken."""
+
+    taken = 0
+
+    def save(self, state):
+        self.taken += 1
+        return super().save(state)
+
+
+@pytest.mark.parametrize(("window", "expected"), [((None, None), 3), ((1, 1), 1), ((5, None), 0)])
+def test_the_pre_epoch_state_is_copied_only_in_epochs_in_which_a_hook_asks(window, expected):
+    hook_class = at(ActingHook, loop_points={"epoch": {HookPoint.POST_EPOCH: window}})
+    task, state = build(Case(), steps=9)
+    manager = HookManager([hook_class(lambda *ctx: None)], task, state)
+    manager.pre_epoch_snapshot = CountingSnapshot()
+    epoch_loop(task, manager)
+    assert manager.pre_epoch_snapshot.taken == expected
+
+
+# Stopping, and going on
+
+
+def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bool]:
+    return lambda evaluation: bool(steps) and steps[-1] >= step
+
+
+@pytest.mark.parametrize(("loop", "epoch"), [("epoch", 1), ("step", 1)])
+def test_should_stop_ends_the_run_with_a_snapshot_and_is_recorded(loop, epoch):
+    steps: list[int] = []
+    spy = watch(*STEP_POINTS, HookPoint.SNAPSHOT, look=lambda ctx: steps.append(ctx.step))
+    run = train(Case(loop=loop), [spy], steps=30, snapshot_every=100, eval_every=1 if loop == "epoch" else 2,
+                should_stop=stop_at_step(5, steps))  # fmt: skip
+    assert run.state.loop.stopped
+    assert run.state.loop.reached == {"epoch": epoch, "step": 6}
+    assert spy.seen[-1] == ("SNAPSHOT", epoch, 6)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_stopped_run_stays_stopped(loop):
+    task, state = build(Case(loop=loop), steps=6, should_stop=lambda evaluation: True)
+    run_on = epoch_loop if loop == "epoch" else step_loop
+    run_on(task, HookManager([], task, state, loop=loop))
+    step = state.loop.step
+    run_on(task, HookManager([], task, state, loop=loop))
+    assert state.loop.step == step < 6
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_run_in_two_halves_fires_at_the_same_places_as_in_one(loop):
+    def seen(*lengths: int) -> list:
+        task, state = build(Case(loop=loop), snapshot_every=100)
+        schedule = StepSchedule(mode="burst", every_n_steps=4, burst_length=2, warmup=1)
+        spy = at(SpyHook, *STEP_POINTS, step_schedule=schedule)()
+        for length in lengths:
+            task.length = length
+            (epoch_loop if loop == "epoch" else step_loop)(task, HookManager([spy], task, state, loop=loop))
+        return [*spy.seen, state.digest()["parameters/0.weight"]]
+
+    assert seen(1, 3) == seen(3) if loop == "epoch" else seen(3, 4, 9) == seen(9)
+
+
+def test_the_step_loop_runs_through_several_passes_of_the_data():
+    places: list[tuple] = []
+    look = watch(HookPoint.PRE_STEP, look=lambda ctx: places.append((ctx.epoch, ctx.batch_idx, ctx.batch_data[0])))
+    run = train(Case(loop="step"), [look], steps=8)
+    assert [(epoch, index) for epoch, index, _ in places] == [divmod(step, 3) for step in range(8)]
+    expected = [batch[0] for epoch in range(3) for batch in run.task.loader.batches(epoch)][:8]
+    assert all(map(torch.equal, (data for *_, data in places), expected))
+
+
+@pytest.mark.parametrize(("loop", "expected"), [("epoch", 3), ("step", 4)])
+def test_checkpoints_are_written_as_often_as_asked(loop, expected):
+    assert train(Case(loop=loop), steps=9, checkpoint_every=1 if loop == "epoch" else 2).checkpoints == expected
+
+
+# Evaluation
+
+
+def test_evaluation_sees_eval_mode_without_gradients_and_leaves_the_modes_as_they_were():
+    seen: list[tuple] = []
+    task, state = build(Case(), evaluate=lambda model: seen.append((modes(model), torch.is_grad_enabled())) or {})
+    task.model[1].eval()  # a frozen BatchNorm, which no blanket train() may wake
+    before = modes(task.model)
+    evaluate(task, HookManager([], task, state), state.loop)
+    assert seen == [([False] * len(before), False)]
+    assert modes(task.model) == before
+    assert before.count(False) == 1
+
+
+def test_evaluation_leaves_the_modes_as_they_were_even_if_it_raises():
+    def broken(model):
+        raise Mishap("in the middle")
+
+    task, state = build(Case(), evaluate=broken)
+    before = state.digest()
+    with pytest.raises(Mishap):
+        evaluate(task, HookManager([], task, state), state.loop)
+    assert state.digest() == before
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_a_hook_that_raises_ends_the_run_at_its_step():
+    def raise_at_two(ctx) -> None:
+        if ctx.step == 2:
+            raise Mishap("at two")
+
+    run = train(Case(), [watch(HookPoint.POST_STEP, look=raise_at_two)], raises=HookError)
+    assert str(run.error) == "Hook 'spy' raised at POST_STEP of step 2: Mishap: at two"
+    assert run.state.loop.step == 2
+
+
+# Micro-batches
+
+
+def float64_run(accumulation_steps: int, structure: Callable) -> tuple[list[Tensor], list[Tensor]]:
+    """Train two steps on batches of 7 rows in float64 and return losses and weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(14, 3, dtype=torch.float64), torch.randint(2, (14,))
+    losses: list[Tensor] = []
+
+    class Structured(TensorLoader):
+        def batches(self, epoch, start=0):
+            return (structure(x, y) for x, y in super().batches(epoch, start))
+
+    def loss(model, batch):
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return nn.functional.cross_entropy(model(x), y)
+
+    task = TrainingTask(model, optimizer, Structured(data, 7, fixed_order(torch.arange(14))), loss,
+                        accumulation_steps=accumulation_steps)  # fmt: skip
+    hook = watch(HookPoint.POST_STEP, look=lambda ctx: losses.append(ctx.loss.clone()))
+    epoch_loop(task, HookManager([hook], task, TrainingState(model, optimizer, RandomStreams(0))))
+    return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("structure", [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}])
+@pytest.mark.parametrize("pieces", [2, 3, 7, 9])
+def test_micro_batches_train_as_the_whole_batch_does(pieces, structure):
+    whole, parts = float64_run(1, structure), float64_run(pieces, structure)
+    for expected, found in zip(whole, parts, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-15) for a, b in zip(expected, found, strict=True))
