@@ -15,7 +15,6 @@ from framework.training_state import LoopState
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0
 SECONDS_BETWEEN_LINES = 30.0
-SHARE_BETWEEN_LINES = 0.1
 SHORTEST_BAR, LONGEST_BAR = 8, 40
 
 
@@ -68,6 +67,8 @@ class Pace:
     @property
     def rate(self) -> float | None:
         """Units per second, or ``None`` while fewer than two moments are known."""
+        if len(self._samples) < 2:
+            return None
         (begin, before), (end, after) = self._samples[0], self._samples[-1]
         return (after - before) / (end - begin) if end > begin else None
 
@@ -144,21 +145,21 @@ class LineView(View):
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
         super().__init__(console, label, transient=transient, clock=clock)
-        self._share: float | None = None
+        self._tenths: int | None = None
         self._time = clock()
 
     def show(self, position: Position) -> None:
         """Print a line if one is due."""
-        now = self.clock()
-        if self._share is None:
-            self._share = position.share
-        if position.share - self._share >= SHARE_BETWEEN_LINES or now - self._time >= SECONDS_BETWEEN_LINES:
-            self._share, self._time = position.share, now
+        now, tenths = self.clock(), int(position.share * 10)
+        if self._tenths is None:
+            self._tenths = tenths
+        if tenths > self._tenths or now - self._time >= SECONDS_BETWEEN_LINES:
+            self._tenths, self._time = tenths, now
             self._print(position)
 
     def finish(self, position: Position | None) -> None:
         """Print the last position if it stays."""
-        if position is not None and not self.transient and position.share != self._share:
+        if position is not None and not self.transient:
             self._print(position)
 
     def _print(self, position: Position) -> None:

@@ -21,6 +21,7 @@ from framework.runner import ExperimentRunner
 from framework.train_step import TrainingTask
 
 INDENT = 4
+REMARKS = ("treatments", "failed hooks")
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
 
@@ -92,18 +93,18 @@ def _target(reached: Mapping[str, int] | None) -> str:
     return f"epoch {reached['epoch']}" if reached else "not reached"
 
 
-def comparison_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """Lay rows out under the union of their columns; columns without any text are left out."""
-    columns = dict.fromkeys(column for row in rows for column in row)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def comparison_table(rows: Sequence[Mapping[str, str]]) -> Group:
+    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below."""
+    columns = dict.fromkeys(column for row in rows for column in row if column not in REMARKS)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [column for column in columns if any(row.get(column) for row in rows)]
     for column in shown:
         numeric = all(re.fullmatch(NUMERIC, row.get(column, "")) for row in rows)
-        wraps = column in ("treatments", "failed hooks")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=not wraps, overflow="fold")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(row.get(column, "")) for column in shown))
-    return table
+    remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
+    return Group(table, *remarks)
 
 
 def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:

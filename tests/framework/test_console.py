@@ -1,0 +1,162 @@
+import io
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import nn
+
+import sinks  # noqa: F401 - fills the registry of sinks
+from framework.console import RunConsole, make_console, show_warnings
+from framework.hook_points import HookPoint
+from framework.train_step import TrainingTask
+from tests.sinks.emits import run_info
+from tests.support import Case, build
+
+SUMMARY = {
+    "strategy": "stride",
+    "status": "completed",
+    "target_reached": {"epoch": 154, "step": 14105},
+    "epochs": 155,
+    "steps": 14105,
+    "training_loss": 0.0123456,
+    "final": {"train_acc": 1.0, "train_loss": 0.01, "val_acc": 0.99512, "val_loss": 0.02},
+    "seconds": {"training": 63.4, "total": 65.0},
+    "treatments": {},
+    "hook_errors": [],
+    "output_dir": "output/mod_arithmetic/stride",
+}
+OTHER = {
+    **SUMMARY,
+    "strategy": "fixed-random",
+    "target_reached": None,
+    "epochs": 420,
+    "final": {"train_acc": 0.99, "val_acc": 0.2},
+    "treatments": {"grad_clip": ("gradients",)},
+    "hook_errors": [{"hook": "fourier"}, {"hook": "fourier"}],
+    "output_dir": "output/mod_arithmetic/fixed-random",
+}
+
+
+def captured(*, terminal, width=80):
+    return Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, force_interactive=terminal, legacy_windows=False
+    )
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def session(mode, *, terminal, width=80):
+    """Show a whole session of one strategy of ten steps, a second each, with a warning and a table; return the text."""
+    console, now = captured(terminal=terminal, width=width), [0.0]
+    with RunConsole(mode, console=console, clock=lambda: now[0]) as shown:
+        task, state = build(Case(loop="step"), steps=10)
+        run = run_info(Path("output/exp/only"), loop="step", treatments={"grad_clip": ("gradients",)})
+        progress = shown.strategy_started(run, task, [])
+        for sink in shown.sinks():
+            sink.set_run_context(run)
+            sink.emit({"h/metric": 0.5}, 0, HookPoint.POST_EPOCH, step=1)
+            sink.snapshot(0, 1)
+        for state.loop.step in range(1, 11):
+            now[0] += 1.0
+            progress.step(state.loop)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("Hook 'x' failed.\nThe run goes on.", stacklevel=1)
+        shown.strategy_ended(SUMMARY)
+        shown.ended([SUMMARY, OTHER])
+    return console.file.getvalue(), shown
+
+
+def test_a_session_without_a_terminal_is_plain_lines():
+    text, _ = session("normal", terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    for part in ("exp only: ", "only: 20%, step 2/10", "warning: Hook 'x' failed. The run goes on.\n", "h: metric 0.5"):
+        assert part in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_session_on_a_terminal_shows_the_same_in_its_width(width):
+    text, _ = session("normal", terminal=True, width=width)
+    lines = re.split(r"[\n\r]", plain(text))
+    assert max(map(len, lines)) <= width
+    for part in ("exp only", "grad_clip (gradients)", "warning: Hook 'x' failed. The run goes on.", "metric", "100%"):
+        assert part in plain(text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_silent_shows_the_progress_and_nothing_else(terminal):
+    text, shown = session("silent", terminal=terminal)
+    lines = {line.strip() for line in re.split(r"[\n\r]", plain(text)) if line.strip()}
+    assert lines
+    assert all(line.startswith("only") and "%" in line for line in lines if line != "only ━━━━━━━━")
+    assert shown.sinks() == []
+    assert shown.warnings == ["Hook 'x' failed. The run goes on."]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_console_output_there_is_none(terminal):
+    text, shown = session("none", terminal=terminal)
+    assert text == ""
+    assert shown.warnings == ["Hook 'x' failed. The run goes on."]
+
+
+def test_the_terminal_gets_its_cursor_back_whatever_happens():
+    console = captured(terminal=True)
+    task, _ = build(Case())
+    with pytest.raises(KeyboardInterrupt), RunConsole(console=console) as shown:  # noqa: PT012
+        shown.strategy_started(run_info(Path("out")), task, [])
+        raise KeyboardInterrupt
+    text = console.file.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_a_strategy_that_fails_before_it_starts_can_still_be_reported():
+    console = captured(terminal=False)
+    with RunConsole(console=console) as shown:
+        shown.strategy_ended({**SUMMARY, "status": "failed", "final": {}, "training_loss": None})
+    assert console.file.getvalue() == "stride: failed after 155 epochs, 14,105 steps, 1:03\n"
+
+
+def test_the_end_compares_the_strategies_and_names_the_folder():
+    text, _ = session("normal", terminal=False)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["stride", "epoch", "154", "155", "0.01235", "1", "0.9951", "1:03"] in rows
+    assert ["fixed-random", "not", "reached", "420", "0.01235", "0.99", "0.2", "1:03"] in rows
+    assert " fixed-random: treatments: grad_clip\n fixed-random: failed hooks: fourier\n" in text
+    assert "Results: output/mod_arithmetic/ with stride, fixed-random\n" in text
+
+
+def test_a_single_strategy_is_not_compared():
+    console = captured(terminal=False)
+    RunConsole(console=console).ended([SUMMARY])
+    assert console.file.getvalue() == "Results: output/mod_arithmetic/stride\n"
+
+
+def test_the_header_tells_size_length_hooks_and_folder():
+    console = captured(terminal=False)
+    task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
+    RunConsole(console=console).strategy_started(run_info(Path("out/x"), loop="step"), task, [])
+    assert console.file.getvalue() == (
+        "exp only: 10 parameters, 7 batches per epoch, at most 1,000 steps\n  hooks: none\n  output: out/x\n"
+    )
+
+
+def test_warnings_go_back_to_where_they_went_even_after_an_error():
+    before, seen = warnings.showwarning, []
+    with pytest.raises(ZeroDivisionError), show_warnings(seen.append), warnings.catch_warnings():  # noqa: PT012
+        warnings.simplefilter("always")
+        warnings.warn("one\n  two", stacklevel=1)
+        raise ZeroDivisionError
+    assert seen == ["one two"]
+    assert warnings.showwarning is before
+
+
+def test_a_pipe_gets_no_control_codes_even_if_colours_are_forced(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    make_console().print("[bold red]text")
+    assert capsys.readouterr().out == "text\n"

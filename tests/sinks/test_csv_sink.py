@@ -1,0 +1,146 @@
+import csv
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from framework.hook_points import STEP_POINTS, HookPoint
+from framework.metrics import Series
+from sinks.csv import CSVSink, read_csv
+from tests.sinks.emits import WORDS, emits, exact, run_info
+
+DESCRIBED = [
+    "h/loss",
+    "h/a,b;c",
+    "h/norm",
+    "h/norm/<parameter>",
+    "g/ratio/<parameter>",
+    "g/ratio/deep/<parameter>",
+]
+KEYS = WORDS.filter(bool)
+PLACES = st.one_of(
+    st.sampled_from([("h/loss", "h/loss", None), ("h/a,b;c", "h/a,b;c", None), ("h/norm", "h/norm", None)]),
+    KEYS.map(lambda key: (f"h/norm/{key}", "h/norm/<parameter>", key)),
+    KEYS.filter(lambda key: not key.startswith("deep/")).map(lambda key: (f"g/ratio/{key}", "g/ratio", key)),
+    KEYS.map(lambda key: (f"g/ratio/deep/{key}", "g/ratio/deep", key)),
+    KEYS.map(lambda key: (f"unknown/{key}", f"unknown/{key}", None)),
+)
+COLUMN_OF = {}
+
+
+def placed(place):
+    """Remember where a name belongs, and return the name."""
+    name, column, key = place
+    COLUMN_OF[name] = (column, key)
+    return name
+
+
+def folded(metrics):
+    """Put per-parameter metrics into one dict each, as the file does."""
+    result = {}
+    for name, value in metrics.items():
+        column, key = COLUMN_OF[name]
+        if key is None:
+            result[column] = value
+        else:
+            result.setdefault(column, {})[key] = value
+    return result
+
+
+def expected_rows(emit):
+    if emit.point not in STEP_POINTS:
+        return [(emit.epoch, emit.step, emit.point, exact(folded(emit.metrics)))]
+    by_steps = {}
+    for name, series in emit.metrics.items():
+        by_steps.setdefault(tuple(series.steps), {})[name] = series
+    return [(emit.epoch, steps[-1], emit.point, exact(folded(part))) for steps, part in by_steps.items()]
+
+
+def written(folder, *calls, described=DESCRIBED):
+    sink = CSVSink()
+    sink.set_run_context(run_info(folder, described=described))
+    for metrics, point in calls:
+        sink.emit(metrics, 3, point, step=7)
+    sink.close("completed")
+    return folder / "only.csv"
+
+
+def cells(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(emits(PLACES.map(placed)), max_size=4))
+def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
+    sink = CSVSink()
+    sink.set_run_context(run_info(tmp_path, described=DESCRIBED))
+    for emit in all_emits:
+        emit.to(sink)
+    sink.close("completed")
+    found = [(r.epoch, r.step, r.hook_point, exact(r.metrics)) for r in read_csv(tmp_path / "only.csv")]
+    assert found == [row for emit in all_emits for row in expected_rows(emit)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(emits(PLACES.map(placed)), max_size=3))
+def test_any_csv_reader_splits_the_file_into_the_same_cells(tmp_path, all_emits):
+    sink = CSVSink()
+    sink.set_run_context(run_info(tmp_path, described=DESCRIBED))
+    for emit in all_emits:
+        emit.to(sink)
+    sink.close("completed")
+    text = (tmp_path / "only.csv").read_text(encoding="utf-8")
+    with (tmp_path / "only.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == [line.split(",") for line in text.split("\n")[:-1]]
+
+
+def test_the_header_is_there_before_the_first_row_and_never_changes(tmp_path):
+    sink = CSVSink()
+    sink.set_run_context(run_info(tmp_path, described=["h/loss", "h/norm/<parameter>"]))
+    header = (tmp_path / "only.csv").read_text()
+    assert header == "epoch,step,hook_point,h/loss,h/norm,other\n"
+    sink.emit({"surprise/x": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
+    sink.close("completed")
+    assert (tmp_path / "only.csv").read_text().startswith(header)
+
+
+def test_parameters_share_a_column_and_a_scalar_of_that_name_keeps_its_own(tmp_path):
+    metrics = {"h/norm": 1.5, "h/norm/w": 0.5, "h/norm/b": math.nan, "g/ratio/w": 2}
+    (row,) = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH)))
+    assert row["h/norm"] == "1.5"
+    assert row["h/norm/<parameter>"] == "w:0.5;b:nan"
+    assert row["g/ratio"] == "w:2"
+
+
+def test_a_metric_that_nobody_described_goes_to_the_last_column(tmp_path):
+    (row,) = cells(written(tmp_path, ({"who/x": -math.inf, "who/y": [1, 2]}, HookPoint.POST_EPOCH)))
+    assert row["other"] == "who/x:-inf;who/y:[1;2]"
+
+
+def test_dicts_and_lists_have_their_own_text(tmp_path):
+    (row,) = cells(written(tmp_path, ({"h/loss": {"a": 1, "b": 2}, "h/norm": [0.5, 1.5]}, HookPoint.POST_EPOCH)))
+    assert (row["h/loss"], row["h/norm"]) == ("a:1;b:2", "0.5;1.5")
+
+
+def test_series_with_the_same_steps_share_a_row(tmp_path):
+    metrics = {"h/loss": Series([4, 5], [0.5, 0.25]), "h/norm/w": Series([4, 5], [1, 2]), "h/norm": Series([5], [9])}
+    first, second = cells(written(tmp_path, (metrics, HookPoint.POST_STEP)))
+    assert (first["step"], first["h/loss"], first["h/norm/<parameter>"]) == ("4;5", "0.5;0.25", "w:[1;2]")
+    assert (second["step"], second["h/norm"], second["h/loss"]) == ("5", "9", "")
+
+
+def test_a_long_series_of_one_cell_is_read_back(tmp_path):
+    series = Series(list(range(1, 50_001)), [1 / step for step in range(1, 50_001)])
+    (record,) = read_csv(written(tmp_path, ({"h/loss": series}, HookPoint.POST_STEP)))
+    assert record.metrics == {"h/loss": series}
+
+
+@pytest.mark.parametrize(
+    ("point", "read"),
+    [(HookPoint.POST_EPOCH, {"steps": [1], "values": [2.0]}), (HookPoint.POST_STEP, Series([1], [2.0]))],
+)
+def test_a_series_keeps_its_steps_wherever_it_comes_from(tmp_path, point, read):
+    (record,) = read_csv(written(tmp_path, ({"h/loss": Series([1], [2.0])}, point)))
+    assert record.metrics == {"h/loss": read}

@@ -1,0 +1,81 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+from sinks.jsonl import JSONLSink, read_jsonl
+from tests.sinks.emits import WORDS, emits, exact, run_info
+
+NAMES = st.builds("{}/{}".format, WORDS, WORDS)
+
+
+def written(folder, *calls):
+    sink = JSONLSink()
+    sink.set_run_context(run_info(folder))
+    for metrics, point in calls:
+        sink.emit(metrics, 3, point, step=7)
+    sink.close("completed")
+    return folder / "only.jsonl"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(emits(NAMES), max_size=4))
+def test_everything_that_was_emitted_is_read_back_exactly(tmp_path, all_emits):
+    sink = JSONLSink()
+    sink.set_run_context(run_info(tmp_path))
+    for emit in all_emits:
+        emit.to(sink)
+    sink.close("completed")
+    records = list(read_jsonl(tmp_path / "only.jsonl"))
+    assert [(r.epoch, r.step, r.hook_point) for r in records] == [(e.epoch, e.step, e.point) for e in all_emits]
+    assert [list(record.metrics) for record in records] == [list(emit.metrics) for emit in all_emits]
+    assert [exact(record.metrics) for record in records] == [exact(emit.metrics) for emit in all_emits]
+
+
+def test_a_line_is_one_object_with_position_and_metrics_in_order(tmp_path):
+    path = written(tmp_path, ({"b/y": 0.1, "a/x": {"k": [1, 2]}}, HookPoint.POST_EPOCH))
+    assert path.read_text() == '{"epoch":3,"step":7,"hook_point":"POST_EPOCH","b/y":0.1,"a/x":{"k":[1,2]}}\n'
+
+
+def test_a_series_has_its_steps_beside_its_values(tmp_path):
+    path = written(tmp_path, ({"h/m": Series([5, 7], [0.5, math.inf])}, HookPoint.POST_STEP))
+    assert json.loads(path.read_text())["h/m"] == {"steps": [5, 7], "values": [0.5, math.inf]}
+
+
+def test_non_finite_values_are_the_words_of_the_json_module(tmp_path):
+    path = written(tmp_path, ({"h/m": [math.nan, math.inf, -math.inf]}, HookPoint.SNAPSHOT))
+    assert '"h/m":[NaN,Infinity,-Infinity]' in path.read_text()
+
+
+def test_values_that_json_lacks_are_written_in_the_nearest_form(tmp_path):
+    odd = {"h/a": np.float32(0.5), "h/b": {(1, 2): np.int64(3)}, "h/c": (1,), "h/d": object, "h/e": HookPoint.SNAPSHOT}
+    (record,) = read_jsonl(written(tmp_path, (odd, HookPoint.POST_EPOCH)))
+    assert record.metrics == {"h/a": 0.5, "h/b": {"(1, 2)": 3}, "h/c": [1], "h/d": str(object), "h/e": 6}
+
+
+def test_a_metric_named_like_the_position_is_refused_and_leaves_no_line(tmp_path):
+    sink = JSONLSink()
+    sink.set_run_context(run_info(tmp_path))
+    with pytest.raises(ValueError, match="hook/metric"):
+        sink.emit({"epoch": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
+    sink.close("failed")
+    assert (tmp_path / "only.jsonl").read_text() == ""
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out_by_the_reader(tmp_path):
+    path = written(tmp_path, ({"h/m": 1}, HookPoint.POST_EPOCH), ({"h/m": 2}, HookPoint.POST_EPOCH))
+    path.write_bytes(path.read_bytes()[:-3])
+    assert [record.metrics for record in read_jsonl(path)] == [{"h/m": 1}]
+
+
+def test_an_emit_is_in_the_file_before_any_flush_or_close(tmp_path):
+    sink = JSONLSink()
+    sink.set_run_context(run_info(tmp_path))
+    sink.emit({"h/m": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
+    assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 1
+    sink.close("completed")

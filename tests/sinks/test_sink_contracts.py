@@ -1,0 +1,158 @@
+"""The promises that every registered sink keeps."""
+
+import inspect
+import re
+
+import pytest
+
+import sinks as shipped  # noqa: F401 - fills the registry
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.loops import epoch_loop, step_loop
+from framework.manager import HookManager
+from framework.metrics import MetricSink, Series
+from framework.registry import Registry, SinkRegistry, check_sink_class
+from tests.sinks.emits import run_info
+from tests.support import Case, RecordingSink, SpyHook, build, differences, of_the_run
+
+pytestmark = pytest.mark.parametrize("sink_class", list(SinkRegistry), ids=lambda sink: sink.name)
+LOOPS = {"epoch": epoch_loop, "step": step_loop}
+
+
+def produced(folder, capsys):
+    """Return everything a sink has written, in files and on the console."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return "".join(path.read_text() for path in files) + capsys.readouterr().out
+
+
+def show(sink, metrics, step, point=HookPoint.POST_EPOCH):
+    sink.emit(metrics, step, point, step=step)
+    sink.snapshot(step, step)
+
+
+def run_with(folder, sinks, loop="epoch", **options):
+    """Run a loop of six steps under a hook that reports everywhere, and return its state."""
+    task, state = build(Case(loop=loop), steps=6)
+    hook = SpyHook(lambda ctx: {"step": ctx.step, "loss": ctx.loss if ctx.loss is not None else float("nan")})
+    manager = HookManager([hook] if sinks else [], task, state, loop=loop, sinks=sinks, **options)
+    manager.start(run_info(folder, loop=loop))
+    LOOPS[loop](task, manager)
+    manager.end("completed")
+    return of_the_run(state.digest())
+
+
+def test_it_needs_no_arguments_and_says_in_one_line_what_it_does(sink_class):
+    assert isinstance(sink_class(), MetricSink)
+    kinds = {option.kind for option in inspect.signature(sink_class).parameters.values()}
+    assert kinds <= {inspect.Parameter.KEYWORD_ONLY}
+    assert inspect.getdoc(sink_class).splitlines()[0].endswith(".")
+
+
+def test_its_name_and_flag_belong_to_it_alone(sink_class):
+    others = [other for other in SinkRegistry if other is not sink_class]
+    assert sink_class.name not in {other.name for other in others}
+    assert sink_class.flag is None or sink_class.flag not in {other.flag for other in others}
+
+
+def test_non_finite_values_survive(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    sink.set_run_context(run_info(tmp_path))
+    show(sink, {"h/a": float("nan"), "h/b": float("inf"), "h/c": float("-inf")}, 1)
+    sink.close("completed")
+    words = re.findall(r"-?(?:nan|inf)", produced(tmp_path, capsys), re.IGNORECASE)
+    assert {word.lower() for word in words} == {"nan", "inf", "-inf"}
+
+
+def test_non_finite_values_of_a_series_survive(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    sink.set_run_context(run_info(tmp_path))
+    show(
+        sink, {"h/a": Series([1, 2], [1.0, float("nan")]), "h/b": Series([1], [float("-inf")])}, 2, HookPoint.POST_STEP
+    )
+    sink.close("completed")
+    text = produced(tmp_path, capsys).lower()
+    assert "nan" in text
+    assert "-inf" in text
+
+
+def test_emits_arrive_in_order(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    sink.set_run_context(run_info(tmp_path))
+    for number in range(7001, 7006):
+        show(sink, {"h/number": number}, number - 7000)
+    sink.close("completed")
+    text = produced(tmp_path, capsys).replace(",", "")
+    assert re.findall(r"700\d", text) == ["7001", "7002", "7003", "7004", "7005"]
+
+
+def test_two_strategies_are_kept_apart(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    for strategy, number in (("first", 7001), ("second", 7002)):
+        sink.set_run_context(run_info(tmp_path, strategy))
+        show(sink, {"h/number": number}, 1)
+    sink.close("completed")
+    files = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert len(files) in (0, 2)
+    assert all(("7001" in text) != ("7002" in text) for text in files)
+    text = produced(tmp_path, capsys).replace(",", "")
+    assert text.index("7001") < text.index("7002")
+
+
+def test_it_may_be_flushed_and_closed_at_any_time_and_twice(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    sink.flush()
+    sink.close("failed")
+    sink.set_run_context(run_info(tmp_path))
+    show(sink, {"h/number": 7001}, 1)
+    sink.flush()
+    sink.close("completed")
+    before = produced(tmp_path, capsys)
+    sink.close("completed")
+    sink.flush()
+    assert "7001" in before.replace(",", "")
+    assert produced(tmp_path, capsys) in before
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_emit_outside_a_strategy_is_refused(sink_class, tmp_path, closed):
+    sink = sink_class()
+    if closed:
+        sink.set_run_context(run_info(tmp_path))
+        sink.close("completed")
+    with pytest.raises(RuntimeError, match="set_run_context"):
+        sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_it_does_not_change_the_run(sink_class, tmp_path, loop, capsys):
+    bare = run_with(tmp_path, [], loop)
+    assert not differences(bare, run_with(tmp_path, [sink_class()], loop, audit=True))
+    assert produced(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("method", ["set_run_context", "emit", "flush", "close"])
+def test_one_that_raises_is_switched_off_and_the_run_goes_on(sink_class, tmp_path, method, capsys):
+    def fail(self, *arguments, **options):
+        raise OSError("No space left on device")
+
+    broken, intact = type("Broken", (sink_class,), {method: fail})(), RecordingSink()
+    with pytest.warns(UserWarning, match=f"Sink '{sink_class.name}' failed and is switched off.*No space left"):
+        digest = run_with(tmp_path, [broken, intact])
+    assert not differences(run_with(tmp_path, []), digest)
+    run_with(tmp_path, [alone := RecordingSink()])
+    assert len(intact.emitted) == len(alone.emitted) > 6
+    super(type(broken), broken).close("failed")
+
+
+def test_the_registry_knows_it_by_name(sink_class):
+    assert SinkRegistry.get(sink_class.name) is sink_class
+    with pytest.raises(UsageError, match="Unknown sink"):
+        SinkRegistry.get(sink_class.name + "x")
+
+
+def test_a_class_without_a_name_of_its_own_or_with_a_bad_flag_is_refused(sink_class):
+    registry = Registry("sink", "loopscope.none", check_sink_class)
+    with pytest.raises(UsageError, match="needs a name"):
+        registry.register(type("Nameless", (sink_class,), {"name": "sink"}))
+    with pytest.raises(UsageError, match="two dashes"):
+        registry.register(type("Flagged", (sink_class,), {"flag": "csv"}))

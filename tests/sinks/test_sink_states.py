@@ -1,0 +1,83 @@
+"""Any sequence of emits, flushes, closes and strategies leaves exactly what was emitted."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+from sinks.csv import CSVSink, read_csv
+from sinks.jsonl import JSONLSink, read_jsonl
+from tests.sinks.emits import exact, run_info
+
+READERS = {CSVSink: read_csv, JSONLSink: read_jsonl}
+NUMBERS = st.one_of(st.floats(), st.integers(), st.booleans())
+NAMES = st.sampled_from(["h/described", "h/surprise"])
+
+
+class SinkStates(RuleBasedStateMachine):
+    """Compares the files of both sinks with a list of what was emitted, by strategy."""
+
+    @initialize()
+    def begin(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.sinks = [sink() for sink in READERS]
+        self.model = {}
+        self.current = None
+
+    def tell(self, method, *arguments, **options):
+        for sink in self.sinks:
+            getattr(sink, method)(*arguments, **options)
+
+    @rule(strategy=st.sampled_from(["a", "b", "c"]))
+    def start(self, strategy):
+        self.tell("set_run_context", run_info(Path(self.folder.name), strategy, ["h/described"]))
+        self.current = self.model[strategy] = []
+
+    @precondition(lambda self: self.current is not None)
+    @rule(metrics=st.dictionaries(NAMES, NUMBERS, min_size=1), epoch=st.integers(0, 9), step=st.integers(0, 99))
+    def emit(self, metrics, epoch, step):
+        self.tell("emit", metrics, epoch, HookPoint.POST_EPOCH, step=step)
+        self.current.append((epoch, step, exact(metrics)))
+
+    @precondition(lambda self: self.current is not None)
+    @rule(values=st.lists(NUMBERS, min_size=1, max_size=3), first=st.integers(1, 99))
+    def emit_series(self, values, first):
+        series = Series(list(range(first, first + len(values))), values)
+        self.tell("emit", {"h/described": series}, 0, HookPoint.POST_STEP, step=series.steps[-1])
+        self.current.append((0, series.steps[-1], exact({"h/described": series})))
+
+    @precondition(lambda self: self.current is None)
+    @rule()
+    def emit_outside(self):
+        for sink in self.sinks:
+            with pytest.raises(RuntimeError, match="set_run_context"):
+                sink.emit({"h/described": 1}, 0, HookPoint.POST_EPOCH, step=0)
+
+    @rule()
+    def flush(self):
+        self.tell("flush")
+
+    @rule(status=st.sampled_from(["completed", "failed", "interrupted"]))
+    def close(self, status):
+        self.tell("close", status)
+        self.current = None
+
+    @invariant()
+    def files_hold_what_was_emitted(self):
+        for sink in self.sinks:
+            for strategy, expected in self.model.items():
+                records = READERS[type(sink)](Path(self.folder.name) / f"{strategy}.{sink.name}")
+                assert [(r.epoch, r.step, exact(r.metrics)) for r in records] == expected
+
+    def teardown(self):
+        self.tell("close", "completed")
+        self.folder.cleanup()
+
+
+SinkStates.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestSinkStates = SinkStates.TestCase
