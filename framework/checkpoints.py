@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.errors import UsageError
-from framework.random_streams import NumpyState, StreamState
+from framework.random_streams import NumpyState, PythonState, StreamState
 from framework.training_state import TrainingState
 
 FORMAT = 1
@@ -95,10 +95,10 @@ def _same_names(path: Path, what: str, have: Mapping[str, Tensor], found: Mappin
 
 
 def _streams_to_plain(streams: StreamState) -> dict[str, Any]:
-    version, words, gaussian = streams.python
     return {
         "torch": streams.torch_cpu,
-        "python": [version, torch.tensor(words, dtype=torch.int64), gaussian],
+        "python": torch.frombuffer(bytearray(streams.python.key), dtype=torch.uint8),
+        "python_gaussian": streams.python.cached_gaussian,
         "numpy": torch.frombuffer(bytearray(streams.numpy.key), dtype=torch.uint8),
         "numpy_gaussian": streams.numpy.cached_gaussian,
         "accelerators": [state for _, state in streams.accelerators],
@@ -108,10 +108,9 @@ def _streams_to_plain(streams: StreamState) -> dict[str, Any]:
 
 def _streams_from_plain(plain: Mapping[str, Any], state: TrainingState) -> StreamState:
     now = state.streams.save()
-    version, words, gaussian = plain["python"]
     return StreamState(
         plain["torch"],
-        (version, tuple(words.tolist()), gaussian),
+        PythonState(bytes(np.asarray(plain["python"])), plain["python_gaussian"]),
         NumpyState(now.numpy.bit_generator, bytes(np.asarray(plain["numpy"])), plain["numpy_gaussian"]),
         tuple((device, saved) for (device, _), saved in zip(now.accelerators, plain["accelerators"], strict=False)),
         tuple((generator, saved) for (generator, _), saved in zip(now.owned, plain["owned"], strict=True)),

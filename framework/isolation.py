@@ -46,13 +46,14 @@ class Isolation:
         self._guardian = Snapshot(guardian_device)
         self._saved_streams: StreamState | None = None
         self._guarded = False
+        self._changed = False
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
 
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""
         self._saved_streams = self._streams.take()
-        self._guarded = False
+        self._guarded = self._changed = False
         self._unsettled = []
         self.rebase()
 
@@ -95,6 +96,7 @@ class Isolation:
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` on the call's own random stream, without gradient tracking, and check."""
+        self._rebase_after_commit()
         self._streams.derive(call.name, call.where, call.step)
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -107,6 +109,7 @@ class Isolation:
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
         self.settle()
+        self._rebase_after_commit()
         if mutates and not self._guarded:
             self._guardian.save(self._state)
             self._guarded = True
@@ -123,9 +126,14 @@ class Isolation:
                 self.check(call)
 
     def committed(self) -> None:
-        """Note that the state was changed on purpose: the next intervention starts from it."""
+        """Note that the state was changed on purpose: the next call of this visit starts from it."""
         self._guarded = False
-        self.rebase()
+        self._changed = True
+
+    def _rebase_after_commit(self) -> None:
+        if self._changed:
+            self._changed = False
+            self.rebase()
 
     @contextmanager
     def visit(self) -> Iterator[None]:

@@ -1,13 +1,17 @@
 """Derived random streams: each hook call draws from its own, and the run's own streams never notice.
 
 The run's generators are those of torch (CPU and every accelerator in use), Python and NumPy, and the ones a
-loader owns. Reading NumPy's state the documented way takes 50 us, so its Mersenne Twister is copied as the
-2500 bytes behind ``BitGenerator.ctypes``; the cached second Gaussian of the legacy interface, which no cheap
-interface shows, is found by drawing once: a draw that moves no byte was the cached one.
+loader owns. Reading Python's and NumPy's states the documented way takes 10 and 50 us and as many small objects, so
+both Mersenne Twisters are copied as the 2500 bytes that they are. NumPy shows them (``BitGenerator.ctypes``); in
+CPython they follow the object's header, which is checked against ``getstate()`` on import, with ``getstate()`` itself
+as the way out. NumPy's cached second Gaussian, which no cheap interface shows, is found by drawing once: a draw that
+moves no byte was the cached one.
 """
 
 import ctypes
 import random
+import struct
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +21,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+
+from framework.errors import UsageError
 
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
 
@@ -38,12 +44,53 @@ class NumpyState:
             np.random.set_state({**full, "has_gauss": 1, "gauss": self.cached_gaussian})
 
 
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the object behind the module's functions
+_PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
+
+
+def _python_state_is_inline() -> bool:
+    """Tell whether the object behind ``random`` holds its position and its 624 words right after its header."""
+    if type(_PYTHON).__basicsize__ < object.__basicsize__ + MT19937_BYTES:
+        return False
+    position, *words = struct.unpack("625I", ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES))
+    return (*words, position) == random.getstate()[1]
+
+
+_INLINE = sys.implementation.name == "cpython" and _python_state_is_inline()
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """The state of Python's global generator: position and words as bytes, and its cached Gaussian."""
+
+    key: bytes
+    cached_gaussian: float | None
+
+    @classmethod
+    def take(cls) -> "PythonState":
+        """Read the state."""
+        if _INLINE:
+            return cls(ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES), _PYTHON.gauss_next)
+        _, (*words, position), gaussian = random.getstate()
+        return cls(struct.pack("625I", position, *words), gaussian)
+
+    def restore(self) -> None:
+        """Make this the state of Python's global generator again."""
+        if _INLINE:
+            ctypes.memmove(_PYTHON_ADDRESS, self.key, MT19937_BYTES)
+            _PYTHON.gauss_next = self.cached_gaussian
+        else:
+            position, *words = struct.unpack("625I", self.key)
+            random.setstate((3, (*words, position), self.cached_gaussian))
+
+
 def _take_numpy_state() -> NumpyState:
     """Read the state of NumPy's global generator, leaving it one draw further."""
     bits: Any = np.random.get_bit_generator()
     if not isinstance(bits, np.random.MT19937):
-        raise TypeError(
-            f"NumPy's global generator is a {type(bits).__name__}; loopscope isolates the default MT19937 only."
+        raise UsageError(
+            f"NumPy's global generator is a {type(bits).__name__}, but loopscope can isolate only the default MT19937; "
+            "leave out np.random.set_bit_generator."
         )
     address = bits.ctypes.state_address
     key = ctypes.string_at(address, MT19937_BYTES)
@@ -68,7 +115,7 @@ class StreamState:
     """The states of all of the run's generators at one moment."""
 
     torch_cpu: Tensor
-    python: tuple[Any, ...]
+    python: PythonState
     numpy: NumpyState
     accelerators: tuple[tuple[torch.device, Tensor], ...]
     owned: tuple[tuple[torch.Generator, Tensor], ...]
@@ -76,7 +123,7 @@ class StreamState:
     def restore(self) -> None:
         """Put every generator back."""
         torch.default_generator.set_state(self.torch_cpu)
-        random.setstate(self.python)
+        self.python.restore()
         self.numpy.restore()
         for device, state in self.accelerators:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -92,8 +139,10 @@ class RandomStreams:
     """
 
     def __init__(self, seed: int, owned: Iterable[torch.Generator] = ()) -> None:
+        """Raise :class:`UsageError` if NumPy's global generator is of a kind that cannot be isolated."""
         self.seed = seed
         self.owned = tuple(owned)
+        self.save()
 
     def save(self) -> StreamState:
         """Read the state of every generator and leave all of them as they are."""
@@ -106,7 +155,7 @@ class RandomStreams:
         devices = accelerator_devices()
         return StreamState(
             torch.default_generator.get_state(),
-            random.getstate(),
+            PythonState.take(),
             _take_numpy_state(),
             tuple([(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]),
             tuple([(generator, generator.get_state()) for generator in self.owned]),
