@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from framework.borrowing import lent_buffers, lent_gradients, lent_modes
 from framework.commits import CommitRecord, StatePart
 from framework.contexts import MetricInfo, ObserverServices, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
@@ -327,13 +328,23 @@ class HookManager:
         commits = hook.commits if isinstance(hook, InterventionHook) else ()
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
+    def _target_grad(self, point: HookPoint) -> dict[str, torch.Tensor] | None:
+        """Ask the experiment for its target gradient, on a random stream of its own and leaving nothing behind."""
+        model = self.task.model
+
+        def compute() -> dict[str, torch.Tensor] | None:
+            with lent_buffers(model), lent_modes(model, train=None), lent_gradients(model), torch.enable_grad():
+                return self.task.target_grad(model)
+
+        with self._taps.silenced():
+            return self.isolation.observe(Call("target_grad", point.name, self.state.loop.step, "The"), compute)
+
     def _context(self, point: HookPoint) -> RunDataContext:
         loop, task = self.state.loop, self.task
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
-        targets = (
-            task.target_grad(task.model) if self.wants("needs_target_grad", points=(point,), step=loop.step) else None
-        )
+        wanted = self._needs_target and self.wants("needs_target_grad", points=(point,), step=loop.step)
+        targets = self._target_grad(point) if wanted else None
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,
@@ -364,5 +375,5 @@ def _listener(hook: TrainingHook, point: HookPoint, window: EpochWindow) -> List
     intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
     scheduled = point in STEP_POINTS and hook.step_schedule.mode != "continual"
     return Listener(
-        hook, point, window, intervention, scheduled or hook.step_schedule.warmup > 0 and point in STEP_POINTS
+        hook, point, window, intervention, scheduled or (hook.step_schedule.warmup > 0 and point in STEP_POINTS)
     )

@@ -1,0 +1,465 @@
+"""The manager: who is called in which order, what each is shown, and what happens when hook code raises."""
+
+from dataclasses import FrozenInstanceError
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.commits import StatePart
+from framework.contexts import MetricInfo
+from framework.errors import HookError, StateMutationError, UsageError
+from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from framework.hooks import InterventionHook, TrainingHook
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.metrics import MetricSink
+from framework.profiler import Profiler
+from framework.random_streams import RandomStreams
+from tests.support import (
+    ActingHook,
+    Case,
+    Mishap,
+    ReadOnlyHook,
+    RecordingSink,
+    SpyHook,
+    assert_same_bytes,
+    at,
+    build,
+    data_for,
+    mean_loss,
+    raising,
+    run_info,
+    train,
+)
+
+POST_BACKWARD = HookPoint.POST_BACKWARD
+
+
+def named(hook_class: type[TrainingHook], name: str, *points: HookPoint, **attributes) -> type[TrainingHook]:
+    return at(hook_class, *points, name=name, **attributes)
+
+
+# Order
+
+
+def noting(calls: list[str], name: str):
+    return lambda *contexts: calls.append(name) or {}
+
+
+def test_observers_come_first_then_interventions_then_committing_hooks_as_named():
+    calls: list[str] = []
+
+    def make(hook_class, name, **attributes):
+        return named(hook_class, name, POST_BACKWARD, **attributes)(noting(calls, name))
+
+    commits = {"commits": frozenset({StatePart.GRADIENTS})}
+    hooks = [
+        make(ReadOnlyHook, "second_commit", **commits),
+        make(ActingHook, "intervention"),
+        make(ReadOnlyHook, "first_commit", **commits),
+        make(SpyHook, "observer"),
+    ]
+    train(Case(), hooks, steps=1)
+    assert calls[:4] == ["observer", "intervention", "second_commit", "first_commit"]
+
+
+def test_an_intervention_reads_the_metrics_that_observers_returned_at_this_point():
+    read: list[float] = []
+
+    def read_metrics(run_ctx, model_ctx) -> None:
+        read.append(float(run_ctx.get_last_metrics(POST_BACKWARD)["spy/step"]))
+
+    observer = at(SpyHook, POST_BACKWARD)(lambda ctx: {"step": torch.tensor(ctx.step)})
+    train(Case(), [at(ActingHook, POST_BACKWARD)(read_metrics), observer])
+    assert read == [1, 2, 3]
+
+
+def test_the_last_metrics_are_the_newest_of_a_point_or_of_all_points():
+    seen: list[tuple] = []
+
+    def look(ctx):
+        here, everywhere = ctx.get_last_metrics(HookPoint.POST_EPOCH), ctx.get_last_metrics()
+        seen.append((ctx.hook_point.name, ctx.epoch, here.get("spy/n"), everywhere.get("spy/n")))
+        return {"n": 10 * ctx.epoch + (0 if ctx.hook_point is HookPoint.PRE_EPOCH else 1)}
+
+    train(Case(), [at(SpyHook, HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH)(look)], steps=6)
+    assert seen == [("PRE_EPOCH", 0, None, None), ("POST_EPOCH", 0, None, 0),
+                    ("PRE_EPOCH", 1, 1, 1), ("POST_EPOCH", 1, 1, 10)]  # fmt: skip
+
+
+def test_changing_the_last_metrics_changes_no_other_hooks_view():
+    seen: list[dict] = []
+
+    def look(ctx):
+        last = ctx.get_last_metrics()
+        seen.append(dict(last))
+        last.clear()
+        return {"n": 1.0}
+
+    train(Case(), [at(SpyHook, HookPoint.POST_STEP)(look)])
+    assert [set(view) for view in seen] == [set(), {"spy/n"}, {"spy/n"}]
+
+
+def test_outside_its_intervention_points_an_intervention_observes():
+    calls: list[str] = []
+
+    class Both(at(ActingHook, *STEP_POINTS)):
+        intervention_points = frozenset({HookPoint.POST_STEP})
+
+        def compute(self, ctx):
+            calls.append(f"observes at {ctx.hook_point.name}")
+            return {}
+
+    train(Case(), [Both(lambda run_ctx, model_ctx: calls.append(f"intervenes at {run_ctx.hook_point.name}"))], steps=1)
+    assert calls[:4] == [
+        "observes at PRE_STEP", "observes at POST_BACKWARD", "observes at PRE_UPDATE", "intervenes at POST_STEP"
+    ]  # fmt: skip
+
+
+# The context
+
+ALWAYS_SET = {"hook_point", "epoch", "step", "model", "config", "loader", "services", "profiler", "lr"}
+BATCH = {"batch_idx", "batch_data"}
+EVALUATED = {"train_acc", "val_acc", "evaluation"}
+ASKED_FOR = {"prev_step_grads", "target_grad"}
+SET_IN_EPOCH_LOOP = {
+    "PRE_EPOCH": EVALUATED | {"target_grad"},
+    "PRE_STEP": BATCH | ASKED_FOR,
+    "POST_BACKWARD": BATCH | ASKED_FOR | {"loss"},
+    "PRE_UPDATE": BATCH | ASKED_FOR | {"loss"},
+    "POST_STEP": BATCH | ASKED_FOR | {"loss"},
+    "POST_EPOCH": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
+    "SNAPSHOT": EVALUATED | {"loss", "accumulated_grads", "target_grad"},
+}
+SET_IN_STEP_LOOP = {name: fields for name, fields in SET_IN_EPOCH_LOOP.items() if HookPoint[name] in STEP_POINTS} | {
+    "SNAPSHOT": SET_IN_EPOCH_LOOP["SNAPSHOT"]
+}
+
+
+def target(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("loop", "table"), [("epoch", SET_IN_EPOCH_LOOP), ("step", SET_IN_STEP_LOOP)])
+def test_every_field_is_set_where_the_table_says_and_none_elsewhere(loop, table):
+    found: dict[str, set[str]] = {}
+
+    def look(ctx):
+        fields = {name: getattr(ctx, name) for name in type(ctx).__slots__}
+        present = {name for name, value in fields.items() if value is not None and value != {}}
+        found[ctx.hook_point.name] = present - ALWAYS_SET
+        assert present >= ALWAYS_SET
+
+    hook = at(SpyHook, *HookPoint, needs_grads=True, needs_prev_step_grads=True, needs_target_grad=True)(look)
+    train(Case(loop=loop), [hook], steps=6, snapshot_every=1, eval_every=1, log_every=1, target_grad=target)
+    assert found == table
+
+
+def test_the_loss_is_the_steps_tensor_and_then_the_epochs_mean():
+    losses: list = []
+    train(Case(), [SpyHook(lambda ctx: losses.append((ctx.hook_point.name, ctx.loss)))])
+    of_steps = [loss for name, loss in losses if name == "POST_STEP"]
+    assert all(isinstance(loss, Tensor) and loss.ndim == 0 for loss in of_steps)
+    of_epochs = [loss for name, loss in losses if name in ("POST_EPOCH", "SNAPSHOT")]
+    assert of_epochs == pytest.approx([sum(loss.item() for loss in of_steps) / 3] * 2, rel=1e-6)
+
+
+def test_an_evaluation_is_shown_until_the_next_step():
+    seen: list[tuple] = []
+    spy = SpyHook(lambda ctx: seen.append((ctx.hook_point.name, ctx.epoch, ctx.val_acc, dict(ctx.evaluation))))
+    train(Case(), [spy], steps=9, eval_every=2, evaluate=lambda model: {"val_acc": 0.5, "val_loss": 2.0})
+    shown = [(point, epoch) for point, epoch, accuracy, _ in seen if accuracy is not None]
+    assert shown == [("POST_EPOCH", 1), ("SNAPSHOT", 1), ("PRE_EPOCH", 2), ("POST_EPOCH", 2), ("SNAPSHOT", 2)]
+    assert {tuple(evaluation.items()) for *_, evaluation in seen} == {(), (("val_acc", 0.5), ("val_loss", 2.0))}
+
+
+def test_a_target_gradient_is_computed_only_for_hooks_that_ask_when_they_are_due():
+    asked: list[int] = []
+    schedule = StepSchedule(mode="stride", every_n_steps=2)
+    asking = named(SpyHook, "asking", HookPoint.POST_STEP, needs_target_grad=True, step_schedule=schedule)()
+    train(Case(), [asking, SpyHook()], target_grad=lambda model: asked.append(1) or target(model))
+    assert len(asked) == 2
+
+
+def test_computing_a_target_gradient_by_backward_leaves_every_byte_as_it_was():
+    batch = data_for("batchnorm_mlp")
+
+    def by_backward(model):
+        model.zero_grad()
+        mean_loss(model.train(), batch).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    seen: list[bool] = []
+    look = at(SpyHook, *HookPoint, needs_target_grad=True)(lambda ctx: seen.append(bool(ctx.target_grad)))
+    assert_same_bytes(train(Case(), [look], target_grad=by_backward), Case())
+    assert seen == [True] * 15
+
+
+def test_the_context_is_frozen_and_its_mappings_are_read_only():
+    def check(ctx) -> None:
+        with pytest.raises(FrozenInstanceError):
+            ctx.epoch = 5
+        with pytest.raises((AttributeError, TypeError)):
+            ctx.anything = 5
+        for mapping in (ctx.evaluation, ctx.accumulated_grads, ctx.prev_step_grads, ctx.target_grad):
+            assert mapping is None or type(mapping) is MappingProxyType
+
+    points = HookPoint.POST_STEP, HookPoint.POST_EPOCH
+    hook = at(SpyHook, *points, needs_grads=True, needs_prev_step_grads=True, needs_target_grad=True)(check)
+    train(Case(), [hook], target_grad=target)
+    assert len(hook.seen) == 4
+
+
+class CountingStreams(RandomStreams):
+    """Counts how often the run's streams are put aside."""
+
+    visits = 0
+
+    def take(self):
+        self.visits += 1
+        return super().take()
+
+
+def test_a_point_at_which_nobody_is_due_is_not_even_entered():
+    task, state = build(Case())
+    state.streams = CountingStreams(7)
+    schedule = StepSchedule(mode="stride", every_n_steps=3)
+    manager = HookManager([at(SpyHook, HookPoint.POST_STEP, step_schedule=schedule)()], task, state)
+    state.loop.step = 2
+    for point in HookPoint:
+        manager.fire(point)
+    assert state.streams.visits == 0
+    state.loop.step = 4
+    manager.fire(HookPoint.POST_STEP)
+    assert state.streams.visits == 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
+def test_a_hook_that_raises_is_named_with_its_point_and_step_and_changes_nothing(hook_class):
+    run = train(Case(), [at(hook_class, HookPoint.POST_STEP)(raising)], steps=3, raises=HookError)
+    assert str(run.error) == f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told"
+    assert isinstance(run.error.__cause__, Mishap)
+    assert run.manager.errors == [
+        {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: as told"}
+    ]
+
+
+@pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_skipped_hook_is_not_called_again_and_the_run_has_the_same_bytes(hook_class, loop):
+    other = named(SpyHook, "other", HookPoint.POST_STEP)()
+    with pytest.warns(UserWarning, match=r"raised at PRE_STEP of step 1: Mishap.* goes on without it"):
+        run = train(Case(loop=loop), [at(hook_class, *STEP_POINTS - {HookPoint.PRE_UPDATE})(raising), other],
+                    on_error="skip")  # fmt: skip
+    assert_same_bytes(run, Case(loop=loop))
+    assert len(run.manager.errors) == 1
+    assert len(other.seen) == 3
+    assert [hook.name for hook in run.manager.hooks] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (torch.ones(2), r"ValueError: returned a tensor of shape \(2,\)"),
+        ({"deep": [torch.ones(1, 1)]}, r"ValueError: returned a tensor of shape \(1, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("point", [HookPoint.POST_STEP, HookPoint.POST_EPOCH])
+def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(returned, sentence, point):
+    run = train(Case(), [at(SpyHook, point)(lambda ctx: {"bad": returned})], raises=HookError)
+    step = 1 if point is HookPoint.POST_STEP else 3
+    with pytest.raises(HookError, match=f"Hook 'spy' raised at {point.name} of step {step}: {sentence}"):
+        raise run.error
+
+
+@pytest.mark.parametrize("returned", [[("loss", 1.0)], 3.0, torch.tensor(1.0), "text"])
+def test_a_return_value_that_is_no_mapping_is_refused_naming_hook_point_and_step(returned):
+    class Odd(at(SpyHook, HookPoint.POST_STEP)):
+        def compute(self, ctx):
+            return returned
+
+    run = train(Case(), [Odd()], raises=HookError)
+    assert f"'spy' raised at POST_STEP of step 1: TypeError: returned a {type(returned).__name__}" in str(run.error)
+
+
+def test_a_usage_error_at_the_start_keeps_its_own_sentence():
+    class Picky(SpyHook):
+        def start(self, run):
+            raise UsageError(f"There is nothing for me in {type(run.model).__name__}.")
+
+    with pytest.raises(UsageError, match=r"^There is nothing for me in Sequential\.$"):
+        train(Case(), [Picky()], on_error="skip")
+
+
+def test_a_usage_error_in_mid_run_is_a_hooks_error_like_any_other():
+    hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: ctx.forward(ctx.batch_data[0], capture=["no_such"]))
+    run = train(Case(), [hook], raises=HookError)
+    assert "POST_STEP of step 1: UsageError: Unknown module 'no_such'" in str(run.error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_change_by_an_observer_is_fatal_whatever_was_asked_for_errors(on_error):
+    def vandalise(ctx) -> None:
+        next(ctx.model.parameters()).add_(1)
+
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(vandalise)], on_error=on_error, raises=StateMutationError)
+    assert "Hook 'spy' at POST_STEP of step 1 may only read" in str(run.error)
+
+
+# Life cycle
+
+
+class Clocked(SpyHook):
+    """Notes the calls of its life."""
+
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+
+    def __init__(self, log: list, **raises: bool) -> None:
+        super().__init__(lambda ctx: log.append("compute") or {"n": 1.0})
+        self.log = log
+        self.raises = raises
+
+    def start(self, run):
+        self.log.append(f"start {run.strategy}")
+
+    def check(self, values, step):
+        self.log.append(f"check {values} at {step}")
+        if self.raises.get("check"):
+            raise Mishap("in check")
+
+    def end(self, status):
+        self.log.append(f"end {status}")
+        if self.raises.get("end"):
+            raise Mishap("in end")
+
+
+def test_a_hook_is_started_called_and_ended_once_each():
+    log: list[str] = []
+    train(Case(), [Clocked(log)])
+    assert log == ["start only", "compute", "check {'n': 1.0} at 3", "end completed"]
+
+
+class Closing(MetricSink):
+    """Notes that it was closed, and with what."""
+
+    name = "closing"
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        self.log.append(f"emit {sorted(metrics)}")
+
+    def close(self, status):
+        self.log.append(f"close {status}")
+
+
+def test_every_hook_is_ended_and_every_sink_closed_even_if_one_of_them_raises():
+    log: list[str] = []
+    second = type("Second", (Clocked,), {"name": "second"})
+    task, state = build(Case())
+    manager = HookManager([Clocked(log, end=True), second(log, end=True)], task, state, sinks=[Closing(log)])
+    manager.start(run_info(task, manager, "epoch"))
+    with pytest.raises(HookError, match="raised at end of step 0: Mishap: in end"):
+        manager.end("completed")
+    assert log[2:] == ["end completed", "end completed", "close completed"]
+
+
+def test_the_values_that_made_a_check_raise_are_in_the_sinks():
+    log: list[str] = []
+    run = train(Case(), [Clocked(log, check=True)], sinks=[Closing(log)], raises=HookError)
+    assert str(run.error) == "Hook 'spy' raised at check of step 3: Mishap: in check"
+    assert log[1:] == ["compute", "emit ['spy/n']", "check {'n': 1.0} at 3", "end failed", "close failed"]
+
+
+def test_states_of_hooks_are_kept_by_name_and_given_back():
+    class Counter(SpyHook):
+        count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    first, second = Counter(), named(Counter, "second")()
+    first.count, second.count = 3, 4
+    saved = HookManager([first, second], *build(Case())).state_dict()
+    assert saved == {"spy": {"count": 3}, "second": {"count": 4}}
+    again, fresh = Counter(), named(Counter, "third")()
+    HookManager([again, fresh], *build(Case())).load_state_dict(saved)
+    assert (again.count, fresh.count) == (3, 0)
+
+
+def test_two_hooks_of_one_name_are_refused_before_the_run():
+    with pytest.raises(UsageError, match="Two hooks are named 'spy'"):
+        HookManager([SpyHook(), SpyHook()], *build(Case()))
+
+
+def test_described_metrics_and_treatments_are_known_before_the_run():
+    info = MetricInfo("size", "‖g‖", "[0, ∞)", "big")
+    described = type("Described", (SpyHook,), {"describe_metrics": lambda self: [info]})()
+    committing = at(ReadOnlyHook, POST_BACKWARD, commits=frozenset(StatePart))(raising)
+    manager = HookManager([described, committing], *build(Case()))
+    assert manager.metric_infos() == {"spy/size": info}
+    assert manager.treatments() == {"read_only": ("gradients", "parameters")}
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "described"),
+    [
+        ("norm/<parameter>", "norm/0.weight", True),
+        ("norm/<parameter>", "norm", False),
+        ("norm/<parameter>", "norms/0.weight", False),
+        ("norm", "norm", True),
+        ("norm", "norm/0.weight", False),
+    ],
+)
+def test_a_description_covers_its_metric_or_one_per_parameter(name, metric, described):
+    info = MetricInfo(name, "", "", "")
+    assert info.describes(metric) is described
+    assert info.column == "norm"
+
+
+def test_a_hook_without_compute_says_so_when_it_is_asked_to_observe():
+    class Idle(InterventionHook):
+        name = "idle"
+        hook_points = frozenset({HookPoint.POST_STEP})
+        intervention_points = frozenset()
+
+        def intervene(self, run_ctx, model_ctx):
+            return {}
+
+        def describe_metrics(self):
+            return []
+
+    run = train(Case(), [Idle()], raises=HookError)
+    assert "'idle' observes at POST_STEP but defines no compute()" in str(run.error)
+
+
+# Profiling
+
+
+def test_profiling_counts_every_call_of_every_hook():
+    task, state = build(Case())
+    hooks = [named(SpyHook, "often", *STEP_POINTS)(), named(SpyHook, "once", HookPoint.POST_EPOCH)()]
+    manager = HookManager(hooks, task, state, profile=True, sinks=[RecordingSink()])
+    epoch_loop(task, manager)
+    report = manager.profiler.report()
+    assert {name: row["calls"] for name, row in report.items()} == {"often": 12, "once": 1}
+    assert list(report) == ["often", "once"]
+    assert all(row["seconds"] > 0 for row in report.values())
+
+
+def test_a_section_that_raises_is_timed_and_one_that_is_switched_off_is_not():
+    on, off = Profiler(enabled=True), Profiler()
+    for profiler in (on, off):
+        with pytest.raises(Mishap), profiler.section("part"):
+            raise Mishap
+    assert on.calls == {"part": 1}
+    assert off.report() == {}
