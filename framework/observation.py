@@ -56,7 +56,13 @@ def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerG
             lr=float(group["lr"]),
             weight_decay=float(group.get("weight_decay", 0.0)),
             betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
-            options=MappingProxyType({key: value for key, value in group.items() if key != "params"}),
+            options=MappingProxyType(
+                {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in group.items()
+                    if key != "params"
+                }
+            ),
         )
         for group in optimizer.param_groups
     )

@@ -37,9 +37,6 @@ def column(batches) -> list[list[int]]:
     return [batch[0].tolist() for batch in batches]
 
 
-# In memory
-
-
 def test_batches_follow_the_order_and_the_last_one_may_be_smaller():
     loader = tensor_loader(4, fixed_order(NUMBERS.flip(0)))
     assert column(loader.batches(0)) == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
@@ -111,9 +108,6 @@ def test_tensors_that_make_no_batches_are_refused(tensors, batch_size, sentence)
 def test_an_order_that_is_no_permutation_of_all_rows_is_refused():
     with pytest.raises(UsageError, match="The order of epoch 0 has 3 rows, the data 10"):
         list(tensor_loader(4, fixed_order(NUMBERS[:3])).batches(0))
-
-
-# torch's DataLoader
 
 
 class Noisy(Dataset):
@@ -264,9 +258,6 @@ def test_a_loader_that_does_more_than_order_its_data_is_not_reshuffled(make):
 def test_persistent_workers_are_refused():
     with pytest.raises(UsageError, match="persistent_workers=True has one shared position; set it to False"):
         TorchLoader(numbers_loader(num_workers=1, persistent_workers=True), 3)
-
-
-# Batches
 
 
 class Pair(NamedTuple):

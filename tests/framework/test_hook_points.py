@@ -131,9 +131,6 @@ def test_the_step_is_the_same_at_all_four_points_and_counts_from_one(loop):
     assert [step for _, _, step in spy.seen] == [step for step in range(1, 7) for _ in range(4)]
 
 
-# Loop types and windows
-
-
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_a_hook_fires_at_its_points_as_far_as_the_loop_has_them(loop):
     assert windows_for(frozenset(HookPoint), None, loop) == dict.fromkeys(POINTS_OF_LOOP[loop], ALWAYS)
@@ -188,8 +185,6 @@ def test_a_window_that_never_opens_is_refused(window):
     with pytest.raises(UsageError, match="never opens"):
         windows_for(set(), {"epoch": {HookPoint.POST_EPOCH: window}}, "epoch")
 
-
-# Step schedules
 
 everies = st.integers(1, 12)
 warmups = st.integers(0, 20)

@@ -58,9 +58,6 @@ def equal(a: Gradients, b: Gradients) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# Gradients that hooks ask for
-
-
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_nothing_is_kept_when_nobody_asks(loop):
     kept: list[object] = []
@@ -130,9 +127,6 @@ def test_previous_gradients_are_there_at_the_first_step_of_a_window():
     assert has == [4, 5, 6]
 
 
-# The state before the epoch
-
-
 def returning(points: set[HookPoint], found: list) -> ActingHook:
     """Make an intervention that notes whether ``restore_pre_epoch`` brings back the weights of PRE_EPOCH."""
     start: list[list[Tensor]] = []
@@ -180,9 +174,6 @@ def test_the_pre_epoch_state_is_copied_only_in_epochs_in_which_a_hook_asks(windo
     manager.pre_epoch_snapshot = CountingSnapshot()
     epoch_loop(task, manager)
     assert manager.pre_epoch_snapshot.taken == expected
-
-
-# Stopping, and going on
 
 
 def stop_at_step(step: int, steps: list[int]) -> Callable[[dict[str, float]], bool]:
@@ -238,9 +229,6 @@ def test_checkpoints_are_written_as_often_as_asked(loop, expected):
     assert train(Case(loop=loop), steps=9, checkpoint_every=1 if loop == "epoch" else 2).checkpoints == expected
 
 
-# Evaluation
-
-
 def test_evaluation_sees_eval_mode_without_gradients_and_leaves_the_modes_as_they_were():
     seen: list[tuple] = []
     task, state = build(Case(), evaluate=lambda model: seen.append((modes(model), torch.is_grad_enabled())) or {})
@@ -275,9 +263,6 @@ def test_a_hook_that_raises_ends_the_run_at_its_step():
     run = train(Case(), [watch(HookPoint.POST_STEP, look=raise_at_two)], raises=HookError)
     assert str(run.error) == "Hook 'spy' raised at POST_STEP of step 2: Mishap: at two"
     assert run.state.loop.step == 2
-
-
-# Micro-batches
 
 
 def float64_run(accumulation_steps: int, structure: Callable) -> tuple[list[Tensor], list[Tensor]]:

@@ -41,9 +41,6 @@ def named(hook_class: type[TrainingHook], name: str, *points: HookPoint, **attri
     return at(hook_class, *points, name=name, **attributes)
 
 
-# Order
-
-
 def noting(calls: list[str], name: str):
     return lambda *contexts: calls.append(name) or {}
 
@@ -117,8 +114,6 @@ def test_outside_its_intervention_points_an_intervention_observes():
         "observes at PRE_STEP", "observes at POST_BACKWARD", "observes at PRE_UPDATE", "intervenes at POST_STEP"
     ]  # fmt: skip
 
-
-# The context
 
 ALWAYS_SET = {"hook_point", "epoch", "step", "model", "config", "loader", "services", "profiler", "lr"}
 BATCH = {"batch_idx", "batch_data"}
@@ -227,16 +222,13 @@ def test_a_point_at_which_nobody_is_due_is_not_even_entered():
     state.streams = CountingStreams(7)
     schedule = StepSchedule(mode="stride", every_n_steps=3)
     manager = HookManager([at(SpyHook, HookPoint.POST_STEP, step_schedule=schedule)()], task, state)
-    state.loop.step = 2
+    state.loop.step, state.streams.visits = 2, 0
     for point in HookPoint:
         manager.fire(point)
     assert state.streams.visits == 0
     state.loop.step = 4
     manager.fire(HookPoint.POST_STEP)
     assert state.streams.visits == 1
-
-
-# Errors
 
 
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
@@ -309,9 +301,6 @@ def test_a_change_by_an_observer_is_fatal_whatever_was_asked_for_errors(on_error
 
     run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(vandalise)], on_error=on_error, raises=StateMutationError)
     assert "Hook 'spy' at POST_STEP of step 1 may only read" in str(run.error)
-
-
-# Life cycle
 
 
 class Clocked(SpyHook):
@@ -440,9 +429,6 @@ def test_a_hook_without_compute_says_so_when_it_is_asked_to_observe():
 
     run = train(Case(), [Idle()], raises=HookError)
     assert "'idle' observes at POST_STEP but defines no compute()" in str(run.error)
-
-
-# Profiling
 
 
 def test_profiling_counts_every_call_of_every_hook():

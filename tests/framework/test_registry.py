@@ -69,9 +69,6 @@ def registered():
         HookRegistry.unregister(name)
 
 
-# Registration
-
-
 def test_two_classes_of_one_name_are_refused_naming_both():
     hooks = registry()
     hooks.register(Watcher)
@@ -167,8 +164,6 @@ def test_an_unknown_name_is_answered_with_the_nearest_one():
         hooks.get("whatcher")
 
 
-# Discovery
-
 PLUGIN = """
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
@@ -236,9 +231,6 @@ def test_a_package_that_claims_a_taken_name_is_an_error_every_time(install):
     for _ in range(2):
         with pytest.raises(UsageError, match="Two hooks are named 'watcher'"):
             hooks.names()
-
-
-# Selection
 
 
 @pytest.fixture

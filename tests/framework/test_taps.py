@@ -89,9 +89,6 @@ def attached(model: nn.Module) -> int:
     return on_parameters + sum(len(module._forward_hooks) for module in model.modules())
 
 
-# What taps see
-
-
 @pytest.mark.parametrize(("model", "name"), [("batchnorm_mlp", "0.weight"), ("tied", "embedding.weight")])
 def test_a_parameter_tap_sees_exactly_the_parameters_gradient(model, name):
     log, gradients = TapLog(), []
@@ -169,9 +166,6 @@ def test_forward_passes_without_gradients_are_no_business_of_a_tap():
     with torch.no_grad():
         model(torch.ones(3))
     assert log.seen == []
-
-
-# What taps leave behind
 
 
 def assert_same_run(run: Run, case: Case) -> None:
@@ -262,9 +256,6 @@ def test_a_frozen_parameter_cannot_be_tapped():
         attach(model, GradientTap("bias", "parameter", lambda gradient: None))
 
 
-# Replacing gradients
-
-
 def test_a_replaced_gradient_is_what_the_optimizer_uses():
     gradients: list[Tensor] = []
     halve = GradientTap("0.weight", "parameter", lambda gradient: gradient / 2, replaces=True)
@@ -339,9 +330,6 @@ def test_a_replacement_that_does_not_fit_names_hook_tap_and_shapes():
     assert "shape (1, 4) in place of a gradient of torch.float32 and shape (8, 4)" in str(run.error)
 
 
-# When taps are called
-
-
 def grads_by_hand(ctx) -> None:
     with torch.enable_grad():
         output = ctx.model[0](torch.ones(2, 4))
@@ -402,9 +390,6 @@ def test_taps_follow_the_hooks_schedule_windows_and_loops():
     assert tap_steps(step_schedule=StepSchedule(mode="stride", every_n_steps=4)) == [1, 5, 9]
     assert tap_steps(loop_points={"epoch": {HookPoint.POST_STEP: (1, 1)}}) == [4, 5, 6]
     assert tap_steps(loop_points={"step": {HookPoint.POST_STEP}}) == []
-
-
-# Taps that raise
 
 
 def test_a_tap_that_raises_ends_the_run_naming_hook_tap_and_step():

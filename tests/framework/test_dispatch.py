@@ -1,0 +1,282 @@
+"""From what a hook returns to what sinks get: names, buffers, one transfer, values as they were."""
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from framework.loops import epoch_loop, step_loop
+from framework.manager import HookManager
+from framework.metrics import MetricSink, PendingMetrics, Series
+from tests.support import ActingHook, Case, Mishap, RecordingSink, SpyHook, assert_same_bytes, at, build, train
+
+
+def returning(*points: HookPoint, name: str = "spy", **metrics) -> SpyHook:
+    """Make a spy that returns the same metrics every time."""
+    return at(SpyHook, *points, name=name)(lambda ctx: metrics)
+
+
+def test_metrics_are_named_hook_slash_metric():
+    hooks = [returning(HookPoint.POST_EPOCH, a=1.0, **{"norm/0.weight": 2.0}),
+             returning(HookPoint.POST_EPOCH, name="other", a=3.0)]  # fmt: skip
+    ((metrics, epoch, point, step),) = train(Case(), hooks).sink.emitted
+    assert metrics == {"spy/a": 1.0, "spy/norm/0.weight": 2.0, "other/a": 3.0}
+    assert (epoch, point, step) == (0, HookPoint.POST_EPOCH, 3)
+
+
+def test_values_of_every_allowed_kind_arrive_as_host_values():
+    given = {
+        "float": 0.5,
+        "int": torch.tensor(2**40),
+        "bool": torch.tensor(True),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "double": torch.tensor(0.1, dtype=torch.float64),
+        "list": [torch.tensor(1), 2, torch.tensor(3.0)],
+        "nested": {"a": [torch.tensor(1.5)], "b": {"c": torch.tensor(-1)}},
+        "nan": torch.tensor(math.nan),
+        "inf": -math.inf,
+    }
+    ((metrics, *_),) = train(Case(), [returning(HookPoint.POST_EPOCH, **given)]).sink.emitted
+    nan = metrics.pop("spy/nan")
+    assert math.isnan(nan)
+    assert metrics == {
+        "spy/float": 0.5, "spy/int": 2**40, "spy/bool": True, "spy/half": 0.5, "spy/double": 0.1,
+        "spy/list": [1, 2, 3.0], "spy/nested": {"a": [1.5], "b": {"c": -1}}, "spy/inf": -math.inf,
+    }  # fmt: skip
+    assert type(metrics["spy/bool"]) is bool
+    assert type(metrics["spy/int"]) is int
+
+
+def test_a_hook_that_returns_nothing_is_not_heard_of():
+    assert train(Case(), [returning(*HookPoint)]).sink.emitted == []
+
+
+def test_step_metrics_arrive_at_the_end_of_the_epoch_as_series_by_point():
+    hook = at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP)(lambda ctx: {"step": torch.tensor(ctx.step)})
+    run = train(Case(), [hook], steps=6)
+    expected = [
+        ({"spy/step": Series(steps, steps)}, epoch, point, steps[-1])
+        for epoch, steps in ((0, [1, 2, 3]), (1, [4, 5, 6]))
+        for point in (HookPoint.PRE_STEP, HookPoint.POST_STEP)
+    ]
+    assert run.sink.emitted == expected
+
+
+def test_a_metric_reported_now_and_then_keeps_the_steps_at_which_it_was():
+    def sometimes(ctx):
+        return {"odd": ctx.step, "always": -ctx.step} if ctx.step % 2 else {"always": -ctx.step}
+
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(sometimes)])
+    ((metrics, *_),) = run.sink.emitted
+    assert metrics == {"spy/odd": Series([1, 3], [1, 3]), "spy/always": Series([1, 2, 3], [-1, -2, -3])}
+
+
+def test_the_step_loop_flushes_every_so_many_steps_and_at_the_end():
+    hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"n": ctx.step})
+    run = train(Case(loop="step"), [hook], steps=5, log_every=2)
+    assert [metrics["spy/n"].steps for metrics, *_ in run.sink.emitted] == [[1, 2], [3, 4], [5]]
+
+
+def test_what_was_buffered_when_a_run_ends_early_is_delivered_at_the_end():
+    def raise_at_three(ctx):
+        if ctx.step == 3:
+            raise Mishap("too late for the flush")
+        return {"n": ctx.step}
+
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(raise_at_three)], raises=Exception)
+    ((metrics, *_),) = run.sink.emitted
+    assert metrics == {"spy/n": Series([1, 2], [1, 2])}
+
+
+@pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD])
+def test_a_live_tensor_is_copied_when_it_is_returned(point):
+    truth: list[float] = []
+
+    def corner(ctx) -> dict[str, Tensor]:
+        weight = ctx.model[0].weight
+        truth.append(weight[0, 0].item())
+        return {"live": weight[0, 0]}
+
+    ((metrics, *_),) = train(Case(), [at(SpyHook, point)(corner)]).sink.emitted
+    assert metrics["spy/live"].values == truth
+    assert len(set(truth)) == 3
+
+
+def test_an_interventions_metrics_keep_their_values_through_the_rollback():
+    def zero_everything(run_ctx, model_ctx) -> dict[str, Tensor]:
+        for parameter in model_ctx.model.parameters():
+            parameter.data.fill_(7)
+        return {"corner": model_ctx.model[0].weight[0, 0]}
+
+    run = train(Case(), [at(ActingHook, HookPoint.POST_STEP)(zero_everything)])
+    assert run.sink.emitted[0][0] == {"acting/corner": Series([1, 2, 3], [7.0] * 3)}
+    assert_same_bytes(run, Case())
+
+
+def test_the_last_metrics_of_a_step_do_not_change_when_the_weights_do():
+    seen: list[float] = []
+
+    def look(ctx):
+        if ctx.hook_point is HookPoint.PRE_STEP:
+            return {"live": ctx.model[0].weight[0, 0]}
+        seen.append((float(ctx.get_last_metrics()["spy/live"]), ctx.model[0].weight[0, 0].item()))
+        return {}
+
+    train(Case(), [at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP)(look)])
+    assert all(before != after for before, after in seen)
+
+
+class TransferCount(TorchFunctionMode):
+    """Counts the calls that move a tensor's values to the host."""
+
+    MOVERS = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function in self.MOVERS
+        return function(*args, **(kwargs or {}))
+
+
+def transfers(hooks: list[SpyHook], loop: str = "epoch", **options) -> int:
+    task, state = build(Case(loop=loop), evaluate=lambda model: {}, snapshot_every=100, **options)
+    manager = HookManager(hooks, task, state, loop=loop, sinks=[RecordingSink()])
+    with TransferCount() as counter:
+        (epoch_loop if loop == "epoch" else step_loop)(task, manager)
+    return counter.count
+
+
+def many(*points: HookPoint) -> list[SpyHook]:
+    """Make three hooks that return eight tensors each."""
+    metrics = {f"m{index}": torch.tensor(float(index)) for index in range(4)} | {"l": [torch.ones(())] * 4}
+    return [returning(*points, name=name, **metrics) for name in ("one", "two", "three")]
+
+
+def test_one_fire_is_one_transfer_however_many_hooks_and_tensors():
+    bare = transfers([])
+    assert transfers(many(HookPoint.PRE_EPOCH)) == bare + 1
+    assert transfers(many(HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH)) == bare + 2
+
+
+@pytest.mark.parametrize(("loop", "options", "flushes"), [("epoch", {}, 1), ("step", {"log_every": 3}, 1)])
+def test_one_flush_is_one_transfer_however_many_steps_points_and_hooks(loop, options, flushes):
+    bare = transfers([], loop, **options)
+    assert transfers(many(*STEP_POINTS), loop, **options) == bare + flushes
+
+
+def test_values_of_two_dtypes_are_two_transfers():
+    mixed = returning(HookPoint.PRE_EPOCH, a=torch.tensor(1.0), b=torch.tensor(2), c=torch.tensor(3.0))
+    assert transfers([mixed]) == transfers([]) + 2
+
+
+def test_numbers_that_are_on_the_host_already_are_not_transferred():
+    assert transfers([returning(HookPoint.PRE_EPOCH, a=1.0, b=2, c=[True])]) == transfers([])
+
+
+def test_pending_metrics_return_to_their_places_in_order():
+    pending = PendingMetrics()
+    pending.add({"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": "text"})
+    pending.add({"a": torch.tensor(4.0)})
+    assert pending.to_host() == [{"a": 1.0, "b": [2, 3.0], "c": "text"}, {"a": 4.0}]
+    assert pending.to_host() == []
+
+
+class Checking(SpyHook):
+    """Keeps what its check is shown."""
+
+    hook_points = frozenset({HookPoint.POST_STEP, HookPoint.POST_EPOCH})
+
+    def __init__(self, probe: Callable) -> None:
+        super().__init__(probe)
+        self.checked: list = []
+
+    def check(self, values, step):
+        self.checked.append((dict(values), step, list(self.seen)))
+
+
+def test_check_is_shown_host_values_with_their_step_after_the_transfer():
+    hook = Checking(lambda ctx: {"n": torch.tensor(ctx.step), "loss": [ctx.loss]})
+    train(Case(), [hook])
+    assert [(values["n"], step) for values, step, _ in hook.checked] == [(1, 1), (2, 2), (3, 3), (3, 3)]
+    assert all(type(value) in (int, float) for values, *_ in hook.checked for value in (values["n"], *values["loss"]))
+    assert [len(seen) for *_, seen in hook.checked] == [3, 3, 3, 4]
+
+
+def test_check_may_warn_and_draw_without_touching_the_run():
+    class Warning_(Checking):
+        def check(self, values, step):
+            torch.rand(3)
+            np.random.rand()
+            self.checked.append(random.random())
+
+    hook = Warning_(lambda ctx: {"n": 1.0})
+    assert_same_bytes(train(Case(), [hook]), Case())
+    assert len(hook.checked) == 4
+
+
+def test_a_schedule_thins_out_series():
+    hook = at(SpyHook, HookPoint.POST_STEP, step_schedule=StepSchedule(mode="stride", every_n_steps=2))(
+        lambda ctx: {"n": ctx.step}
+    )
+    ((metrics, *_),) = train(Case(), [hook]).sink.emitted
+    assert metrics["spy/n"] == Series([1, 3], [1, 3])
+
+
+class Failing(MetricSink):
+    """Fails at its second emit."""
+
+    name = "failing"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        self.calls.append("emit")
+        if len(self.calls) == 2:
+            raise OSError("disk full")
+
+    def close(self, status):
+        self.calls.append("close")
+
+
+def test_a_sink_that_fails_is_closed_with_a_warning_and_the_others_go_on():
+    failing = Failing()
+    with pytest.warns(UserWarning, match="Sink 'failing' failed .* for the rest of the run: OSError: disk full"):
+        run = train(Case(), [returning(HookPoint.POST_EPOCH, n=1.0)], steps=9, sinks=[failing])
+    assert failing.calls == ["emit", "emit", "close"]
+    assert len(run.sink.emitted) == 3
+    assert_same_bytes(run, Case(), 9)
+
+
+class Drawing(MetricSink):
+    """Draws from every generator at every call, as writers of temporary files do."""
+
+    name = "drawing"
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        torch.rand(2)
+        random.random()
+        np.random.standard_normal()
+
+    def flush(self):
+        self.emit({}, 0, HookPoint.POST_EPOCH, step=0)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_sink_that_draws_does_not_touch_the_run(loop):
+    case = Case(loop=loop)
+    assert_same_bytes(train(case, [returning(*HookPoint, n=1.0)], sinks=[Drawing()]), case)
+
+
+def test_sinks_are_started_flushed_and_closed_with_the_status():
+    assert train(Case(), []).sink.events == ["start", "flush", "close completed"]
+    failed = train(Case(), [at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: 1 / 0)], raises=Exception)
+    assert failed.sink.events == ["start", "flush", "close failed"]
