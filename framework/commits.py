@@ -1,14 +1,15 @@
 """Declared changes: recorded while a hook runs, applied after it was rolled back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from framework.errors import LoopscopeError, unknown
-from framework.param_vectors import Vector, gradients, local_shards, overwrite
+from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, local_shards, overwrite
 
 
 class StatePart(Enum):
@@ -45,19 +46,33 @@ class CommitRecord:
             change()
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return min(1, max_norm / (norm + 1e-6)), the factor of ``torch.nn.utils.clip_grad_norm_``."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+class Clipping(NamedTuple):
+    """The joint norm of the gradients, and the factor that brings it down to a limit."""
+
+    norm: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], max_norm: float) -> "Clipping":
+        """Measure; the factor is min(1, max_norm / (norm + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``."""
+        norm = joint_norm(tensors)
+        return cls(norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale the gradients so that their joint norm is at most ``max_norm``."""
+    live = live_gradients(parameters)
+    scale(live, Clipping.of(live, max_norm).factor)
 
 
 @torch.no_grad()
 def scale(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply tensors of any devices by ``factor``, in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for shard in local_shards(tensors):
-        by_device.setdefault(shard.device, []).append(shard)
-    for device, shards in by_device.items():
-        torch._foreach_mul_(shards, factor.to(device) if isinstance(factor, Tensor) else factor)
+    shards = local_shards(tensors)
+    devices = {shard.device for shard in shards}
+    for device in devices:
+        own = shards if len(devices) == 1 else [shard for shard in shards if shard.device == device]
+        torch._foreach_mul_(own, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from framework.audit import Audit
 from framework.guardian import Snapshot
@@ -49,6 +50,11 @@ class Isolation:
         self._changed = False
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model as of the beginning of the visit, in its order."""
+        return self._tripwire.parameters
 
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""

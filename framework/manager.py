@@ -234,6 +234,7 @@ class HookManager:
             self.task,
             self.state,
             record,
+            self.isolation.parameters,
             mutates=intervention.mutates,
             device=self._guardian_device,
             stream=(hook.name, listener.point.name, loop.step),

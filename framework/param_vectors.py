@@ -176,6 +176,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+def live_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the live gradients in order, leaving out parameters without one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def copied(vector: Vector) -> dict[str, Tensor]:
     """Return an independent copy, detached."""
     return {name: value.detach().clone() for name, value in vector.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from framework.borrowing import lent_buffers, lent_gradients
-from framework.commits import CommitRecord, StatePart, blend, check_vector, clip_factor, replace_gradients, scale
+from framework.commits import Clipping, CommitRecord, StatePart, blend, check_vector, clip, replace_gradients, scale
 from framework.curvature import METHODS, Method
 from framework.data import Batch, Loader, derived_seed
 from framework.errors import LoopscopeError, unknown
 from framework.guardian import Snapshot
 from framework.light_snapshot import LightSnapshot
 from framework.loss_probe import LossProbe
-from framework.param_vectors import Vector, accumulate, copied, gradients, joint_norm, local_shards
+from framework.param_vectors import Vector, accumulate, copied, gradients, live_gradients, local_shards
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
 
@@ -39,16 +40,29 @@ class ModelDataContext:
         task: TrainingTask,
         state: TrainingState,
         commits: CommitRecord,
+        parameters: list[nn.Parameter],
         *,
         mutates: bool,
         device: torch.device | None,
         stream: tuple[str, str, int],
         loop: str,
     ) -> None:
-        """Serve one call; ``stream`` is the (name, point, step) of its random stream, ``loop`` the loop's type."""
+        """Serve one call.
+
+        Args:
+            task: what is trained.
+            state: the training state.
+            commits: takes what the hook asks to keep.
+            parameters: those of the model, in its order, which nobody then needs to walk through again.
+            mutates: whether the hook declares that it changes the state.
+            device: where full checkpoints live; ``None``: where the state does.
+            stream: the (name, point, step) of the call's random stream.
+            loop: the loop's type.
+        """
         self._task = task
         self._state = state
         self._commits = commits
+        self._parameters = parameters
         self._probe = LossProbe(task, state)
         self._mutates = mutates
         self._snapshot_device = device
@@ -210,22 +224,24 @@ class ModelDataContext:
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Keep: multiply every gradient by ``factor``."""
         kept = factor.clone() if self._mutates and isinstance(factor, Tensor) else factor
-        self._commits.record(StatePart.GRADIENTS, "scale_gradients", lambda: scale(self._live(), kept))
+        self._commits.record(
+            StatePart.GRADIENTS, "scale_gradients", lambda: scale(live_gradients(self._parameters), kept)
+        )
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns the norm before.
+    def clip_gradients(self, max_norm: float) -> Clipping:
+        """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns norm and factor now.
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, but that float16 and bfloat16 are reduced in
-        float32. Commits that this hook asked for earlier come first, so the norm is measured again after them.
+        float32. After earlier commits of this call, norm and factor are measured again.
         """
-        measured = joint_norm(self._live())
+        live = live_gradients(self._parameters)
+        clipping = Clipping.of(live, max_norm)
         if self._mutates or self._commits.changes:
-            self._commits.record(
-                StatePart.GRADIENTS, "clip_gradients", lambda: self._clip(joint_norm(self._live()), max_norm)
-            )
+            change = partial(clip, self._parameters, max_norm)
         else:
-            self._commits.record(StatePart.GRADIENTS, "clip_gradients", lambda: self._clip(measured, max_norm))
-        return measured
+            change = partial(scale, live, clipping.factor)
+        self._commits.record(StatePart.GRADIENTS, "clip_gradients", change)
+        return clipping
 
     def replace_gradients(self, values: Vector) -> None:
         """Keep: give the parameters named in ``values`` these gradients, tensors that the hook then leaves alone."""
@@ -273,9 +289,3 @@ class ModelDataContext:
         with torch.no_grad():
             torch._foreach_div_(local_shards(total.values()), steps)
         return total
-
-    def _live(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def _clip(self, measured: Tensor, max_norm: float) -> None:
-        scale(self._live(), clip_factor(measured, max_norm))

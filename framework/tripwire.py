@@ -87,6 +87,11 @@ class Tripwire:
         self._rest: Sweep = ()
         self._tensor_hooks: list[int] = []
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model as of the last baseline, in its order."""
+        return self._watch.parameters
+
     def begin(self) -> None:
         """Take the baseline of a fire."""
         watch = self._watch

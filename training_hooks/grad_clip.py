@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from framework.commits import StatePart, clip_factor
+from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext
 from framework.errors import UsageError
 from framework.hook_points import HookPoint
@@ -36,13 +36,12 @@ class GradClip(InterventionHook):
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Ask for the scaled gradients and return what that does to their norm."""
-        before = model_ctx.clip_gradients(self.max_norm)
-        coefficient = clip_factor(before, self.max_norm)
+        norm, factor = model_ctx.clip_gradients(self.max_norm)
         return {
-            "norm_before": before,
-            "norm_after": before * coefficient,
-            "coefficient": coefficient,
-            "clipped": (coefficient < 1).to(before.dtype),
+            "norm_before": norm,
+            "norm_after": norm * factor,
+            "coefficient": factor,
+            "clipped": (factor < 1).to(norm.dtype),
         }
 
     def describe_metrics(self) -> Sequence[MetricInfo]:

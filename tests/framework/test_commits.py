@@ -3,12 +3,12 @@ import torch
 from torch import nn
 
 from framework.commits import (
+    Clipping,
     CommitRecord,
     StatePart,
     UndeclaredCommitError,
     blend,
     check_vector,
-    clip_factor,
     replace_gradients,
     scale,
 )
@@ -43,7 +43,8 @@ def test_the_clip_factor_is_that_of_torch(norm):
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), norm)
     torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-    found = torch.full((1,), norm) * clip_factor(torch.tensor(norm), 0.5)
+    found = torch.full((1,), norm)
+    scale([found], Clipping.of([found], 0.5).factor)
     assert torch.equal(found.view(torch.int32), parameter.grad.view(torch.int32))
 
 

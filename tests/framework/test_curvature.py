@@ -108,7 +108,14 @@ def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True
     state.loop.batch = batch
     record = CommitRecord("probe", frozenset())
     return ModelDataContext(
-        task, state, record, mutates=mutates, device=None, stream=("probe", "PRE_STEP", 1), loop="epoch"
+        task,
+        state,
+        record,
+        list(model.parameters()),
+        mutates=mutates,
+        device=None,
+        stream=("probe", "PRE_STEP", 1),
+        loop="epoch",
     )
 
 

@@ -52,7 +52,9 @@ def context(
     state.loop.batch = next(loader.batches(0))
     mean_loss(model, state.loop.batch).backward()
     record = CommitRecord("probe", commits)
-    return ModelDataContext(task, state, record, mutates=mutates, device=None, stream=stream, loop=loop)
+    return ModelDataContext(
+        task, state, record, list(model.parameters()), mutates=mutates, device=None, stream=stream, loop=loop
+    )
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
