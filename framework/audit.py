@@ -1,25 +1,36 @@
 """The audit: a digest of every byte of the training state before and after every call, for proof."""
 
+from framework.guardian import Part
 from framework.training_state import TrainingState, differing
 from framework.tripwire import mutation
 
 
 class Audit:
-    """Compares digests; switched off it does nothing."""
+    """Compares digests, and the identity of every object of the state; switched off it does nothing."""
 
     def __init__(self, state: TrainingState, *, enabled: bool) -> None:
         self._state = state
         self.enabled = enabled
         self._before: dict[str, int] = {}
+        self._objects: Part | None = None
 
     def begin(self) -> None:
-        """Digest the state as the baseline."""
+        """Take the baseline."""
         if self.enabled:
+            gradients = tuple([parameter.grad for parameter in self._state.model.parameters()])
             self._before = self._state.digest()
+            self._objects = Part((*self._state.roots, gradients), apart=(), lasting=False)
 
     def check(self, culprit: object) -> None:
-        """Digest again; raises :class:`StateMutationError` that names ``culprit`` and the entries that differ."""
+        """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
         if self.enabled:
-            changes = differing(self._before, self._state.digest())
+            changes = differing(self._before, self._state.digest()) or self._replaced()
             if changes:
                 raise mutation(culprit, changes)
+
+    def _replaced(self) -> list[str]:
+        """Name the objects that hold the same as before, but are others, or hold others."""
+        if self._objects is None or self._objects.is_current():
+            return []
+        names = self._state.names()
+        return [f"{names.get(id(item), 'a container')} (replaced)" for item in self._objects.changed()]

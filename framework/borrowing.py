@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_not
 
 import torch
 from torch import nn
@@ -9,20 +10,25 @@ from torch import nn
 
 @contextmanager
 def lent_buffers(model: nn.Module) -> Iterator[None]:
-    """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards."""
-    owners = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards.
+
+    What the body sets on modules, as a forward pass that keeps its attention weights does, is put back as well.
+    """
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
     try:
         with torch.no_grad():
-            for table, originals in owners:
-                for name, buffer in originals.items():
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        table[name] = clones.setdefault(id(buffer), buffer.clone())
+                        module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
         yield
     finally:
-        for table, originals in owners:
-            table.clear()
-            table.update(originals)
+        for table, before in zip(tables, contents, strict=True):
+            if len(table) != len(before) or any(map(is_not, table.values(), before.values())):
+                table.clear()
+                table.update(before)
 
 
 @contextmanager

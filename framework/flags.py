@@ -1,83 +1,231 @@
 """Process-wide torch settings on which a run's bytes depend: read quickly, put back exactly."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as module_hooks
+from torch.utils import _device as default_device
 
 from framework.random_streams import accelerator_devices
 
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _pop_modes(length: int, current: Callable[[], int], pop: Callable[[], Any]) -> None:
-    while current() > length:
-        pop()
-
-
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
-
-
 _C: Any = torch._C
-_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "grad mode": (torch.is_grad_enabled, _C._set_grad_enabled),
-    "CPU autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-    "CPU autocast dtype": (
-        lambda: torch.get_autocast_dtype("cpu"),
-        lambda dtype: torch.set_autocast_dtype("cpu", dtype),
-    ),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        _set_deterministic,
-    ),
-    "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "flash attention": (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    "memory-efficient attention": (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    "math attention": (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    "oneDNN": (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    "function modes": (
-        _C._len_torch_function_stack,
-        lambda length: _pop_modes(length, _C._len_torch_function_stack, _C._pop_torch_function_stack),
-    ),
-    "dispatch modes": (
-        _C._len_torch_dispatch_stack,
-        lambda length: _pop_modes(length, _C._len_torch_dispatch_stack, _C._pop_torch_dispatch_stack),
-    ),
+_optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]
+_PRECISIONS = [("generic", "all"), *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn"))]
+_CUDA_PRECISIONS = [("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")]
+_HOOKS_OF_ALL: list[dict[Any, Any]] = [
+    *(table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)),
+    _optimizer_hooks._global_optimizer_pre_hooks,
+    _optimizer_hooks._global_optimizer_post_hooks,
+]
+_SMALLEST = 5e-324
+_guards: list[Any] = []
+
+
+class Flag(NamedTuple):
+    """One setting: how to read it and how to set it."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+def _function_modes() -> tuple[Any, ...]:
+    length = _C._len_torch_function_stack()
+    return tuple([_C._get_function_stack_at(index) for index in range(length)]) if length else ()
+
+
+def _set_function_modes(modes: tuple[Any, ...]) -> None:
+    while _C._len_torch_function_stack():
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    length = _C._len_torch_dispatch_stack()
+    return tuple([_C._get_dispatch_stack_at(index) for index in range(length)]) if length else ()
+
+
+def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
+    while _C._len_torch_dispatch_stack():
+        _C._pop_torch_dispatch_stack()
+    for mode in modes:
+        _C._push_on_torch_dispatch_stack(mode)
+
+
+def _set_inference_mode(enabled: bool) -> None:
+    """Leave or enter inference mode, which only a guard object can: it is kept, since its end would undo it."""
+    _guards.append(_C._InferenceMode(enabled))
+
+
+def _default_device() -> tuple[Any, Any]:
+    return vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"), default_device.CURRENT_DEVICE  # type: ignore[attr-defined]
+
+
+def _set_default_device(saved: tuple[Any, Any]) -> None:
+    torch._GLOBAL_DEVICE_CONTEXT.device_context, default_device.CURRENT_DEVICE = saved  # type: ignore[attr-defined]
+
+
+def _autocast_nesting() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _set_autocast_nesting(depth: int) -> None:
+    while _autocast_nesting() > depth:
+        torch.autocast_decrement_nesting()
+    while _autocast_nesting() < depth:
+        torch.autocast_increment_nesting()
+
+
+def _autocast(device: str) -> tuple[Flag, Flag]:
+    return (
+        Flag(partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)),
+        Flag(partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)),
+    )
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(saved: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(saved[0], warn_only=saved[1])
+
+
+def _precisions(keys: list[tuple[str, str]]) -> list[str]:
+    return [_C._get_fp32_precision_getter(*key) for key in keys]
+
+
+def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
+    for key, value in zip(keys, saved, strict=True):
+        if _C._get_fp32_precision_getter(*key) != value:  # read again: the generic ones are inherited
+            _C._set_fp32_precision_setter(*key, value)
+
+
+def _matmul_precision() -> str | None:
+    """Return the legacy setting; it has no value while the settings by backend say something else."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(saved: str | None) -> None:
+    if saved is not None:
+        torch.set_float32_matmul_precision(saved)
+
+
+def _saved_tensor_hooks() -> Any:
+    return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _set_saved_tensor_hooks(saved: Any) -> None:
+    while _saved_tensor_hooks() is not None and _saved_tensor_hooks() != saved:
+        _C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _hooks_of_all() -> list[list[tuple[Any, Any]]]:
+    return [[*table.items()] for table in _HOOKS_OF_ALL] if any(_HOOKS_OF_ALL) else []
+
+
+def _set_hooks_of_all(saved: list[list[tuple[Any, Any]]]) -> None:
+    for table in _HOOKS_OF_ALL:
+        table.clear()
+    for table, items in zip(_HOOKS_OF_ALL, saved, strict=False):
+        table.update(items)
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _attribute(owner: Any, name: str) -> Flag:
+    return Flag(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+
+
+_QUICK = {
+    "function modes": Flag(_function_modes, _set_function_modes),
+    "dispatch modes": Flag(_dispatch_modes, _set_dispatch_modes),
+    "inference mode": Flag(torch.is_inference_mode_enabled, _set_inference_mode),
+    "grad mode": Flag(torch.is_grad_enabled, _C._set_grad_enabled),
+    "CPU autocast": _autocast("cpu")[0],
+    "CPU autocast dtype": _autocast("cpu")[1],
+    "autocast nesting": Flag(_autocast_nesting, _set_autocast_nesting),
+    "default dtype": Flag(torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic algorithms": Flag(_deterministic, _set_deterministic),
+    "float32 matmul precision": Flag(_matmul_precision, _set_matmul_precision),
+    "threads": Flag(torch.get_num_threads, torch.set_num_threads),
+    "flash attention": Flag(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    "memory-efficient attention": Flag(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    "math attention": Flag(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    "oneDNN": Flag(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 }
-_ACCELERATOR_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "accelerator autocast": (
-        lambda: torch.is_autocast_enabled(accelerator_devices()[0].type),
-        lambda on: torch.set_autocast_enabled(accelerator_devices()[0].type, on),
-    ),
-    "cuDNN benchmark": _attribute(torch.backends.cudnn, "benchmark"),
-    "cuDNN deterministic": _attribute(torch.backends.cudnn, "deterministic"),
+_SLOW = {
+    "default device": Flag(_default_device, _set_default_device),
+    "float32 precision by operation": Flag(partial(_precisions, _PRECISIONS), partial(_set_precisions, _PRECISIONS)),
+    "order of attention kernels": Flag(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    "oneDNN determinism": Flag(_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    "filling of uninitialised memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "flushing of denormals": Flag(lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
+    "autocast cache": Flag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "anomaly detection": Flag(_anomaly, lambda saved: torch.set_anomaly_enabled(*saved)),
+    "forward-mode gradients": Flag(_C._is_fwd_grad_enabled, _C._set_fwd_grad_enabled),
+    "multithreaded backward": Flag(_C._is_multithreading_enabled, _C._set_multithreading_enabled),
+    "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
+    "hooks on all modules or optimizers": Flag(_hooks_of_all, _set_hooks_of_all),
 }
+if torch.backends.opt_einsum.is_available():
+    _SLOW["opt_einsum"] = _attribute(torch.backends.opt_einsum, "enabled")
+
+
+def _accelerator_flags() -> dict[str, Flag]:
+    devices = accelerator_devices()
+    if not devices:
+        return {}
+    enabled, dtype = _autocast(devices[0].type)
+    return {
+        "accelerator autocast": enabled,
+        "accelerator autocast dtype": dtype,
+        "current device": Flag(torch.accelerator.current_device_index, torch.accelerator.set_device_index),
+        "CUDA float32 precision": Flag(
+            partial(_precisions, _CUDA_PRECISIONS), partial(_set_precisions, _CUDA_PRECISIONS)
+        ),
+        "cuDNN": Flag(_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+        "cuDNN benchmark": Flag(_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+        "cuDNN deterministic": Flag(_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+        "cuDNN attention": Flag(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    }
 
 
 class GlobalFlags:
-    """The settings as one tuple."""
+    """The settings as one tuple: those that a tripwire reads at every call, and all of them, which begin with those."""
 
     def __init__(self) -> None:
-        flags = {**_FLAGS, **(_ACCELERATOR_FLAGS if accelerator_devices() else {})}
+        flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
         self.names = tuple(flags)
-        self._getters = tuple(get for get, _ in flags.values())
-        self._setters = tuple(put for _, put in flags.values())
+        self._setters = tuple([flag.put for flag in flags.values()])
+        self._getters = tuple([flag.get for flag in flags.values()])
+        self._quick_getters = self._getters[: -len(_SLOW)]
 
     def read(self) -> tuple[Any, ...]:
+        """Return the settings that are quick to read."""
+        return tuple([get() for get in self._quick_getters])
+
+    def read_all(self) -> tuple[Any, ...]:
         """Return every setting, in the order of ``names``."""
         return tuple([get() for get in self._getters])
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        """Put back the settings that differ from ``saved``."""
-        for put, now, before in zip(self._setters, self.read(), saved, strict=True):
-            if now != before:
+        """Put back the settings that differ from ``saved`` (of ``read`` or ``read_all``), modes first."""
+        for put, get, before in zip(self._setters, self._getters, saved, strict=False):
+            if get() != before:
                 put(before)
+        torch.clear_autocast_cache()  # it may hold casts of parameters that are rolled back
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
-        """Name the settings that differ from ``saved``."""
-        return [name for name, now, before in zip(self.names, self.read(), saved, strict=True) if now != before]
+        """Name the settings that differ from ``saved`` (of ``read`` or ``read_all``)."""
+        return [name for name, get, before in zip(self.names, self._getters, saved, strict=False) if get() != before]

@@ -1,157 +1,82 @@
 """Snapshots: a full copy of the training state in reused buffers, put back in place after an intervention."""
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from framework.param_vectors import local_shards
 from framework.random_streams import StreamState
+from framework.structure import Structure
+from framework.tensor_identity import TensorIdentities, addresses
 from framework.training_state import TrainingState
 
-_OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-_ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})
+_grad = attrgetter("grad")
+_shape = attrgetter("shape")
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
 
 
-@dataclass
-class Structure:
-    """The containers of the training state with shallow copies of their contents, and the tensors in them.
+class Part:
+    """The objects of a part of the training state: what its containers hold, and the identities of its tensors."""
 
-    Putting a structure back makes every container hold the very objects it held; the contents of the tensors are
-    the snapshot's business.
-    """
+    def __init__(self, roots: Iterable[Any], *, apart: Container[int], lasting: bool) -> None:
+        self.structure = Structure(roots, apart=apart)
+        self.identities = TensorIdentities(self.structure.tensors, lasting=lasting)
 
-    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
-    sequences: list[tuple[Any, list[Any]]] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
+    def is_current(self) -> bool:
+        """Tell whether every object is there and what it was, the bytes of tensors aside."""
+        return self.structure.is_current() and self.identities.is_current()
 
-    @classmethod
-    def of(cls, state: TrainingState) -> "Structure":
-        """Walk the training state."""
-        structure = cls()
-        for root in (*state.model.modules(), state.optimizer, state.scheduler, state.scaler):
-            structure._remember_object(root)
-        structure._remember_table(vars(state.loop), skip="pre_epoch")
-        return structure
-
-    def _remember_object(self, value: Any) -> None:
-        if value is not None:
-            self._remember_table(vars(value))
-
-    def _remember_table(self, table: dict[Any, Any], skip: str = "") -> None:
-        if id(table) in self._seen:
-            return
-        self._seen.add(id(table))
-        self.tables.append((table, table.copy()))
-        for key, value in table.items():
-            if type(value) not in _ATOMS and key != skip:
-                self._remember(value)
-
-    def _remember(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self.tensors.append(value)
-                if value.grad_fn is None and value.grad is not None:
-                    self._remember(value.grad)
-        elif isinstance(value, dict):
-            self._remember_table(value)
-        elif isinstance(value, (list, deque, set)):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self.sequences.append((value, list(value)))
-                self._remember_all(value)
-        elif isinstance(value, tuple):
-            self._remember_all(value)
-        elif isinstance(value, _OBJECTS):
-            self._remember_object(value)
-
-    def _remember_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if type(value) not in _ATOMS:
-                self._remember(value)
+    def changed(self) -> list[Any]:
+        """List the objects, containers and tensors that are not what they were, the bytes of tensors aside."""
+        return self.structure.changed() + self.identities.changed()
 
     def put_back(self) -> None:
-        """Make every container hold what it held."""
-        for table, before in self.tables:
-            if len(table) != len(before) or any(map(_is_not, table.values(), before.values())) or [*table] != [*before]:
-                table.clear()
-                table.update(before)
-        for sequence, items in self.sequences:
-            if len(sequence) != len(items) or any(map(_is_not, sequence, items)):
-                sequence.clear()
-                (sequence.update if isinstance(sequence, set) else sequence.extend)(items)
+        """Make every object what it was, the bytes of tensors aside."""
+        self.structure.put_back()
+        self.identities.put_back()
 
 
-def _is_not(a: object, b: object) -> bool:
-    return a is not b
+class Buffers:
+    """Preallocated tensors that hold copies of others."""
 
+    def __init__(self, device: torch.device | None) -> None:
+        self.tensors: list[Tensor] = []
+        self._device = device
 
-@dataclass(frozen=True)
-class TensorIdentity:
-    """What makes a tensor that tensor beside its bytes: class, storage, gradient, requires_grad, tensor hooks."""
-
-    tensor: Tensor
-    kind: type
-    storage: Tensor
-    pointer: int
-    grad: Tensor | None
-    requires_grad: bool
-    hooks: dict[Any, Any] | None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorIdentity":
-        """Remember a tensor."""
-        leaf = tensor.grad_fn is None
-        hooks = tensor._backward_hooks
-        return cls(
-            tensor,
-            type(tensor),
-            tensor.detach(),
-            tensor.data_ptr(),
-            tensor.grad if leaf else None,
-            tensor.requires_grad,
-            None if hooks is None else dict(hooks),
-        )
-
-    def put_back(self) -> None:
-        """Make the tensor what it was, except for its bytes."""
-        tensor: Any = self.tensor
-        if type(tensor) is not self.kind:
-            tensor.__class__ = self.kind
-        if (
-            tensor.data_ptr() != self.pointer
-            or tensor.shape != self.storage.shape
-            or tensor.dtype != self.storage.dtype
-        ):
-            tensor.data = self.storage
-        if tensor.grad_fn is not None:
+    def fit(self, sources: list[Tensor]) -> None:
+        """Make room for ``sources``: reuse what still matches, allocate the rest, free what is left over."""
+        if _formats(sources) == _formats(self.tensors) and self._device is None:
             return
-        if tensor.requires_grad != self.requires_grad:
-            tensor.requires_grad_(self.requires_grad)
-        if tensor.grad is not self.grad:
-            tensor.grad = self.grad
-        if tensor._backward_hooks is not None and dict(tensor._backward_hooks) != (self.hooks or {}):
-            tensor._backward_hooks.clear()
-            tensor._backward_hooks.update(self.hooks or {})
+        spare: dict[tuple[Any, ...], list[Tensor]] = {}
+        for buffer in reversed(self.tensors):
+            spare.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
+        self.tensors = [
+            stack.pop()
+            if (stack := spare.get((source.shape, source.dtype, self._device or source.device)))
+            else torch.empty_like(source, device=self._device or source.device)
+            for source in sources
+        ]
 
 
 class Snapshot:
-    """A full copy of a training state; the buffers are allocated at the first ``save`` and reused by the next."""
+    """A full copy of a training state; the buffers are allocated at the first ``save`` and reused by the next.
+
+    Objects that last (modules, parameters, optimizer state) are walked once, and again when they have changed;
+    those of the moment (gradients, the loop's accumulators, settings) at every ``save``.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """Make an empty snapshot whose copies live on ``device`` (``None``: where the originals live)."""
-        self._device = device
-        self._buffers: list[Tensor] = []
-        self._identities: list[TensorIdentity] = []
-        self._structure: Structure | None = None
+        self._roots: tuple[Any, ...] = ()
+        self._lasting: Part | None = None
+        self._passing: Part | None = None
+        self._lasting_bytes = Buffers(device)
+        self._passing_bytes = Buffers(device)
+        self._gradients: tuple[Tensor | None, ...] = ()
         self._streams: StreamState | None = None
         self._flags: tuple[Any, ...] = ()
         self._extras: dict[str, dict[str, Any]] = {}
@@ -159,51 +84,68 @@ class Snapshot:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The copies, for digests and durable checkpoints."""
-        return {str(index): buffer for index, buffer in enumerate(self._buffers)}
+        return {str(index): buffer for index, buffer in enumerate(self._copies)}
+
+    @property
+    def _copies(self) -> list[Tensor]:
+        return self._lasting_bytes.tensors + self._passing_bytes.tensors
 
     def save(self, state: TrainingState) -> "Snapshot":
         """Copy the state."""
         with torch.no_grad():
-            self._structure = Structure.of(state)
-            self._identities = [TensorIdentity.of(tensor) for tensor in self._structure.tensors]
-            sources = local_shards([identity.storage for identity in self._identities])
-            self._fit(sources)
-            _copy(self._buffers, sources)
+            lasting = self._refresh_lasting(state)
+            self._gradients = (*map(_grad, lasting.identities.owners),)
+            moment = (self._gradients, *state.optimizer.param_groups, state.scheduler, state.scaler, vars(state.loop))
+            self._passing = Part(moment, apart=lasting.structure.seen, lasting=False)
+            self._passing_bytes.fit(self._passing.identities.bytes)
+            _copy(self._copies, lasting.identities.bytes + self._passing.identities.bytes)
         self._streams = state.streams.save()
-        self._flags = state.flags.read()
+        self._flags = state.flags.read_all()
         self._extras = {name: deepcopy(extra.state_dict()) for name, extra in state.extras.items()}
         return self
 
+    def _refresh_lasting(self, state: TrainingState) -> Part:
+        groups = state.optimizer.param_groups
+        roots = (state.model, state.optimizer, *[group["params"] for group in groups])
+        lasting = self._lasting
+        if lasting is None or addresses(roots) != addresses(self._roots) or not lasting.is_current():
+            self._roots, self._lasting = roots, (lasting := Part(roots, apart={*map(id, groups)}, lasting=True))
+            self._lasting_bytes.fit(lasting.identities.bytes)
+        return lasting
+
     def restore(self, state: TrainingState) -> None:
         """Put the state back, in place: the same objects, holding the same bytes."""
-        if self._structure is None or self._streams is None:
-            raise RuntimeError("restore() before save(): this snapshot holds nothing.")
-        with torch.inference_mode(False), torch.no_grad():
-            self._structure.put_back()
-            for identity in self._identities:
-                identity.put_back()
-            _copy(local_shards([identity.storage for identity in self._identities]), self._buffers)
+        lasting, passing = self._lasting, self._passing
+        if lasting is None or passing is None or self._streams is None:
+            raise RuntimeError("restore() without save(): this snapshot holds nothing.")
         state.flags.restore(self._flags)
+        with torch.no_grad():
+            lasting.put_back()
+            passing.put_back()
+            owners = lasting.identities.owners
+            if addresses(self._gradients) != addresses((*map(_grad, owners),)):
+                for owner, gradient in zip(owners, self._gradients, strict=True):
+                    owner.grad = gradient
+            _copy(lasting.identities.bytes + passing.identities.bytes, self._copies)
         for name, saved in self._extras.items():
             state.extras[name].load_state_dict(deepcopy(saved))
         self._streams.restore()
 
-    def _fit(self, sources: list[Tensor]) -> None:
-        """Reuse the buffers that still match their source, allocate the others."""
-        spare: dict[tuple[Any, ...], list[Tensor]] = {}
-        for buffer in self._buffers:
-            spare.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
-        for stack in spare.values():
-            stack.reverse()
-        self._buffers = [
-            stack.pop()
-            if (stack := spare.get((source.shape, source.dtype)))
-            else torch.empty_like(source, device=self._device or source.device, memory_format=torch.preserve_format)
-            for source in sources
-        ]
+    def release(self) -> None:
+        """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""
+        self._passing = None
+        self._gradients = ()
+
+
+def _formats(tensors: list[Tensor]) -> list[Any]:
+    return [*map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors)]
 
 
 def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensor by tensor, as bytes where the dtype has no copy kernel of its own."""
-    if destinations:
+    """Copy tensor by tensor; where a destination repeats elements (stride 0), each is written once."""
+    try:
         torch._foreach_copy_(destinations, sources)
+    except RuntimeError:
+        for destination, source in zip(destinations, sources, strict=True):
+            once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in destination.stride()])
+            destination[once].copy_(source[once])

@@ -6,17 +6,19 @@ tests of bit identity compare it: what is added here is known to all of them.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from framework.digest import digest
 from framework.flags import GlobalFlags
-from framework.param_vectors import local_shards
 from framework.random_streams import RandomStreams
+from framework.structure import Structure
 
 MODULE_HOOKS = (
     "_forward_hooks",
@@ -28,7 +30,7 @@ MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device)
+TAPS = "framework.taps"
 
 
 class Stateful(Protocol):
@@ -56,6 +58,8 @@ class LoopState:
     running_loss: Tensor | None = None
     running_steps: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    """The step after which ``evaluation`` was made."""
     gradient_sum: dict[str, Tensor] | None = None
     gradient_steps: int = 0
     accumulated_grads: dict[str, Tensor] | None = None
@@ -65,6 +69,19 @@ class LoopState:
     """The snapshot taken at PRE_EPOCH; handed to nobody, so the guardian need not copy it."""
     stopped: bool = False
     reached: dict[str, int] | None = None
+
+    def in_flight(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
+        shown = [leaf for leaf in (self.loss, self.running_loss) if leaf is not None]
+        batch = self.batch
+        if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
+            shown += batch
+        elif batch is not None:
+            shown += [leaf for _, leaf in nested("", batch) if isinstance(leaf, Tensor)]
+        for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
+            if vector:
+                shown += vector.values()
+        return tuple(shown)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the batch in flight and the pre-epoch snapshot, which the next epoch renews."""
@@ -102,65 +119,89 @@ class TrainingState:
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     flags: GlobalFlags = field(default_factory=GlobalFlags)
 
-    def _named_leaves(self) -> Iterator[tuple[str, Any]]:
+    @property
+    def roots(self) -> tuple[Any, ...]:
+        """The objects from which everything but gradients, generators, flags and extras can be reached."""
+        return self.model, self.optimizer, self.scheduler, self.scaler, vars(self.loop)
+
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
         """Yield every tensor and plain value with its name; this is the list."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for parameter, name in names.items():
+        known = set()
+        for name, leaf in chain(self._model_leaves(), self._optimizer_leaves(), self._loop_leaves()):
+            known.add(id(leaf))
+            yield name, leaf
+        others = [tensor for tensor in Structure(self.roots).tensors if id(tensor) not in known]
+        yield from ((f"other tensors/{index}", tensor) for index, tensor in enumerate(others))
+
+    def _model_leaves(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self.model.named_parameters():
             yield f"parameters/{name}", parameter
             yield f"requires_grad/{name}", parameter.requires_grad
             yield f"gradients/{name}", parameter.grad
-            yield f"gradient hooks/{name}", len(parameter._backward_hooks or ())
+            yield f"gradient hooks/{name}", _without_taps(parameter._backward_hooks)
+            yield f"gradient hooks/{name}/after", _without_taps(parameter._post_accumulate_grad_hooks)
         for name, buffer in self.model.named_buffers():
             yield f"buffers/{name}", buffer
         for name, module in self.model.named_modules():
-            yield from _module_leaves(name, module)
+            yield f"modules/{name}", (type(module), *map(tuple, (module._parameters, module._buffers, module._modules)))
+            for key, value in vars(module).items():
+                if "_hooks" in key and isinstance(value, dict):
+                    yield f"module hooks/{name}.{key}", _without_taps(value)
+                elif key not in ("_parameters", "_buffers", "_modules"):
+                    yield from nested(f"modules/{name}.{key}", value)
+
+    def _optimizer_leaves(self) -> Iterator[tuple[str, Any]]:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
             yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", state)
         for index, group in enumerate(self.optimizer.param_groups):
+            yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
             for key, option in group.items():
-                shown = [names.get(item, "unknown") for item in option] if key == "params" else option
-                yield from nested(f"optimizer/group {index}/{key}", tuple(shown) if key == "params" else shown)
+                if key != "params":
+                    yield from nested(f"optimizer/group {index}/{key}", option)
+        for key, value in vars(self.optimizer).items():
+            if key not in ("state", "param_groups"):
+                yield from nested(f"optimizer/{key}", [*value.values()] if "_hooks" in key else value)
         for label, owner in (("scheduler", self.scheduler), ("scaler", self.scaler), *self.extras.items()):
             if owner is not None:
                 yield from nested(label, owner.state_dict())
+
+    def _loop_leaves(self) -> Iterator[tuple[str, Any]]:
         for name, value in vars(self.loop).items():
             yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
-        for name, flag in zip(self.flags.names, self.flags.read(), strict=True):
+        for name, flag in zip(self.flags.names, self.flags.read_all(), strict=True):
             yield f"flags/{name}", flag
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
-        return {name: leaf for name, leaf in self._named_leaves() if isinstance(leaf, Tensor)}
+        return {name: leaf for name, leaf in self._leaves() if isinstance(leaf, Tensor)}
+
+    def names(self) -> dict[int, str]:
+        """Return the names of tensors, modules and their containers by the object's id."""
+        found = {id(tensor): name for name, tensor in self.tensors().items()}
+        for name, module in self.model.named_modules():
+            found |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
+            found |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
+        for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
+            if owner is not None:
+                found |= {id(owner): label, id(vars(owner)): label}
+        return found
 
     def digest(self) -> dict[str, int]:
         """Return a 64-bit digest of every byte of the state, entry by entry."""
-        entries = {name: _digest(leaf) for name, leaf in self._named_leaves()}
+        entries = {name: digest(leaf) for name, leaf in self._leaves()}
         streams = self.streams.save()
-        entries["generators/torch"] = _digest(streams.torch_cpu)
-        entries["generators/python"] = _digest(streams.python)
-        entries["generators/numpy"] = _digest((streams.numpy.key, streams.numpy.cached_gaussian))
+        entries["generators/torch"] = digest(streams.torch_cpu)
+        entries["generators/python"] = digest((streams.python.key, streams.python.cached_gaussian))
+        entries["generators/numpy"] = digest((streams.numpy.key, streams.numpy.cached_gaussian))
         for index, (_, state) in enumerate((*streams.accelerators, *streams.owned)):
-            entries[f"generators/{index}"] = _digest(state)
+            entries[f"generators/{index}"] = digest(state)
         return entries
 
 
-def _module_leaves(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for key, value in vars(module).items():
-        if isinstance(value, PLAIN) and not isinstance(value, tuple):
-            yield f"modules/{name}.{key}", value
-    for key in MODULE_HOOKS:
-        yield f"module hooks/{name}.{key}", len(vars(module)[key])
-
-
-def _digest(leaf: Any) -> int:
-    """Digest a tensor's dtype, shape and bytes, or a plain value's text (which is exact for floats)."""
-    if not isinstance(leaf, Tensor):
-        return xxhash.xxh3_64_intdigest(repr(leaf).encode())
-    (shard,) = local_shards([leaf])
-    raw = shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(
-        raw.data, seed=xxhash.xxh3_64_intdigest(f"{shard.dtype}{tuple(shard.shape)}".encode())
-    )
+def _without_taps(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """Return the hooks that are there without the framework's own, which change nothing they do not declare."""
+    return [hook for hook in (hooks or {}).values() if not (isinstance(hook, FunctionType) and hook.__module__ == TAPS)]
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

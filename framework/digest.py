@@ -1,0 +1,55 @@
+"""64-bit digests of tensors and plain values: every byte counts, and so do dtype, shape and order."""
+
+from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from framework.tensor_identity import byte_tensors, inner_tensors
+
+_NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def digest(leaf: Any) -> int:
+    """Return the digest of a tensor (of this rank's shard of a DTensor) or of another value's description."""
+    if not isinstance(leaf, Tensor):
+        return xxhash.xxh3_64_intdigest(described(leaf).encode())
+    summary = xxhash.xxh3_64(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+    for part in byte_tensors(leaf.detach()):
+        _add_bytes(summary, part)
+    for shard in inner_tensors(leaf):
+        summary.update(digest(shard).to_bytes(8, "little"))
+    return summary.intdigest()
+
+
+def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
+    host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    summary.update(f"{tuple(host.shape)}".encode())
+    summary.update(host.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def described(value: Any) -> str:
+    """Return a text that is exact for plain values and the same in every run: no addresses, sets in order.
+
+    Objects that are neither plain nor containers are described by their class, functions by their name.
+
+    >>> described({"betas": (0.9, 0.999), "step": abs})
+    "{'betas': (0.9, 0.999), 'step': builtins.abs}"
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(described, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(described, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    if isinstance(value, Tensor):
+        return f"{digest(value):016x}"
+    named = value if isinstance(value, _NAMED) else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,141 @@
+"""The containers of the training state: which objects they hold, remembered by identity and put back in place."""
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain, islice
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from framework.tensor_identity import addresses, attached
+
+OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})
+_values = methodcaller("values")  # unlike dict.values, it follows the order of an OrderedDict
+
+
+class Structure:
+    """Containers reachable from some objects, what they hold, and the tensors in them.
+
+    Putting a structure back makes every container hold the very objects it held, and every object be of the class
+    it was of. The tensors' own identity and bytes are the business of others.
+    """
+
+    def __init__(self, roots: Iterable[Any], *, apart: Container[int] = ()) -> None:
+        """Walk from ``roots`` (objects, containers or tensors), leaving out what has an id in ``apart``."""
+        self.tensors: list[Tensor] = []
+        self.seen: set[int] = set()
+        self._apart = apart
+        self._tables: list[dict[Any, Any]] = []
+        self._sequences: list[Any] = []
+        self._objects: list[Any] = []
+        self._visit_all(roots)
+        self._empty = [container for container in (*self._tables, *self._sequences) if not container]
+        self._tables = [table for table in self._tables if table]
+        self._sequences = [sequence for sequence in self._sequences if sequence]
+        self._lengths, self._held = self._read_lengths(), self._read()
+        self._addresses = [*map(addresses, self._held)]
+
+    def _visit_all(self, values: Iterable[Any]) -> None:
+        seen, apart = self.seen, self._apart
+        for value in values:
+            kind = type(value)
+            if kind not in _ATOMS and id(value) not in seen and id(value) not in apart:
+                if kind is Tensor and not value.requires_grad:
+                    seen.add(id(value))
+                    self.tensors.append(value)
+                else:
+                    self._visit(value)
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            self._visit_all(value)
+        elif isinstance(value, Tensor):
+            self._note(self.tensors, value, attached(value))
+        elif isinstance(value, dict):
+            self._note(self._tables, value, value.values())
+        elif isinstance(value, (list, deque, set)):
+            self._note(self._sequences, value, value)
+        elif isinstance(value, OBJECTS):
+            self._note(self._objects, value, (vars(value),))
+
+    def _note(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
+        self.seen.add(id(value))
+        found.append(value)
+        self._visit_all(contents)
+
+    def _read(self) -> tuple[tuple[Any, ...], ...]:
+        """Return the values and keys of all tables, the items of all sequences, and what the objects are."""
+        return (
+            (*chain.from_iterable(map(_values, self._tables)),),
+            (*chain.from_iterable(self._tables),),
+            (*chain.from_iterable(self._sequences),),
+            (*map(type, self._objects), *map(vars, self._objects)),
+        )
+
+    def _read_lengths(self) -> list[int]:
+        return [*map(len, self._tables), *map(len, self._sequences)]
+
+    def is_current(self) -> bool:
+        """Tell whether every container still holds the objects it held."""
+        return (
+            not any(self._empty)
+            and self._lengths == self._read_lengths()
+            and self._addresses == [*map(addresses, self._read())]
+        )
+
+    def _contents(self) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
+        """Yield every container that held something, with its keys and values (items of a sequence are its values)."""
+        values, keys, items, _ = map(iter, self._held)
+        lengths = iter(self._lengths)
+        for table, length in zip(self._tables, lengths, strict=False):
+            yield table, (*islice(keys, length),), (*islice(values, length),)
+        for sequence, length in zip(self._sequences, lengths, strict=False):
+            yield sequence, (), (*islice(items, length),)
+
+    def _natures(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
+        count = len(self._objects)
+        yield from zip(self._objects, self._held[3][:count], self._held[3][count:], strict=True)
+
+    def changed(self) -> list[Any]:
+        """List the objects and containers that are not what they were."""
+        found = [container for container in self._empty if container]
+        found += [
+            thing for thing, kind, space in self._natures() if type(thing) is not kind or vars(thing) is not space
+        ]
+        return found + [container for container, *held in self._contents() if not _holds(container, *held)]
+
+    def put_back(self) -> None:
+        """Make every object and container what it was."""
+        if self.is_current():
+            return
+        for thing, kind, space in self._natures():
+            if type(thing) is not kind:
+                thing.__class__ = kind
+            if vars(thing) is not space:
+                thing.__dict__ = space
+        for container in self._empty:
+            container.clear()
+        for container, keys, values in self._contents():
+            if not _holds(container, keys, values):
+                _refill(container, keys, values)
+
+
+def _holds(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    if isinstance(container, dict):
+        return addresses((*container,)) == addresses(keys) and addresses((*container.values(),)) == addresses(values)
+    return addresses((*container,)) == addresses(values)
+
+
+def _refill(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(keys, values, strict=True))
+    elif isinstance(container, set):
+        container.update(values)
+    else:
+        container.extend(values)

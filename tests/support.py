@@ -1,0 +1,327 @@
+"""Models, optimizers, runs and spies that the tests share."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from experiments.mod_arithmetic.model import GrokkingTransformer
+from framework.contexts import MetricInfo, RunInfo
+from framework.data import TensorLoader, random_order
+from framework.hook_points import HookPoint
+from framework.hooks import InterventionHook, TrainingHook
+from framework.loops import NoProgress, epoch_loop, step_loop
+from framework.manager import HookManager
+from framework.metrics import MetricSink, Series
+from framework.random_streams import RandomStreams, seed_everything
+from framework.train_step import TrainingTask
+from framework.training_state import LoopState, TrainingState, of_the_run
+
+LOOPS = ("epoch", "step")
+ROWS = 21
+BATCH = 7
+STEPS_PER_EPOCH = 3
+TOKENS = 7
+
+
+class TiedModel(nn.Module):
+    """A token model whose output projection is its embedding matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, 8)
+        self.mix = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.2)
+        self.decoder = nn.Linear(8, TOKENS, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(tokens).mean(dim=1)))
+        return self.decoder(self.dropout(hidden))
+
+
+def batchnorm_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, TOKENS))
+
+
+def transformer() -> nn.Module:
+    return GrokkingTransformer(p=TOKENS, embed_dim=8, num_heads=2, layers=1, ff_dim=16)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "batchnorm_mlp": batchnorm_mlp,
+    "transformer": transformer,
+    "tied": TiedModel,
+}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
+    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+def data_for(model: str) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets that suit a model."""
+    generator = torch.Generator().manual_seed(5)
+    targets = torch.randint(TOKENS, (ROWS,), generator=generator)
+    if model == "batchnorm_mlp":
+        return torch.randn(ROWS, 4, generator=generator), targets
+    return torch.randint(TOKENS, (ROWS, 2), generator=generator), targets
+
+
+@dataclass(frozen=True)
+class TokenConfig:
+    """The part of an experiment's configuration that hooks read."""
+
+    p: int = TOKENS
+    seed: int = 11
+
+
+def mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def drawing_evaluation(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module], dict[str, float]]:
+    """Make an evaluation that draws from every generator, as ``iter(DataLoader)`` does."""
+    inputs, targets = data
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        loader = DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True)
+        correct = sum(float((model(x).argmax(-1) == y).sum()) for x, y in loader)
+        return {"val_acc": correct / len(targets), "train_acc": correct / len(targets)}
+
+    return evaluate
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix of runs: model, optimizer, loop."""
+
+    model: str = "batchnorm_mlp"
+    optimizer: str = "adamw_foreach"
+    loop: str = "epoch"
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.optimizer}-{self.loop}"
+
+
+CASES = [Case(model, optimizer, loop) for loop in LOOPS for model in MODELS for optimizer in OPTIMIZERS]
+
+
+def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[TrainingTask, TrainingState]:
+    """Build a small run; the same bytes at every call. ``options`` are fields of :class:`TrainingTask`."""
+    seed_everything(3)
+    model = MODELS[case.model]()
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    data = data_for(case.model)
+    loader = TensorLoader(data, BATCH, random_order(ROWS, 1))
+    settings: dict[str, Any] = {
+        "evaluate": drawing_evaluation(data),
+        "scheduler": scheduler,
+        "length": steps if case.loop == "step" else -(-steps // STEPS_PER_EPOCH),
+        "eval_every": 2 if case.loop == "step" else 1,
+        "snapshot_every": 2,
+        "log_every": 2,
+        "config": TokenConfig(),
+    }
+    task = TrainingTask(model, optimizer, loader, mean_loss, **(settings | options))
+    return task, TrainingState(model, optimizer, RandomStreams(7), scheduler=scheduler)
+
+
+class DigestTrace(NoProgress):
+    """Digests what the run depends on after every step."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self.digests: list[dict[str, int]] = []
+
+    def step(self, loop: LoopState) -> None:
+        self.digests.append(of_the_run(self._state.digest()))
+
+
+@dataclass
+class RecordingSink(MetricSink):
+    """Keeps everything that reaches it."""
+
+    name: str = "recording"
+    emitted: list[tuple[dict[str, Any], int, HookPoint, int]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    def set_run_context(self, run: RunInfo) -> None:
+        self.events.append("start")
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        self.emitted.append((dict(metrics), epoch, hook_point, step))
+
+    def flush(self) -> None:
+        self.events.append("flush")
+
+    def close(self, status: str) -> None:
+        self.events.append(f"close {status}")
+
+    def rows(self, hook: str = "") -> list[tuple[str, HookPoint, int, Any]]:
+        """List (metric, point, step, value), series unrolled, of one hook or of all, sorted."""
+        found: list[tuple[str, HookPoint, int, Any]] = []
+        for metrics, _, point, step in self.emitted:
+            for name, value in metrics.items():
+                if name.startswith(hook):
+                    series = value if isinstance(value, Series) else Series([step], [value])
+                    found += [(name, point, *pair) for pair in zip(series.steps, series.values, strict=True)]
+        return sorted(found, key=lambda row: row[:3])
+
+
+@dataclass
+class Run:
+    """What came out of a run: its digests after every step and at the end, and everything it was made of."""
+
+    task: TrainingTask
+    state: TrainingState
+    manager: HookManager
+    sink: RecordingSink
+    digests: list[dict[str, int]]
+    checkpoints: int
+    error: Exception | None
+
+    @property
+    def final(self) -> dict[str, int]:
+        return of_the_run(self.state.digest())
+
+
+def train(
+    case: Case,
+    hooks: Sequence[TrainingHook] = (),
+    *,
+    steps: int = STEPS_PER_EPOCH,
+    audit: bool = True,
+    on_error: str = "raise",
+    sinks: Sequence[MetricSink] = (),
+    raises: type[Exception] | tuple[type[Exception], ...] = (),
+    manager_class: type[HookManager] = HookManager,
+    **options: Any,
+) -> Run:
+    """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes."""
+    task, state = build(case, steps=steps, **options)
+    sink = RecordingSink()
+    manager = manager_class(
+        hooks, task, state, loop=case.loop, sinks=[sink, *sinks], on_error=on_error, audit=audit
+    )
+    run = Run(task, state, manager, sink, [], 0, None)
+
+    def checkpoint() -> None:
+        run.checkpoints += 1
+
+    trace = DigestTrace(state)
+    run.digests = trace.digests
+    loop = epoch_loop if case.loop == "epoch" else step_loop
+    try:
+        manager.start(run_info(task, manager, case.loop))
+        loop(task, manager, progress=trace, checkpoint=checkpoint)
+    except raises as error:
+        run.error = error
+    finally:
+        with suppress(*((raises,) if isinstance(raises, type) else raises)):
+            manager.end("completed" if run.error is None else "failed")
+    return run
+
+
+def run_info(task: TrainingTask, manager: HookManager, loop: str) -> RunInfo:
+    return RunInfo(
+        experiment="support",
+        strategy="only",
+        output_dir=Path("unused"),
+        model=task.model,
+        config=task.config,
+        loop=loop,
+        seed=7,
+        metric_infos=manager.metric_infos(),
+        treatments=manager.treatments(),
+    )
+
+
+@cache
+def bare_run(case: Case, steps: int = STEPS_PER_EPOCH) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Return the digests after every step, and at the end, of the run without hooks."""
+    run = train(case, steps=steps, audit=False)
+    return run.digests, run.final
+
+
+def assert_same_bytes(run: Run, case: Case, steps: int = STEPS_PER_EPOCH) -> None:
+    """Fail unless a run had, after every step and at the end, the bytes of the run without hooks."""
+    digests, final = bare_run(case, steps)
+    assert len(run.digests) == len(digests)
+    for number, (expected, found) in enumerate(zip(digests, run.digests, strict=True), start=1):
+        assert not differences(expected, found), f"after step {number}"
+    assert not differences(final, run.final), "at the end"
+
+
+def differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+class SpyHook(TrainingHook):
+    """An observer at every point that calls ``probe(ctx)`` and returns what it returns."""
+
+    name = "spy"
+    hook_points = frozenset(HookPoint)
+
+    def __init__(self, probe: Callable[[Any], Mapping[str, Any] | None] = lambda ctx: None) -> None:
+        self.probe = probe
+        self.seen: list[tuple[str, int, int]] = []
+
+    def compute(self, ctx: Any) -> Mapping[str, Any]:
+        self.seen.append((ctx.hook_point.name, ctx.epoch, ctx.step))
+        return self.probe(ctx) or {}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        return []
+
+
+class ActingHook(InterventionHook):
+    """An intervention wherever interventions are allowed that calls ``act(run_ctx, model_ctx)``."""
+
+    name = "acting"
+    hook_points = frozenset(HookPoint) - {HookPoint.PRE_UPDATE}
+    needs_grads = True
+    needs_prev_step_grads = True
+    needs_pre_epoch_state = True
+
+    def __init__(self, act: Callable[[Any, Any], Mapping[str, Any] | None]) -> None:
+        self.act = act
+
+    def intervene(self, run_ctx: Any, model_ctx: Any) -> Mapping[str, Any]:
+        return self.act(run_ctx, model_ctx) or {}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        return []
+
+
+class ReadOnlyHook(ActingHook):
+    """The same with ``mutates = False``."""
+
+    name = "read_only"
+    mutates = False
+    needs_pre_epoch_state = False
+
+
+class Mishap(Exception):
+    """What a hook of these tests raises."""
+
+
+def raising(ctx: Any, *rest: Any) -> None:
+    """Raise :class:`Mishap`; a probe for :class:`SpyHook` and an act for :class:`ActingHook`."""
+    raise Mishap("as told")
+
+
+def at(hook_class: type[TrainingHook], *points: HookPoint, **attributes: Any) -> type[TrainingHook]:
+    """Make a subclass of a hook that fires only at ``points``."""
+    return type(hook_class.__name__, (hook_class,), {"hook_points": frozenset(points), **attributes})
