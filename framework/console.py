@@ -1,6 +1,5 @@
 """What a run shows while it goes: headers, a progress bar, warnings, and the comparison at the end."""
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal, TextIO
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from framework.console_output import make_console
 from framework.console_progress import BarView, LineView, TrainingProgress
 from framework.console_tables import (
     comparison_rows,
@@ -32,11 +32,6 @@ from framework.session import Display
 from framework.train_step import TrainingTask
 
 Mode = Literal["normal", "silent", "none"]
-
-
-def make_console() -> Console:
-    """Return a console on standard output that writes control codes to terminals only, whatever the environment."""
-    return Console(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from framework.console import make_console
+from framework.console_output import make_console
 from framework.contexts import RunInfo
 from framework.hook_points import HookPoint
 from framework.metrics import MetricSink, Series

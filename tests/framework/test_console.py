@@ -8,7 +8,8 @@ from rich.console import Console
 from torch import nn
 
 import sinks  # noqa: F401 - fills the registry of sinks
-from framework.console import RunConsole, make_console, show_warnings
+from framework.console import RunConsole, show_warnings
+from framework.console_output import make_console
 from framework.hook_points import HookPoint
 from framework.train_step import TrainingTask
 from tests.sinks.emits import run_info
