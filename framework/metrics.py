@@ -47,16 +47,23 @@ class MetricSink(ABC):
         """Finish the strategy; ``status`` is "completed", "failed" or "interrupted"."""
 
 
-def _leaves(value: MetricValue) -> Iterator[Tensor]:
-    """Yield the tensors inside a metric value, in order."""
+def _own(value: MetricValue, leaves: list[Tensor]) -> MetricValue:
+    """Copy the containers of a metric value, which its hook may go on using, and add its tensors to ``leaves``."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
+        if value.ndim:
+            raise ValueError(f"returned a tensor of shape {tuple(value.shape)}; metrics are zero-dimensional tensors")
+        leaves.append(value)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _own(item, leaves) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_own(item, leaves) for item in value]
+    if not isinstance(value, (int, float)):
+        raise TypeError(
+            f"returned a {type(value).__name__} as a metric; a metric is a float, int, bool or zero-dimensional "
+            "tensor, or a list or dict of these"
+        )
+    return value
 
 
 def _filled(value: MetricValue, numbers: Iterator[Any]) -> Any:
@@ -87,27 +94,25 @@ class PendingMetrics:
     def add(self, metrics: Metrics) -> Metrics:
         """Queue the metrics of one hook call and return them with their tensors copied.
 
-        Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping.
+        Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping
+        of metric values.
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(f"returned a {type(metrics).__name__}; a hook returns a dict of metrics")
-        leaves = [leaf for value in metrics.values() if type(value) is not float for leaf in _leaves(value)]
+        leaves: list[Tensor] = []
+        own = {name: value if type(value) is float else _own(value, leaves) for name, value in metrics.items()}
         if not leaves:
-            self._entries.append((metrics, []))
-            return metrics
+            self._entries.append((own, []))
+            return own
         groups: dict[Group, list[Tensor]] = {}
         for leaf in leaves:
-            if leaf.ndim:
-                raise ValueError(
-                    f"returned a tensor of shape {tuple(leaf.shape)}; metrics are zero-dimensional tensors"
-                )
             groups.setdefault((leaf.device, leaf.dtype), []).append(leaf)
         copies = {key: torch.stack(group).detach() for key, group in groups.items()}
         for key, vector in copies.items():
             self._packed.setdefault(key, []).append(vector)
         keys = [(leaf.device, leaf.dtype) for leaf in leaves]
-        self._entries.append((metrics, keys))
-        return _substituted(metrics, keys, {key: iter(vector) for key, vector in copies.items()})
+        self._entries.append((own, keys))
+        return _substituted(own, keys, {key: iter(vector) for key, vector in copies.items()})
 
     def to_host(self) -> list[dict[str, Any]]:
         """Return every queued call's metrics as host values, in order, and forget them."""

@@ -108,6 +108,20 @@ def test_a_live_tensor_is_copied_when_it_is_returned(point):
     assert len(set(truth)) == 3
 
 
+def test_a_hook_may_reuse_the_containers_it_returns():
+    metrics: dict = {"plain": 0, "list": [0], "mixed": {"tensor": None, "plain": 0}}
+
+    def refill(ctx):
+        metrics["plain"] = metrics["list"][0] = metrics["mixed"]["plain"] = ctx.step
+        metrics["mixed"]["tensor"] = torch.tensor(ctx.step)
+        return metrics
+
+    ((found, *_),) = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(refill)]).sink.emitted
+    assert found["spy/plain"].values == [1, 2, 3]
+    assert found["spy/list"].values == [[1], [2], [3]]
+    assert found["spy/mixed"].values == [{"tensor": step, "plain": step} for step in (1, 2, 3)]
+
+
 def test_an_interventions_metrics_keep_their_values_through_the_rollback():
     def zero_everything(run_ctx, model_ctx) -> dict[str, Tensor]:
         for parameter in model_ctx.model.parameters():
@@ -183,9 +197,9 @@ def test_numbers_that_are_on_the_host_already_are_not_transferred():
 
 def test_pending_metrics_return_to_their_places_in_order():
     pending = PendingMetrics()
-    pending.add({"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": "text"})
+    pending.add({"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": np.float64(0.5)})
     pending.add({"a": torch.tensor(4.0)})
-    assert pending.to_host() == [{"a": 1.0, "b": [2, 3.0], "c": "text"}, {"a": 4.0}]
+    assert pending.to_host() == [{"a": 1.0, "b": [2, 3.0], "c": 0.5}, {"a": 4.0}]
     assert pending.to_host() == []
 
 

@@ -3,6 +3,7 @@
 from dataclasses import FrozenInstanceError
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -267,6 +268,13 @@ def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(return
     step = 1 if point is HookPoint.POST_STEP else 3
     with pytest.raises(HookError, match=f"Hook 'spy' raised at {point.name} of step {step}: {sentence}"):
         raise run.error
+
+
+@pytest.mark.parametrize("value", [None, "text", np.float32(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
+def test_a_value_that_is_no_metric_is_refused_naming_hook_point_and_step(value):
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"good": 1.0, "bad": value})], raises=HookError)
+    assert "'spy' raised at POST_STEP of step 1: TypeError: returned a " in str(run.error)
+    assert "as a metric; a metric is a float, int, bool or zero-dimensional tensor" in str(run.error)
 
 
 @pytest.mark.parametrize("returned", [[("loss", 1.0)], 3.0, torch.tensor(1.0), "text"])
