@@ -31,6 +31,18 @@ class Flag(NamedTuple):
     put: Callable[[Any], Any]
 
 
+def entered_modes() -> tuple[int, int]:
+    """Return how many function modes and how many dispatch modes are entered."""
+    return _C._len_torch_function_stack(), _C._len_torch_dispatch_stack()
+
+
+def leave_modes(before: tuple[int, int]) -> None:
+    """Leave the modes entered since ``entered_modes`` returned ``before``: they would see, and could answer, any check."""
+    if before != entered_modes():
+        _set_function_modes(_function_modes()[: before[0]])
+        _set_dispatch_modes(_dispatch_modes()[: before[1]])
+
+
 def _function_modes() -> tuple[Any, ...]:
     length = _C._len_torch_function_stack()
     return tuple([_C._get_function_stack_at(index) for index in range(length)]) if length else ()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from framework.audit import Audit
+from framework.errors import StateMutationError
+from framework.flags import entered_modes, leave_modes
 from framework.guardian import Snapshot
 from framework.random_streams import StreamState
 from framework.training_state import TrainingState
@@ -48,6 +50,7 @@ class Isolation:
         self._saved_streams: StreamState | None = None
         self._guarded = False
         self._changed = False
+        self._modes = entered_modes()
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
 
@@ -56,18 +59,28 @@ class Isolation:
         """The parameters of the model as of the beginning of the visit, in its order."""
         return self._tripwire.parameters
 
+    @property
+    def run_streams(self) -> StreamState:
+        """The state of the run's generators: of now, or during a visit of its beginning."""
+        return self._saved_streams or self._streams.save()
+
     def begin(self) -> None:
         """Save the run's streams and take the baseline of every check."""
         self._saved_streams = self._streams.take()
         self._guarded = self._changed = False
         self._unsettled = []
+        self._modes = entered_modes()
         self.rebase()
 
     def end(self) -> None:
-        """Put the run's streams back."""
+        """Settle what was checked quickly, also when something was raised, and put the run's streams back."""
         saved, self._saved_streams = self._saved_streams, None
-        if saved is not None:
-            saved.restore()
+        self._guardian.release()
+        try:
+            self.settle()
+        finally:
+            if saved is not None:
+                saved.restore()
 
     def rebase(self) -> None:
         """Accept the present state as the baseline: after a commit, or after a rollback moved the versions."""
@@ -110,6 +123,7 @@ class Isolation:
             return function()
         finally:
             torch._C._set_grad_enabled(grad_mode)
+            leave_modes(self._modes)
             self._check_observer(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
@@ -123,13 +137,23 @@ class Isolation:
         try:
             return function()
         finally:
+            leave_modes(self._modes)
             if mutates:
-                self._guardian.restore(self._state)
+                self._roll_back(call)
                 self._restore_streams_for_audit()
                 self._audit.check(call)
                 self._tripwire.begin()
             else:
                 self.check(call)
+
+    def _roll_back(self, call: Call) -> None:
+        try:
+            self._guardian.restore(self._state)
+        except Exception as error:
+            raise StateMutationError(
+                f"{call} left the training state so that it cannot be put back ({type(error).__name__}: {error}), so "
+                "the run ends here and no checkpoint is written from this state."
+            ) from error
 
     def committed(self) -> None:
         """Note that the state was changed on purpose: the next call of this visit starts from it."""
