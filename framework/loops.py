@@ -50,7 +50,7 @@ def epoch_loop(
     while loop.epoch < task.length and not loop.stopped:
         _begin_epoch(task, hooks, loop)
         hooks.fire(HookPoint.PRE_EPOCH)
-        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch)):
+        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch)):  # noqa: B020 - sets the position
             _training_step(task, hooks, loop, batch, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
         _end_of_batches(loop)
@@ -80,7 +80,7 @@ def step_loop(
     loop = hooks.state.loop
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
-        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):
+        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the same
             _training_step(task, hooks, loop, batch, step_scheduler=True)
             progress.step(loop)
             _after_step(task, hooks, loop, progress, checkpoint)
