@@ -1,0 +1,250 @@
+"""Writes docs/hooks/: one page for every hook that comes with loopscope, made from its class."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import training_hooks
+from framework.hook_points import ALWAYS, STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
+from framework.hooks import InterventionHook, TrainingHook
+from framework.registry import HookRegistry, hook_kind, hook_options
+
+FOLDER = Path(__file__).parent / "hooks"
+PACKAGE = training_hooks.__name__
+NOTE = "<!-- Made by `make docs` from the hook's class; edit that instead. -->"
+KINDS = {
+    "observer": "observer: reads, and is watched",
+    "intervention": "intervention: does what it likes, and is rolled back",
+    "committing": "committing intervention: changes what it declares, and nothing else",
+    "debug": "debug intervention: left out of every bulk selection, switched on by name",
+}
+LOOPS = ("epoch", "step")
+NEEDS = {
+    "needs_grads": "`accumulated_grads`, the mean gradient of the epoch",
+    "needs_prev_step_grads": "`prev_step_grads`, the gradient of the step before",
+    "needs_pre_epoch_state": "a copy of the training state before the epoch",
+    "needs_target_grad": "`target_grad`, which the experiment defines",
+}
+
+
+def shipped_hooks() -> list[type[TrainingHook]]:
+    """Return the hooks of this distribution, by name; those of other installed packages are not documented here."""
+    return [hook for hook in HookRegistry if hook.__module__.partition(".")[0] == PACKAGE]
+
+
+def pages(hooks: Iterable[type[TrainingHook]] | None = None) -> dict[str, str]:
+    """Return the text of every page by its file name."""
+    chosen = shipped_hooks() if hooks is None else list(hooks)
+    return {"index.md": index_page(chosen), **{f"{hook.name}.md": hook_page(hook) for hook in chosen}}
+
+
+def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
+    """Return the page that lists the hooks."""
+    rows = [
+        (f"[`{hook.name}`]({hook.name}.md)", hook_kind(hook), fires_at(hook), documentation(hook)[0])
+        for hook in hooks
+    ]
+    return "\n".join(
+        [
+            NOTE,
+            "# Hooks",
+            "",
+            "Those that come with loopscope. `loopscope hooks` prints this list with every installed hook in it, "
+            "`loopscope hooks NAME` the page of one.",
+            "",
+            *table(("hook", "kind", "points", "what it does"), rows),
+            "",
+        ]
+    )
+
+
+def hook_page(hook: type[TrainingHook]) -> str:
+    """Return the page of one hook."""
+    summary, body, arguments = documentation(hook)
+    parts = [NOTE, f"# {hook.name}", "", summary, ""]
+    if body:
+        parts += [body, ""]
+    parts += treatment(hook)
+    parts += [*table(("", ""), facts(hook)), "", "## Metrics", "", *metric_table(hook), "", "## Options", ""]
+    parts += [*option_table(hook, arguments), ""]
+    return "\n".join(parts)
+
+
+def treatment(hook: type[TrainingHook]) -> list[str]:
+    """Return the notice on a hook that changes the run."""
+    if not (issubclass(hook, InterventionHook) and hook.commits):
+        return []
+    changed = " and ".join(sorted(part.value for part in hook.commits))
+    return [
+        f"> **Treatment.** A run with this hook is another run: it changes the {changed}. No group and no keyword "
+        f"switches it on, only `--hooks {hook.name}`, and `experiment_config.json`, `summary.json` and the console "
+        "name it as a treatment.",
+        "",
+    ]
+
+
+def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
+    """Return what one wants to know before switching a hook on, as (label, text)."""
+    rows = [("kind", KINDS[hook_kind(hook)])]
+    for loop in LOOPS:
+        shown = ", ".join(f"`{point.name}`{epochs(window)}" for point, window in sorted(windows(hook, loop).items()))
+        rows.append((f"fires in the {loop} loop at", shown or "no point: it is left out"))
+    if any(point in STEP_POINTS for loop in LOOPS for point in windows(hook, loop)):
+        rows.append(("steps", schedule(hook().step_schedule)))
+    needs = [text for need, text in NEEDS.items() if vars_of(hook)[need]]
+    rows.append(("needs", "; ".join(needs) or "nothing that the loop would not compute anyway"))
+    if issubclass(hook, InterventionHook):
+        rows.append(("costs", cost(hook)))
+    return rows
+
+
+def cost(hook: type[InterventionHook]) -> str:
+    """Say what memory an intervention takes for being undone."""
+    if not hook.mutates:
+        return "no copy of the training state"
+    rollback = "a copy of the training state for the rollback, which all interventions share"
+    return f"{rollback}, and one of the state before the epoch" if hook.needs_pre_epoch_state else rollback
+
+
+def windows(hook: type[TrainingHook], loop: str) -> dict[HookPoint, EpochWindow]:
+    """Return the points of a hook in one loop with their epoch windows."""
+    return windows_for(hook.hook_points, hook.loop_points, loop)
+
+
+def fires_at(hook: type[TrainingHook]) -> str:
+    """Name the points of a hook, with the loop where only one of the two has them."""
+    in_epoch, in_step = (windows(hook, loop) for loop in LOOPS)
+    return ", ".join(
+        point.name + ("" if point in in_epoch and point in in_step else f" ({'epoch' if point in in_epoch else 'step'} loop)")
+        for point in sorted({*in_epoch, *in_step})
+    )
+
+
+def vars_of(hook: type[TrainingHook]) -> Mapping[str, bool]:
+    """Return what a hook asks of the loop, by the name of the flag."""
+    return {
+        "needs_grads": hook.needs_grads,
+        "needs_prev_step_grads": hook.needs_prev_step_grads,
+        "needs_pre_epoch_state": hook.needs_pre_epoch_state,
+        "needs_target_grad": hook.needs_target_grad,
+    }
+
+
+def epochs(window: EpochWindow) -> str:
+    """Say within which epochs a point is used, if not in all.
+
+    >>> epochs((None, 49)), epochs((50, None)), epochs((2, 3)), epochs((None, None))
+    (' (epochs 0 to 49)', ' (from epoch 50 on)', ' (epochs 2 to 3)', '')
+    """
+    first, last = window
+    if window == ALWAYS:
+        return ""
+    return f" (from epoch {first} on)" if last is None else f" (epochs {first or 0} to {last})"
+
+
+def schedule(steps: StepSchedule) -> str:
+    """Say at which steps a schedule is due.
+
+    >>> schedule(StepSchedule(mode="burst", every_n_steps=1000, burst_length=11))
+    'a burst of 11 steps every 1000 steps, from step 1 on'
+    """
+    rule = {
+        "continual": "every step",
+        "stride": f"one step in {steps.every_n_steps}",
+        "burst": f"a burst of {steps.burst_length} steps every {steps.every_n_steps} steps",
+    }[steps.mode]
+    return f"{rule}, from step {steps.warmup + 1} on"
+
+
+def metric_table(hook: type[TrainingHook]) -> list[str]:
+    """Return the lines of the table of a hook's metrics."""
+    rows = [
+        (f"`{hook.name}/{info.name}`", info.formula, info.range, markdown(info.reading))
+        for info in hook().describe_metrics()
+    ]
+    return table(("metric", "formula", "range", "reading"), rows)
+
+
+def option_table(hook: type[TrainingHook], meanings: Mapping[str, str]) -> list[str]:
+    """Return the lines of the table of a hook's options."""
+    rows = [
+        (
+            f"`{hook.name}.{name}`",
+            f"`{inspect.formatannotation(option.annotation).replace('typing.', '')}`",
+            f"`{option.default!r}`",
+            meanings.get(name, ""),
+        )
+        for name, option in hook_options(hook).items()
+    ]
+    if not rows:
+        return ["None."]
+    return ["For `--hook-config`.", "", *table(("option", "type", "default", "meaning"), rows)]
+
+
+def documentation(hook: type[TrainingHook]) -> tuple[str, str, dict[str, str]]:
+    """Split a class's docstring into its first line, its other paragraphs and its arguments, as Markdown."""
+    first, _, rest = (inspect.getdoc(hook) or "").partition("\n")
+    body, arguments = [], {}
+    for paragraph in re.split(r"\n\s*\n", rest.strip("\n")):
+        if paragraph.startswith("Args:"):
+            arguments = parse_arguments(paragraph.partition("\n")[2])
+        elif paragraph:
+            body.append(" ".join(markdown(paragraph).split()))
+    return markdown(first), "\n\n".join(body), arguments
+
+
+def parse_arguments(text: str) -> dict[str, str]:
+    """Read the ``Args:`` of a docstring.
+
+    >>> parse_arguments("    k: the count\\n        of it.\\n    j: another.")
+    {'k': 'the count of it.', 'j': 'another.'}
+    """
+    items = re.split(r"^(\w+): ", inspect.cleandoc(text), flags=re.MULTILINE)[1:]
+    return {
+        name: " ".join(markdown(meaning).split()) for name, meaning in zip(items[::2], items[1::2], strict=True)
+    }
+
+
+def markdown(text: str) -> str:
+    """Turn the markup of a docstring into Markdown.
+
+    >>> markdown("see :func:`~framework.curvature.exact_product` and ``k``")
+    'see `exact_product` and `k`'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [heading, ["---"] * len(heading), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def write(folder: Path = FOLDER) -> list[str]:
+    """Write the pages that differ from what is there, remove those of hooks that are gone; return their names."""
+    folder.mkdir(exist_ok=True)
+    wanted = pages()
+    changed = []
+    for path in folder.glob("*.md"):
+        if path.name not in wanted:
+            path.unlink()
+            changed.append(path.name)
+    for name, text in wanted.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(name)
+    return sorted(changed)
+
+
+def main() -> int:
+    """Write the pages and say what changed."""
+    changed = write()
+    print(f"docs/hooks: {', '.join(changed) or 'nothing'} changed, {len(pages())} pages.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Runs what a page shows: Python blocks in one namespace, files as scripts, commands through the command line."""
+
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import experiments
+import sinks
+import training_hooks
+from framework.cli import main
+from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
+from tests.docs.markdown import ROOT, Block, blocks
+
+FILLED = (experiments, sinks, training_hooks)
+REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry)
+SMALL = "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1 --ff-dim 8"
+SHORT = "--epochs 2 --max-epochs 2 --snapshot-every 1"
+LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
+
+
+@contextmanager
+def registries_put_back() -> Iterator[None]:
+    """Forget after the body what was registered in it."""
+    before = [registry.names() for registry in REGISTRIES]
+    try:
+        yield
+    finally:
+        for registry, names in zip(REGISTRIES, before, strict=True):
+            for name in set(registry.names()) - set(names):
+                registry.unregister(name)
+
+
+def status_of(command: Callable[[], Any]) -> int:
+    """Run something that returns its exit status, or raises it."""
+    try:
+        return int(command() or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command of a console block and return its exit status; runs of mod_arithmetic are made small."""
+    program, *words = shlex.split(command)
+    if words[:2] == ["run", "mod_arithmetic"] or words[1:3] == ["run", "mod_arithmetic"]:
+        words += f"{SMALL} {SHORT} --overwrite".split()
+    if program == "loopscope":
+        return status_of(lambda: main(words))
+    if program == "python" and words[0].endswith(".py"):
+        monkeypatch.setattr(sys, "argv", words)
+        with registries_put_back():
+            return status_of(lambda: runpy.run_path(words[0], run_name="__main__"))
+    if program == "make":
+        return status_of(lambda: run_recipe(words[0], monkeypatch))
+    raise AssertionError(f"No page shows commands of {program}: {command}")
+
+
+def run_recipe(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a target in the Makefile, and run what it does with loopscope."""
+    recipe = recipes()[target]
+    for line in recipe:
+        if "/loopscope " in line:
+            assert run_command("loopscope " + line.split("/loopscope ")[1], monkeypatch) == 0
+
+
+def recipes() -> dict[str, list[str]]:
+    """Return the command lines of every target of the Makefile."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / "Makefile").read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("\t"):
+            found[target].append(line.strip())
+        elif ":" in line and "=" not in line:
+            target = line.partition(":")[0]
+            found[target] = []
+    return found
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every block of a page, in order, in ``folder``."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    with registries_put_back():
+        for block in blocks(page):
+            run_block(block, namespace, monkeypatch)
+
+
+def run_block(block: Block, namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run, save or parse one block."""
+    if block.file:
+        with Path(block.file).open("a", encoding="utf-8") as file:
+            file.write(block.text)
+    elif block.language == "python":
+        exec(compile(block.text, "a block of the page", "exec"), namespace)
+    if block.language == "yaml":
+        yaml.safe_load(block.text)
+    if block.language == "toml":
+        tomllib.loads(block.text)
+    for command in block.commands() if block.language == "console" else ():
+        assert run_command(command, monkeypatch) == 0, command

@@ -1,0 +1,30 @@
+"""Everything that a page shows is run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import PAGES, ROOT, blocks
+from tests.docs.running import LANGUAGES, run_page
+
+ELSEWHERE = "writing-an-experiment.md"  # tests/experiments/test_writing_an_experiment.py
+WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name != ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
+def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_names_its_language(page: Path) -> None:
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks(page))
+
+
+def test_lines_of_json_are_as_the_sink_writes_them() -> None:
+    examples = [block.text for block in blocks(ROOT / "docs/command-line.md") if block.language == "json"]
+    assert len(examples) == 2
+    for example in examples:
+        assert list(json.loads(example))[:3] == ["epoch", "step", "hook_point"]

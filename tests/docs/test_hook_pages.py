@@ -1,0 +1,72 @@
+"""The pages of docs/hooks/ are those that the classes give, and the classes say enough."""
+
+import doctest
+
+import pytest
+
+from docs import generate
+from framework.contexts import MetricInfo
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.registry import hook_options
+
+SHIPPED = pytest.mark.parametrize("hook", generate.shipped_hooks(), ids=lambda hook: hook.name)
+
+
+class Undescribed(TrainingHook):
+    """Say too little.
+
+    Args:
+        known: is described.
+    """
+
+    name = "undescribed"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+
+    def __init__(self, *, known: int = 1, unknown: int = 2) -> None: ...
+
+    def compute(self, ctx):
+        return {}
+
+    def describe_metrics(self):
+        return [MetricInfo("bare", "a | b", "", "reading")]
+
+
+def missing(hook: type[TrainingHook]) -> list[str]:
+    """List what a hook's page would lack."""
+    first, _, arguments = generate.documentation(hook)
+    infos = hook().describe_metrics()
+    blank = [f"{info.name}: {part}" for info in infos for part, text in vars(info).items() if not text.strip()]
+    options = [name for name in hook_options(hook) if not arguments.get(name)]
+    return [*([] if first else ["description"]), *([] if infos else ["metrics"]), *blank, *options]
+
+
+def test_pages_are_those_that_make_docs_writes() -> None:
+    there = {path.name: path.read_text(encoding="utf-8") for path in generate.FOLDER.glob("*.md")}
+    assert there == generate.pages(), "docs/hooks/ is stale: run make docs"
+
+
+@SHIPPED
+def test_every_hook_describes_itself_its_metrics_and_its_options(hook: type[TrainingHook]) -> None:
+    assert missing(hook) == []
+
+
+def test_a_hook_that_says_too_little_is_noticed() -> None:
+    assert missing(Undescribed) == ["bare: range", "unknown"]
+
+
+def test_bars_in_formulas_do_not_break_tables() -> None:
+    assert "| `undescribed/bare` | a \\| b |" in generate.hook_page(Undescribed)
+
+
+def test_writing_adds_mends_and_removes_pages(tmp_path) -> None:
+    (tmp_path / "gone.md").write_text("a hook that is no more")
+    (tmp_path / "norms.md").write_text("stale")
+    assert set(generate.write(tmp_path)) == {*generate.pages(), "gone.md"}
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == generate.pages()
+    assert generate.write(tmp_path) == []
+
+
+def test_examples_of_the_generator_are_right() -> None:
+    outcome = doctest.testmod(generate)
+    assert outcome.attempted and not outcome.failed

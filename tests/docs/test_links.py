@@ -1,0 +1,45 @@
+"""Links lead somewhere, and pages say nothing about the machine they were written on."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import PAGES, ROOT, anchors, links
+
+EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@EVERY
+def test_every_link_resolves(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if link.startswith("https://"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@EVERY
+def test_no_page_names_a_folder_of_a_machine(page: Path) -> None:
+    assert not re.search(r"(?<![\w./])/(home|root|tmp|work|Users)/", page.read_text(encoding="utf-8"))
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            local = [link.partition("#")[0] for link in links(page) if not link.startswith("https://")]
+            waiting += [(page.parent / link).resolve() for link in local if link]
+    assert set(PAGES) <= reached
+
+
+def test_the_index_lists_every_decision_by_its_title() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for number, page in enumerate(sorted((ROOT / "docs/decisions").glob("*.md")), start=1):
+        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert page.name.startswith(f"{number:04d}-")
+        assert f"[{title.partition('. ')[2]}](decisions/{page.name})" in index

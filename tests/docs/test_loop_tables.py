@@ -1,0 +1,83 @@
+"""docs/loop.md says which field is set where; both loops are run to see."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from framework.contexts import RunDataContext
+from framework.hook_points import POINTS_OF_LOOP, HookPoint
+from tests.docs.markdown import ROOT, code, tables
+from tests.support import LOOPS, Case, SpyHook, at, train
+
+STEPS = 12
+LOG_EVERY = 3
+EVALUATED = {"epoch": {6, 12}, "step": {4, 8, 12}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "epoch": {"eval_every": 2, "snapshot_every": 1},
+    "step": {"eval_every": 4, "snapshot_every": 2, "log_every": LOG_EVERY},
+}
+CONDITIONS: dict[str, Callable[[str, bool, int], bool]] = {
+    "yes": lambda loop, wanted, step: True,
+    "-": lambda loop, wanted, step: False,
+    "wanted": lambda loop, wanted, step: wanted,
+    "wanted, from step 2": lambda loop, wanted, step: wanted and step >= 2,
+    "after the first flush": lambda loop, wanted, step: step >= LOG_EVERY,
+    "wanted, after the first flush": lambda loop, wanted, step: wanted and step >= LOG_EVERY,
+    "no step since": lambda loop, wanted, step: step in EVALUATED[loop],
+}
+FIELDS = sorted(
+    {name for name in RunDataContext.__slots__ if name != "services"} | {"optimizer_groups"},
+)
+
+
+def table_of(loop: str) -> dict[str, dict[str, str]]:
+    """Return the conditions of the page by field and point."""
+    both = [table for table in tables(ROOT / "docs/loop.md") if table and "PRE_STEP" in table[0]]
+    rows = {frozenset(row.keys() - {"field"}): table for table in both for row in table}
+    table = rows[frozenset(point.name for point in POINTS_OF_LOOP[loop])]
+    return {field: row for row in table for field in code(row["field"])}
+
+
+def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, bool]]]:
+    """Run a loop and return which fields were set at each fire."""
+    found: list[tuple[HookPoint, int, dict[str, bool]]] = []
+
+    def probe(ctx: Any) -> None:
+        values = {name: getattr(ctx, name) for name in FIELDS}
+        found.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
+
+    needs = dict.fromkeys(("needs_grads", "needs_prev_step_grads", "needs_target_grad"), wanted)
+    spy = at(SpyHook, *HookPoint, **needs)(probe)
+    train(Case(loop=loop), [spy], steps=STEPS, target_grad=lambda model: {"0.weight": torch.ones(1)}, **OPTIONS[loop])
+    return found
+
+
+def is_set(value: Any) -> bool:
+    return value is not None and value != {}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_table_has_every_field(loop: str) -> None:
+    assert sorted(table_of(loop)) == FIELDS
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_fields_are_set_where_the_table_says(loop: str, wanted: bool) -> None:
+    table = table_of(loop)
+    fires = seen(loop, wanted=wanted)
+    assert {point for point, _, _ in fires} == POINTS_OF_LOOP[loop]
+    for point, step, fields in fires:
+        for field, is_there in fields.items():
+            condition = table[field][point.name]
+            assert is_there == CONDITIONS[condition](loop, wanted, step), f"{field} at {point.name} of step {step}"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_condition_of_the_table_was_met_and_missed(loop: str) -> None:
+    conditions = {cell for row in table_of(loop).values() for name, cell in row.items() if name != "field"}
+    steps = [step for _, step, _ in seen(loop, wanted=True)]
+    for condition in conditions - {"yes", "-", "wanted"}:
+        assert {CONDITIONS[condition](loop, True, step) for step in steps} == {True, False}

@@ -1,0 +1,73 @@
+"""The experiment of docs/writing-an-experiment.md, exactly as it stands there, through the command line."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.registry import ExperimentRegistry
+from sinks import read_jsonl
+from tests.docs.markdown import ROOT, Block, blocks
+from tests.docs.running import registries_put_back, run_block, run_command
+
+PAGE = ROOT / "docs/writing-an-experiment.md"
+
+
+def the_file() -> Block:
+    (block,) = [block for block in blocks(PAGE) if block.file]
+    return block
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Save the experiment as the page says, and work in that folder."""
+    monkeypatch.chdir(tmp_path)
+    run_block(the_file(), {}, monkeypatch)
+    return tmp_path
+
+
+def summary(folder: Path, strategy: str) -> dict[str, Any]:
+    return json.loads((folder / "output/spirals" / strategy / "summary.json").read_text())
+
+
+def test_it_has_at_most_60_lines_and_no_loop_code() -> None:
+    lines = the_file().text.splitlines()
+    assert len(lines) <= 60
+    assert not any(word in the_file().text for word in ("backward()", ".step()", "zero_grad", "epoch_loop"))
+
+
+def test_the_commands_of_the_page_run_it_with_hooks_and_the_order_matters(saved: Path, monkeypatch, capsys) -> None:
+    commands = [command for block in blocks(PAGE) for command in block.commands()]
+    assert [run_command(command, monkeypatch) for command in commands] == [0, 0]
+    assert "--points" in capsys.readouterr().out
+    random, outwards = summary(saved, "random"), summary(saved, "outwards")
+    assert random["target_reached"] and random["final"]["val_acc"] >= 0.97
+    assert random["epochs"] < outwards["epochs"]
+    records = list(read_jsonl(saved / "output/spirals/random/random.jsonl"))
+    assert len(records) == random["epochs"]
+    assert all(record.metrics["norms/total_grad_norm"] > 0 for record in records)
+
+
+def test_audited_interventions_leave_it_as_it_is_without_hooks(saved: Path, monkeypatch) -> None:
+    run = "python spirals.py run spirals --strategy outwards --epochs 2 --points 64 --no-console-output --output-dir"
+    hooks = "--hooks counterfactual hessian --audit-hooks"
+    assert run_command(f"{run} bare", monkeypatch) == 0
+    assert run_command(f"{run} watched {hooks}", monkeypatch) == 0
+    weights = [Path(folder, "spirals/outwards/outwards_final.pt").read_bytes() for folder in ("bare", "watched")]
+    assert weights[0] == weights[1]
+
+
+def test_its_bad_options_are_refused_in_a_sentence(saved: Path, monkeypatch, capsys) -> None:
+    assert run_command("python spirals.py run spirals --points 1", monkeypatch) == 2
+    assert capsys.readouterr().err == "loopscope: points is 1; it must be at least 2.\n"
+    assert not Path("output").exists()
+
+
+def test_the_entry_point_of_the_page_is_in_the_group_that_is_discovered(saved: Path, monkeypatch) -> None:
+    (text,) = [block.text for block in blocks(PAGE) if block.language == "toml"]
+    ((group, points),) = tomllib.loads(text)["project"]["entry-points"].items()
+    assert (group, list(points)) == ("loopscope.experiments", ["spirals"])
+    with registries_put_back():
+        assert "spirals" not in ExperimentRegistry.names()
