@@ -132,7 +132,7 @@ def _gather_gradients(task: TrainingTask, hooks: HookManager, loop: LoopState) -
     """Keep this step's gradients for the hooks that asked for their mean, or for the previous step's."""
     live = gradients(task.model)
     with torch.no_grad():
-        if hooks.needs("needs_grads"):
+        if hooks.wants("needs_grads", points=EPOCH_END):
             loop.gradient_sum = accumulate(loop.gradient_sum, live)
             loop.gradient_steps += 1
         in_next_epoch = loop.batch_idx == len(task.loader) - 1
