@@ -62,7 +62,7 @@ def _dispatch_modes() -> tuple[Any, ...]:
 
 def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
     while _C._len_torch_dispatch_stack():
-        _C._pop_torch_dispatch_stack()
+        _C._pop_torch_dispatch_stack(None)
     for mode in modes:
         _C._push_on_torch_dispatch_stack(mode)
 
