@@ -1,0 +1,1 @@
+"""Measures what loopscope costs: ``python -m tests.benchmarks`` writes docs/benchmarks.md."""

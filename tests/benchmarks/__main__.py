@@ -1,0 +1,60 @@
+"""Measures everything and writes docs/benchmarks.md; ``--only NAME`` measures a part and writes nothing."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
+from tests.benchmarks.guardian_cost import interventions, save_and_restore
+from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
+from tests.benchmarks.memory_cost import peak_memory
+from tests.benchmarks.report import environment, misses, page, table
+from tests.benchmarks.rows import Effort, Row
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
+    "loop": ("The loop", (loop_cost,)),
+    "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
+    "guardian": ("Interventions", (save_and_restore, interventions)),
+    "clip": ("Clipping", (clipping,)),
+    "memory": ("Memory", (peak_memory,)),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the benchmarks that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the repetitions, for a quick look")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    say(environment())
+    begin = time.perf_counter()
+    rows = {
+        title: measured(title, parts, options.share) for title, parts in (BENCHMARKS[name] for name in options.only)
+    }
+    say(f"\n{misses(rows)}, in {time.perf_counter() - begin:.0f} s.")
+    if set(options.only) == set(BENCHMARKS) and options.share >= 1:
+        PAGE.write_text(page(rows), encoding="utf-8")
+        say(f"Written to {PAGE}.")
+
+
+def measured(title: str, parts: Sequence[Callable[[Effort], Iterator[Row]]], share: float) -> list[Row]:
+    """Run some benchmarks and show their rows."""
+    rows = [row for benchmark in parts for row in benchmark(Effort(share))]
+    say(f"\n{title}\n{table(rows)}")
+    return rows
+
+
+def say(text: str) -> None:
+    """Write a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

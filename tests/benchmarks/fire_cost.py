@@ -1,0 +1,54 @@
+"""What a fire costs: without listeners, and with observers that return a float."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from tests.benchmarks.rows import MICROSECONDS, Effort, Row
+from tests.benchmarks.subjects import Subject, mod_arithmetic, observers
+from tests.benchmarks.timing import Spread, Turns, difference
+
+WARM_CALLS = 20
+POINT = HookPoint.POST_STEP
+
+
+def empty_fire(effort: Effort) -> Iterator[Row]:
+    """Measure a fire at a point to which nobody listens."""
+    manager = mod_arithmetic(effort.quick).manager(observers(1))
+    turns = Turns([partial(manager.fire, HookPoint.PRE_STEP)], calls=effort.times(2000))
+    for _ in range(effort.times(200)):
+        turns.round()
+    yield Row("Empty fire", "nothing", MICROSECONDS, Spread.of(turns.seconds[0]), 1e-6)
+
+
+def observers_in_a_fire(effort: Effort) -> Iterator[Row]:
+    """Measure one and ten observers, against calling them."""
+    subject = mod_arithmetic(effort.quick)
+    for count, label, bar in ((1, "One observer", 100e-6), (10, "Ten observers", 450e-6)):
+        against = f"{count} {'call' if count == 1 else 'calls'} of compute"
+        warm = _fires(subject, observers(count), WARM_CALLS, effort.times(90))
+        yield Row(f"{label}, warm", f"{against}, {len(subject.tensors)} tensors", MICROSECONDS, warm, bar)
+        cold = _fires(subject, observers(count), 1, effort.times(180))
+        yield Row(f"{label}, first fire after a step", against, MICROSECONDS, cold)
+
+
+def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) -> Spread:
+    """Time fires after each of ``steps`` training steps, while gradients, batch and loss are there."""
+    manager = subject.manager(hooks)
+    fire = partial(manager.fire, POINT)
+    subject.train(1, fire)
+    turns = Turns([fire, _direct(hooks)], calls, after=manager.flush_steps)
+    subject.train(steps, turns.round)
+    return difference(*turns.seconds)
+
+
+def _direct(hooks: list[Any]) -> Callable[[], None]:
+    calls = [partial(hook.compute, hook.context) for hook in hooks]
+
+    def call_all() -> None:
+        for call in calls:
+            call()
+
+    return call_all

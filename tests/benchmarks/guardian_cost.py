@@ -1,0 +1,141 @@
+"""What an intervention costs: saving and restoring the training state, and nothing of it with ``mutates = False``."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.guardian import Snapshot
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from tests.benchmarks.rows import BYTES, MICROSECONDS, TIMES, Effort, Row
+from tests.benchmarks.subjects import Mutator, Reader, Subject, mod_arithmetic
+from tests.benchmarks.timing import Spread, clock, ratio
+
+POINT = HookPoint.POST_STEP
+Seconds = list[float]
+
+
+def save_and_restore(effort: Effort) -> Iterator[Row]:
+    """Measure the guardian, and clone plus load_state_dict, against plain copies of the same bytes."""
+    cases = (("quick", effort.quick, 180, 1.5), ("paper", effort.paper, 40, 1.1))
+    for preset, options, pairs, bar in cases:
+        subject = mod_arithmetic(options)
+        plain = PlainCopy(subject)
+        snapshot = Snapshot()
+        ours, reference = _pairs(subject, plain, partial(_guard, subject, snapshot), effort.times(pairs))
+        tensors = subject.tensors
+        size = sum(tensor.nbytes for tensor in tensors) / 1e6
+        against = f"plain copies, {len(tensors)} tensors, {size:.1f} MB, {1e3 * Spread.of(reference).median:.2f} ms"
+        yield Row(f"Guardian save + restore, {preset} preset", against, TIMES, ratio(ours, reference), bar)
+        naive, reference = _pairs(subject, plain, partial(_naive, subject), effort.times(pairs // 2))
+        yield Row("clone + load_state_dict", against, TIMES, ratio(naive, reference))
+
+
+class PlainCopy:
+    """Copies every tensor of the training state to a buffer and back, and does nothing else."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._buffers: list[Tensor] = []
+
+    def prepare(self) -> None:
+        """Find the tensors of this moment, untimed."""
+        self._tensors = [tensor.detach() for tensor in self._subject.tensors]
+        if [buffer.shape for buffer in self._buffers] != [tensor.shape for tensor in self._tensors]:
+            self._buffers = [torch.empty_like(tensor) for tensor in self._tensors]
+
+    def __call__(self) -> None:
+        torch._foreach_copy_(self._buffers, self._tensors)
+        torch._foreach_copy_(self._tensors, self._buffers)
+
+
+def _guard(subject: Subject, snapshot: Snapshot) -> None:
+    snapshot.save(subject.state)
+    snapshot.restore(subject.state)
+
+
+def _naive(subject: Subject) -> None:
+    """Save and restore model, gradients and optimizer as a user would; afterwards the copies alias live tensors."""
+    model, optimizer = subject.task.model, subject.task.optimizer
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    moments = deepcopy(optimizer.state_dict())
+    model.load_state_dict(weights)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.load_state_dict(moments)
+
+
+def _pairs(subject: Subject, plain: PlainCopy, other: Callable[[], None], pairs: int) -> tuple[Seconds, Seconds]:
+    """Time ``other`` and the plain copy in turn, each after a training step of its own: same caches, new gradients."""
+    seconds: tuple[Seconds, Seconds] = ([], [])
+
+    def measure() -> None:
+        plain.prepare()
+        turn = len(seconds[0]) > len(seconds[1])
+        begin = clock()
+        (plain if turn else other)()
+        seconds[turn].append(clock() - begin)
+
+    subject.train(2 * (pairs + 2), measure)
+    count = min(map(len, seconds))
+    return seconds[0][2:count], seconds[1][2:count]
+
+
+COPYING = {
+    torch.ops.aten.copy_,
+    torch.ops.aten._foreach_copy_,
+    torch.ops.aten.clone,
+    torch.ops.aten._to_copy,
+}
+
+
+class CopyMeter(TorchDispatchMode):
+    """Counts the bytes that torch copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPYING:
+            copied = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.bytes += sum(tensor.nbytes for tensor in copied)
+        return result
+
+
+def interventions(effort: Effort) -> Iterator[Row]:
+    """Count the bytes that a fire with one intervention copies, and time it."""
+    subject = mod_arithmetic(effort.quick)
+    for label, hook, bar in (("mutates = False", Reader(), 0.0), ("mutates = True", Mutator(), None)):
+        copied, seconds = _fires(subject, hook, effort.times(90))
+        figure = f"Intervention, {label}"
+        yield Row(f"{figure}: bytes copied", "one fire", BYTES, copied, bar)
+        yield Row(f"{figure}: a fire after a step", "nothing", MICROSECONDS, seconds)
+
+
+def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Spread]:
+    """Fire after each of ``steps`` training steps, counting the bytes of every other fire and timing the rest."""
+    manager = subject.manager([hook])
+    copied: list[float] = []
+    seconds: list[float] = []
+
+    def fire() -> None:
+        if len(copied) > len(seconds):
+            begin = clock()
+            manager.fire(POINT)
+            seconds.append(clock() - begin)
+        else:
+            with CopyMeter() as meter:
+                manager.fire(POINT)
+            copied.append(meter.bytes)
+        manager.flush_steps()
+
+    subject.train(2 * steps + 2, fire)
+    return Spread.of(copied), Spread.of(seconds[1:])

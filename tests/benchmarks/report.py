@@ -1,0 +1,86 @@
+"""Writes the table, what it was measured on and how."""
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from tests.benchmarks.rows import COLUMNS, Row
+
+HEADING = """# Benchmarks
+
+What loopscope costs, against the same work written without it. This page is written by `make bench`.
+
+"""
+
+METHOD = """
+## How this is measured
+
+- What is compared runs in one process, on one thread, in turn: A B A B. *Measured* is the median over blocks of the
+  difference (or ratio) of two neighbours, *Best* the difference (or ratio) of the two fastest blocks, *Noise* the
+  interquartile range over blocks. *Result* judges the median; where the bar lies within the noise, measure again on a
+  quiet machine. Time is CPU time of the process.
+- *Loop.* `epoch_loop` and a loop written bare train one model in turn, step by step: gathering the batch, `zero_grad`,
+  loss, backward, the running loss, `optimizer.step`. A block is an epoch, its value the median over its steps, plus the
+  epoch's end (where step metrics are flushed) shared out over the steps. There is no evaluation. The rows with hooks
+  contain what the loop costs without them.
+- *Fires.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
+  20 fires; of the first fire after a step, code and data come from memory, not from the cache.
+- *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
+  buffers and back, each after a training step of its own, so that gradients and batch are new.
+  *clone + load_state_dict* clones weights and gradients, copies the optimizer's state dict deeply and loads both.
+- *Bytes copied* are counted by a dispatch mode around a fire.
+- *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
+  Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
+  The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.
+"""
+
+
+def page(rows: Mapping[str, Sequence[Row]]) -> str:
+    """Return the text of docs/benchmarks.md."""
+    tables = [f"## {title}\n\n{table(part)}\n" for title, part in rows.items()]
+    return HEADING + environment() + "\n\n" + "\n".join(tables) + METHOD
+
+
+def environment() -> str:
+    """Say what the numbers were measured on."""
+    return (
+        f"Measured on {processor()}, {os.cpu_count()} cores, with Python {platform.python_version()}, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} thread."
+    )
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return rows as a Markdown table, numbers to the right."""
+    cells = [COLUMNS, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(_padded(row, widths)) + " |" for row in cells]
+    rule = ["-" * width if index not in NUMBERS else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
+    return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
+
+
+NUMBERS = range(2, 6)
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    sized = enumerate(zip(row, widths, strict=True))
+    return [text.rjust(width) if index in NUMBERS else text.ljust(width) for index, (text, width) in sized]
+
+
+def misses(rows: Mapping[str, Sequence[Row]]) -> str:
+    """Say how many bars were met."""
+    judged = [row for part in rows.values() for row in part if row.bar is not None]
+    missed = [row.figure for row in judged if row.result == "miss"]
+    return f"{len(judged) - len(missed)} of {len(judged)} bars met" + (
+        f"; missed: {', '.join(missed)}" if missed else ""
+    )

@@ -1,0 +1,71 @@
+"""The rows of the table: a figure, what was measured, and the bar it must not pass."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.mod_arithmetic.runner import QUICK
+from tests.benchmarks.timing import Spread
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a number is written."""
+
+    symbol: str
+    factor: float
+    digits: int
+
+    def text(self, value: float) -> str:
+        """Write a value."""
+        shown = round(value * self.factor, self.digits) + 0.0  # turns -0.0 into 0.0
+        return f"{shown:,.{self.digits}f} {self.symbol}"
+
+
+MICROSECONDS = Unit("µs", 1e6, 1)
+PERCENT = Unit("%", 100, 2)
+TIMES = Unit("×", 1, 2)
+BYTES = Unit("B", 1, 0)
+COPIES = Unit("copies", 1, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure; without a ``bar`` it is there for comparison."""
+
+    figure: str
+    against: str
+    unit: Unit
+    value: Spread
+    bar: float | None = None
+
+    @property
+    def result(self) -> str:
+        """Return ``pass``, ``miss``, or nothing where there is no bar."""
+        if self.bar is None:
+            return ""
+        return "pass" if self.value.median <= self.bar else "miss"
+
+    def cells(self) -> list[str]:
+        """Return the texts of the table's columns."""
+        text = self.unit.text
+        numbers = [text(self.value.median), text(self.value.best), text(self.value.noise)]
+        return [self.figure, self.against, *numbers, "" if self.bar is None else text(self.bar), self.result]
+
+
+COLUMNS = ["Figure", "Against", "Measured", "Best", "Noise", "Bar", "Result"]
+PAPER = {"train_size": 320, "test_size": 320, "batch_size": 32}
+"""Options of the paper preset's model on little data: what is measured depends on the model, not on the batch."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure, and on what; a smaller ``share`` serves a look, smaller models a test."""
+
+    share: float = 1.0
+    quick: dict[str, Any] = field(default_factory=lambda: QUICK | {"train_size": 90 * 32})
+    """Options of the quick preset, cut to full batches: 90 steps an epoch."""
+    paper: dict[str, Any] = field(default_factory=lambda: dict(PAPER))
+
+    def times(self, count: int) -> int:
+        """Return how often to repeat what takes ``count`` repetitions at full effort; at least once."""
+        return max(1, round(count * self.share))

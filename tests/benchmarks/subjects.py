@@ -1,0 +1,154 @@
+"""What is measured: the two presets of mod_arithmetic, a small MLP, a loop written bare, and hooks that do nothing."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
+from framework.contexts import MetricInfo, RunDataContext
+from framework.data import TensorLoader, fixed_order
+from framework.hook_points import HookPoint
+from framework.hooks import InterventionHook, TrainingHook
+from framework.loops import NoProgress, epoch_loop
+from framework.manager import HookManager
+from framework.metrics import Metrics
+from framework.random_streams import RandomStreams, seed_everything
+from framework.sapi import ModelDataContext
+from framework.session import build_run
+from framework.train_step import TrainingTask
+from framework.training_state import LoopState, TrainingState
+
+
+@dataclass
+class Subject:
+    """A run to measure: its task, its state, its training data as plain tensors in the order of the run."""
+
+    task: TrainingTask
+    state: TrainingState
+    inputs: Tensor
+    targets: Tensor
+    batch_size: int
+
+    @classmethod
+    def of(cls, task: TrainingTask, state: TrainingState, batch_size: int) -> "Subject":
+        """Take a run as it is built, without its evaluations and snapshots."""
+        inputs, targets = map(torch.cat, zip(*task.loader.batches(0), strict=True))
+        return cls(replace(task, eval_every=0, snapshot_every=0), state, inputs, targets, batch_size)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the training state."""
+        return list(self.state.tensors().values())
+
+    def manager(self, hooks: Iterable[TrainingHook] = ()) -> HookManager:
+        """Return a manager of hooks on this run."""
+        return HookManager(hooks, self.task, self.state)
+
+    def train(self, steps: int, after_step: Callable[[], Any], hooks: Iterable[TrainingHook] = ()) -> None:
+        """Train full epochs of at least ``steps`` steps in the real loop.
+
+        ``after_step`` is called after every step, while batch, loss and gradients are there.
+        """
+        self.task.length = self.state.loop.epoch + -(-steps // len(self.task.loader))
+        epoch_loop(self.task, self.manager(hooks), progress=AfterStep(after_step))
+
+
+class AfterStep(NoProgress):
+    """Calls a function after every step."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def step(self, loop: LoopState) -> None:
+        self._function()
+
+
+def mod_arithmetic(options: Mapping[str, Any]) -> Subject:
+    """Build a run of the experiment as ``loopscope run`` does."""
+    config = ModArithmeticConfig(**options)
+    task, state = build_run(ModArithmeticRunner(config), "stride")
+    return Subject.of(task, state, config.batch_size)
+
+
+def small_mlp() -> Subject:
+    """Build a run whose step takes about 0.2 ms, so that 10 µs show."""
+    seed_everything(1)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = 100 * 32
+    data = torch.randn(rows, 32), torch.randint(10, (rows,))
+    loader = TensorLoader(data, 32, fixed_order(torch.arange(rows)))
+    task = TrainingTask(
+        model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+    )
+    return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), 32)
+
+
+def bare_steps(subject: Subject, max_norm: float | None = None) -> Iterator[None]:
+    """Train without end in a loop as one would write it, stopping after every step.
+
+    ``max_norm`` clips the gradients with ``torch.nn.utils.clip_grad_norm_``.
+    """
+    model, optimizer = subject.task.model, subject.task.optimizer
+    order = torch.arange(len(subject.inputs))
+    while True:
+        running_loss: Tensor | None = None
+        for index in order.split(subject.batch_size):
+            inputs, targets = subject.inputs[index], subject.targets[index]
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            detached = loss.detach()
+            running_loss = detached.clone() if running_loss is None else running_loss.add_(detached)
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            yield
+
+
+class Constant(TrainingHook):
+    """An observer that returns a float after every step."""
+
+    name = "constant"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    context: RunDataContext
+
+    def __init__(self, number: int = 0) -> None:
+        self.name = f"constant_{number}"
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        self.context = ctx
+        return {"value": 1.0}
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        return [MetricInfo("value", "1", "{1}", "Always one.")]
+
+
+class Reader(InterventionHook):
+    """An intervention after every step that declares ``mutates = False`` and does nothing."""
+
+    name = "reader"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    mutates = False
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        return {"value": 1.0}
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        return [MetricInfo("value", "1", "{1}", "Always one.")]
+
+
+class Mutator(Reader):
+    """The same, but free to change the training state."""
+
+    name = "mutator"
+    mutates = True
+
+
+def observers(count: int) -> list[TrainingHook]:
+    """Return observers that do nothing."""
+    return [Constant(number) for number in range(count)]

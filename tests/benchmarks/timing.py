@@ -1,0 +1,75 @@
+"""Times what is compared in turn, within one process, and sums the differences up so that load hardly shows."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+clock = time.process_time
+"""CPU time of this process, in seconds: other processes slow it down through the caches, not by being scheduled."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over blocks, the difference or ratio of the fastest blocks, and the interquartile range."""
+
+    median: float
+    best: float
+    noise: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], best: float | None = None) -> "Spread":
+        """Summarise one value for each block; ``best`` is the least of them unless given."""
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+        return cls(middle, min(values) if best is None else best, high - low)
+
+    def plus(self, constant: float) -> "Spread":
+        """Return the spread of values that are all larger by ``constant``."""
+        return Spread(self.median + constant, self.best + constant, self.noise)
+
+
+def difference(ours: Sequence[float], reference: Sequence[float]) -> Spread:
+    """Return by how much ``ours`` is slower, block by block."""
+    values = [one - other for one, other in zip(ours, reference, strict=True)]
+    return Spread.of(values, min(ours) - min(reference))
+
+
+def ratio(ours: Sequence[float], reference: Sequence[float]) -> Spread:
+    """Return how many times as long ``ours`` takes, block by block."""
+    values = [one / other for one, other in zip(ours, reference, strict=True)]
+    return Spread.of(values, min(ours) / min(reference))
+
+
+@dataclass
+class Turns:
+    """Functions timed in turn, A B A B, the order reversed every other round; a block is ``calls`` calls.
+
+    ``after`` runs untimed after each block. ``seconds`` has a list of seconds per call for each function.
+    """
+
+    functions: Sequence[Callable[[], Any]]
+    calls: int = 1
+    after: Callable[[], Any] = lambda: None
+    seconds: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seconds = [[] for _ in self.functions]
+        self._forward = True
+
+    def round(self) -> None:
+        """Time one block of each function."""
+        blocks = list(zip(self.functions, self.seconds, strict=True))
+        for function, seconds in blocks if self._forward else reversed(blocks):
+            calls = range(self.calls)
+            begin = clock()
+            for _ in calls:
+                function()
+            seconds.append((clock() - begin) / self.calls)
+            self.after()
+        self._forward = not self._forward
+
+    def forget(self) -> None:
+        """Drop what was timed so far, as a warm-up."""
+        for seconds in self.seconds:
+            seconds.clear()

@@ -1,0 +1,70 @@
+"""The benchmarks run, compare equal work and count what they say they count; nothing here is timed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.mod_arithmetic.runner import QUICK
+from tests.benchmarks.__main__ import BENCHMARKS
+from tests.benchmarks.memory_cost import BARE, HOOKS, MUTATING, measure, memory_rows
+from tests.benchmarks.report import misses, page
+from tests.benchmarks.rows import MICROSECONDS, Effort, Row
+from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
+from tests.benchmarks.timing import Spread, Turns, difference, ratio
+from training_hooks.grad_clip import GradClip
+
+TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
+LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
+
+
+def weights(subject: Subject) -> list[torch.Tensor]:
+    return list(subject.task.model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "memory"])
+def test_every_benchmark_yields_rows_of_finite_numbers(name):
+    _, parts = BENCHMARKS[name]
+    rows = [row for benchmark in parts for row in benchmark(LOOK)]
+    assert len({row.figure for row in rows if row.bar is not None}) >= 1
+    assert all(math.isfinite(number) for row in rows for number in vars(row.value).values())
+
+
+def test_the_memory_of_every_kind_of_run_is_counted_in_copies_of_the_training_state():
+    measured = {kind: measure(kind, TINY) for kind in (BARE, *HOOKS)}
+    alive = {row.figure: row.value.median for row in memory_rows([measured]) if row.figure.startswith("Tensors")}
+    assert alive.pop(f"Tensors alive, {MUTATING}") == pytest.approx(1, abs=0.1)
+    assert all(copies == pytest.approx(0, abs=0.1) for copies in alive.values())
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_the_bare_loop_takes_the_steps_of_the_real_one(max_norm):
+    ours, bare = mod_arithmetic(TINY), mod_arithmetic(TINY)
+    ours.train(3, lambda: None, [] if max_norm is None else [GradClip(max_norm=max_norm)])
+    steps = bare_steps(bare, max_norm)
+    for _ in range(3):
+        next(steps)
+    assert all(map(torch.equal, weights(ours), weights(bare)))
+
+
+def test_functions_take_turns_and_the_order_is_reversed_every_other_round():
+    calls = []
+    turns = Turns([lambda: calls.append("a"), lambda: calls.append("b")], calls=2, after=lambda: calls.append("|"))
+    turns.round()
+    turns.round()
+    assert "".join(calls) == "aa|bb|bb|aa|"
+    assert [len(seconds) for seconds in turns.seconds] == [2, 2]
+
+
+def test_neighbours_are_compared_block_by_block():
+    assert difference([3.0, 13.0, 5.0], [1.0, 10.0, 4.0]) == Spread(median=2.0, best=2.0, noise=1.0)
+    assert ratio([3.0, 20.0, 4.0], [1.0, 10.0, 4.0]) == Spread(median=2.0, best=3.0, noise=1.0)
+
+
+def test_a_row_passes_up_to_its_bar_and_the_page_shows_it():
+    row = Row("A fire", "nothing", MICROSECONDS, Spread(2e-6, 1e-6, 5e-7), 2e-6)
+    rows = {"Fires": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
+    assert [each.result for each in rows["Fires"]] == ["pass", "miss", ""]
+    assert misses(rows) == "1 of 2 bars met; missed: Another"
+    assert "| A fire  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | 2.0 µs | pass   |" in page(rows)
