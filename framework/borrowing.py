@@ -1,8 +1,10 @@
 """Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,3 +58,23 @@ def lent_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def fully_sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 (``fully_shard``) gathers before their forward and scatters after backward."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+@contextmanager
+def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
+    """Scatter what FSDP2 gathered for a forward without backward: its root would go on with the gathered copy.
+
+    Left alone, that copy would replace the sharded parameters in ``model.parameters()``, and the next forward would
+    use it whatever the optimizer did to the shards in between.
+    """
+    try:
+        yield
+    finally:
+        for module in fully_sharded_modules(model):
+            module.reshard()

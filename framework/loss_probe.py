@@ -6,9 +6,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_modes
-from framework.curvature import Method, central_difference, exact_product
 from framework.batches import micro_batches, rows
+from framework.borrowing import (
+    fully_sharded_modules,
+    gathered_for_a_while,
+    lent_buffers,
+    lent_gradients,
+    lent_modes,
+)
+from framework.curvature import Method, central_difference, exact_product
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable
@@ -56,6 +62,12 @@ class LossProbe:
         if method == "finite_difference":
             return central_difference(lambda: self.mean_gradient(batches()), parameters, direction, epsilon)
 
+        if fully_sharded_modules(self._model):
+            raise LoopscopeError(
+                "An exact Hessian-vector product differentiates twice, which FSDP2 does not support; "
+                "use method='finite_difference'."
+            )
+
         def product(part: Batch) -> Vector:
             return exact_product(lambda: self._compute_loss(part), parameters, direction)
 
@@ -69,6 +81,7 @@ class LossProbe:
             stack.enter_context(lent_buffers(self._model))
             stack.enter_context(lent_modes(self._model, train=None))
             stack.enter_context(lent_gradients(self._model))
+            stack.enter_context(gathered_for_a_while(self._model))
             stack.enter_context(torch.enable_grad())
             yield
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from framework.borrowing import lent_buffers, lent_modes
+from framework.borrowing import gathered_for_a_while, lent_buffers, lent_modes
 from framework.contexts import ForwardResult, OptimizerGroup
 from framework.errors import unknown
 from framework.training_state import TrainingState
@@ -33,6 +33,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
         stack.enter_context(state.streams.isolated())
         stack.enter_context(lent_buffers(model))
         stack.enter_context(lent_modes(model, train=train))
+        stack.enter_context(gathered_for_a_while(model))
         for name in capture:
             handle = modules[name].register_forward_hook(_keeper(captured, name))
             stack.callback(handle.remove)

@@ -17,7 +17,7 @@ from framework.errors import LoopscopeError, unknown
 from framework.guardian import Snapshot
 from framework.light_snapshot import LightSnapshot
 from framework.loss_probe import LossProbe
-from framework.param_vectors import Vector, accumulate, copied, gradients, live_gradients, local_shards
+from framework.param_vectors import Vector, accumulate, copied, live_gradients, local_shards
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
 
@@ -278,9 +278,10 @@ class ModelDataContext:
     def _train(self, loader: Loader, *, step: bool) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         steps = 0
+        named = list(self.model.named_parameters())
         for batch in loader.batches(self._state.loop.epoch):
             forward_backward(self._task, batch)
-            total = accumulate(total, gradients(self.model))
+            total = accumulate(total, {name: parameter.grad for name, parameter in named if parameter.grad is not None})
             steps += 1
             if step:
                 update(self._task, step_scheduler=self._steps_scheduler)
