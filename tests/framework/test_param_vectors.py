@@ -1,8 +1,5 @@
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor, nn
 
 from framework.param_vectors import (
@@ -150,36 +147,3 @@ def test_gradients_leave_out_parameters_without_one_and_shared_ones_come_once():
     model[0].bias.requires_grad_(False)
     model(torch.ones(1, 2)).sum().backward()
     assert list(gradients(model)) == list(trainable(model)) == ["0.weight", "1.bias"]
-
-
-def sharded_results(rank: int, folder: Path) -> None:
-    """Compute products of sharded, replicated, partial and plain tensors; runs in one of two processes."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    plain = {"odd": torch.randn(5, 3), "whole": torch.randn(4), "plain": torch.randn(2), "half": torch.randn(7)}
-    placements = {"odd": Shard(0), "whole": Replicate(), "half": Shard(0)}
-    a = {name: distribute_tensor(plain[name], mesh, [place]) for name, place in placements.items()}
-    a |= {"plain": plain["plain"]}
-    b = a | {"odd": distribute_tensor(plain["odd"], mesh, [Replicate()])}
-    b["half"] = DTensor.from_local(plain["half"] / 2, mesh, [Partial()])
-    moved = axpy(torch.tensor(0.5), a, a)
-    target = copied(a)
-    overwrite(target, moved)
-    total = accumulate(accumulate(None, a, 2), a)
-    numbers = [dot(a, b), norm(a), cosine(a, b), max_abs(a), norm(target), norm(total), joint_norm(list(a.values()))]
-    torch.save(torch.stack(numbers), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_shards_are_reduced_so_that_every_rank_holds_the_number_of_the_whole(tmp_path):
-    torch.multiprocessing.spawn(sharded_results, args=(tmp_path,), nprocs=2)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    torch.manual_seed(0)
-    whole = {"odd": torch.randn(5, 3), "whole": torch.randn(4), "plain": torch.randn(2), "half": torch.randn(7)}
-    length, largest = norm(whole).item(), max_abs(whole).item()
-    expected = [length**2, length, 1.0, largest, 1.5 * length, 3 * length, length]
-    assert torch.equal(found[0], found[1])
-    assert found[0].tolist() == pytest.approx(expected, rel=1e-6)

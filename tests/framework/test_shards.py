@@ -1,0 +1,154 @@
+"""What holds on one process must hold on two: vectors of shards, and the SAPI under FSDP2."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.commits import CommitRecord, StatePart
+from framework.data import TensorLoader, fixed_order
+from framework.errors import LoopscopeError
+from framework.observation import forward_pass
+from framework.param_vectors import (
+    accumulate,
+    axpy,
+    copied,
+    cosine,
+    dot,
+    joint_norm,
+    max_abs,
+    norm,
+    overwrite,
+    trainable,
+    whole,
+)
+from framework.random_streams import RandomStreams
+from framework.sapi import ModelDataContext
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+
+ROWS = 12
+Results = dict[str, Tensor]
+
+
+def plain_vector() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"odd": torch.randn(5, 3), "whole": torch.randn(4), "plain": torch.randn(2), "half": torch.randn(7)}
+
+
+def vector_results() -> Tensor:
+    """Compute products of sharded, replicated, partial and plain tensors."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, plain = init_device_mesh("cpu", (2,)), plain_vector()
+    placements = {"odd": Shard(0), "whole": Replicate(), "half": Shard(0)}
+    a = {name: distribute_tensor(plain[name], mesh, [place]) for name, place in placements.items()}
+    a |= {"plain": plain["plain"]}
+    b = a | {"odd": distribute_tensor(plain["odd"], mesh, [Replicate()])}
+    b["half"] = DTensor.from_local(plain["half"] / 2, mesh, [Partial()])
+    target = copied(a)
+    overwrite(target, axpy(torch.tensor(0.5), a, a))
+    total = accumulate(accumulate(None, a, 2), a)
+    numbers = [dot(a, b), norm(a), cosine(a, b), max_abs(a), norm(target), norm(total), joint_norm(list(a.values()))]
+    return torch.stack(numbers)
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def context(*, sharded: bool) -> ModelDataContext:
+    """Make the SAPI of a call in the middle of a step, of a model that FSDP2 shards or does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    task = TrainingTask(model, optimizer, TensorLoader(data, 5, fixed_order(torch.arange(ROWS))), mean_loss)
+    state = TrainingState(model, optimizer, RandomStreams(7))
+    state.loop.batch = next(task.loader.batches(0))
+    mean_loss(model, state.loop.batch).backward()
+    record, stream = CommitRecord("probe", frozenset(StatePart)), ("probe", "PRE_STEP", 1)
+    build = partial(ModelDataContext, task, state, record, list(model.parameters()))
+    return build(mutates=True, device=None, stream=stream, loop="epoch")
+
+
+def gathered(vector: dict[str, Tensor]) -> Tensor:
+    return torch.cat([whole(value.detach()).reshape(-1) for value in vector.values()])
+
+
+def sapi_results(ctx: ModelDataContext) -> Results:
+    """Call every verb that touches parameters or gradients."""
+    direction, found = copied(trainable(ctx.model)), {}
+    found["loss"] = ctx.compute_batch_loss().reshape(1)
+    found["batch gradient"] = gathered(ctx.compute_batch_gradients())
+    found["full gradient"] = gathered(ctx.compute_gradients())
+    found["curvature"] = gathered(ctx.hessian_vector_product(direction, method="finite_difference"))
+    for full in (False, True):
+        with ctx.branch(full=full):
+            found["epoch"] = gathered(ctx.run_training_epoch(ctx.get_shuffled_loader()))
+        found[f"after branch, full={full}"] = gathered(trainable(ctx.model))
+    ctx.apply_perturbation(direction, 0.1)
+    ctx.compute_batch_loss()
+    forward_pass(ctx._state, ctx._state.loop.batch[0], (), train=True)
+    found["perturbed"] = gathered(trainable(ctx.model))
+    ctx.blend_parameters(direction, 0.5)
+    ctx.clip_gradients(0.01)
+    ctx._commits.apply()
+    found["blended"] = gathered(trainable(ctx.model))
+    found["clipped"] = gathered({str(index): each.grad for index, each in enumerate(ctx.model.parameters())})
+    return found
+
+
+def refusal(ctx: ModelDataContext) -> str:
+    try:
+        ctx.hessian_vector_product(trainable(ctx.model))
+    except LoopscopeError as error:
+        return str(error)
+    return "none"
+
+
+def work(rank: int, folder: Path) -> None:
+    """Be one of two processes."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    results = {"vectors": vector_results(), "sapi": sapi_results(context(sharded=True))}
+    results["refusal"] = refusal(context(sharded=True))
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return what each of two processes computed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_products_of_shards_are_reduced_so_that_every_rank_holds_the_number_of_the_whole(ranks):
+    vector = plain_vector()
+    length, largest = norm(vector).item(), max_abs(vector).item()
+    expected = [length**2, length, 1.0, largest, 1.5 * length, 3 * length, length]
+    assert torch.equal(ranks[0]["vectors"], ranks[1]["vectors"])
+    assert ranks[0]["vectors"].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_verb_of_the_sapi_does_under_fsdp_what_it_does_on_one_process(ranks):
+    expected = sapi_results(context(sharded=False))
+    for results in ranks:
+        assert results["sapi"].keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(results["sapi"][name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_an_exact_product_is_refused_under_fsdp_rather_than_wrong(ranks):
+    assert "which FSDP2 does not support; use method='finite_difference'" in ranks[0]["refusal"]
