@@ -207,21 +207,26 @@ def train(
     sinks: Sequence[MetricSink] = (),
     raises: type[Exception] | tuple[type[Exception], ...] = (),
     manager_class: type[HookManager] = HookManager,
+    save: Callable[[Run], None] = lambda run: None,
+    every_step: bool = True,
     **options: Any,
 ) -> Run:
-    """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes."""
+    """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes.
+
+    ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``options`` are fields
+    of the task.
+    """
     task, state = build(case, steps=steps, **options)
     sink = RecordingSink()
-    manager = manager_class(
-        hooks, task, state, loop=case.loop, sinks=[sink, *sinks], on_error=on_error, audit=audit
-    )
+    manager = manager_class(hooks, task, state, loop=case.loop, sinks=[sink, *sinks], on_error=on_error, audit=audit)
     run = Run(task, state, manager, sink, [], 0, None)
 
     def checkpoint() -> None:
         run.checkpoints += 1
+        save(run)
 
-    trace = DigestTrace(state)
-    run.digests = trace.digests
+    trace = DigestTrace(state) if every_step else NoProgress()
+    run.digests = trace.digests if isinstance(trace, DigestTrace) else []
     loop = epoch_loop if case.loop == "epoch" else step_loop
     try:
         manager.start(run_info(task, manager, case.loop))

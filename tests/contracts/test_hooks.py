@@ -1,0 +1,200 @@
+"""The promises that every registered hook keeps, in both loops, on every model and optimizer."""
+
+import io
+from functools import cache
+
+import pytest
+import torch
+
+import training_hooks  # noqa: F401 - fills the registry
+from framework.commits import StatePart
+from framework.digest import described
+from framework.errors import UsageError
+from framework.hook_points import EVERY_STEP, HookPoint
+from framework.hooks import InterventionHook, TrainingHook
+from framework.manager import HookManager
+from framework.registry import HookRegistry, hook_kind
+from tests.support import (
+    CASES,
+    ActingHook,
+    Case,
+    Run,
+    SpyHook,
+    assert_same_bytes,
+    at,
+    build,
+    differences,
+    run_info,
+    train,
+)
+
+QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
+COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
+LENGTHS = [pytest.param(3, id="3"), pytest.param(13, marks=pytest.mark.slow, id="13")]
+PREFIXES = {StatePart.GRADIENTS: "gradients/", StatePart.PARAMETERS: "parameters/"}
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_length = pytest.mark.parametrize("steps", LENGTHS)
+
+
+def make(name: str) -> TrainingHook:
+    """Make a hook with its default options that fires at every step."""
+    hook = HookRegistry.get(name)()
+    hook.step_schedule = EVERY_STEP
+    return hook
+
+
+@cache
+def refusal(name: str, case: Case) -> str:
+    """Return the sentence with which a hook refuses a model before the run, or nothing."""
+    task, state = build(case)
+    hook = make(name)
+    try:
+        hook.start(run_info(task, HookManager([hook], task, state, loop=case.loop), case.loop))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def willing(names: list[str], case: Case) -> list[str]:
+    return [name for name in names if not refusal(name, case)]
+
+
+@cache
+def alone(name: str, case: Case, steps: int) -> Run:
+    return train(case, [make(name)], steps=steps)
+
+
+def numbers(run: Run, name: str) -> str:
+    """Return every number that a hook reported, as text, which is exact and knows NaN."""
+    return described(run.sink.rows(name + "/"))
+
+
+@every_length
+@every_case
+@pytest.mark.parametrize("name", QUIET)
+def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, case, steps):
+    if refused := refusal(name, case):
+        assert name in refused
+        return
+    assert_same_bytes(alone(name, case, steps), case, steps)
+
+
+@every_length
+@every_case
+def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
+    names = willing(QUIET, case)
+    forward = train(case, map(make, names), steps=steps)
+    backward = train(case, map(make, reversed(names)), steps=steps, audit=False)
+    assert_same_bytes(forward, case, steps)
+    assert_same_bytes(backward, case, steps)
+    for name in names:
+        assert numbers(forward, name) == numbers(backward, name)
+
+
+@every_length
+@every_case
+def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
+    names = willing(QUIET, case)
+    together = train(case, [*map(make, names), SpyHook(drawing)], steps=steps, audit=False)
+    for name in names:
+        assert numbers(together, name) == numbers(alone(name, case, steps), name)
+
+
+def drawing(ctx):
+    return {"draw": torch.rand(())}
+
+
+@every_case
+@pytest.mark.parametrize("name", QUIET)
+def test_a_hook_reports_something_where_its_loop_lets_it_fire(name, case):
+    if refusal(name, case):
+        return
+    hook = HookRegistry.get(name)
+    fires = hook.loop_points is None or case.loop in hook.loop_points
+    epoch_only = case.loop == "step" and set(hook.hook_points) <= {HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH}
+    assert bool(alone(name, case, 3).sink.rows(name + "/")) == (fires and not epoch_only)
+
+
+@every_case
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+def test_every_metric_that_a_hook_emits_is_described(name, case):
+    if refusal(name, case):
+        return
+    infos = HookRegistry.get(name)().describe_metrics()
+    assert all(info.formula and info.range and info.reading for info in infos)
+    emitted = {row[0].removeprefix(name + "/") for row in alone(name, case, 3).sink.rows(name + "/")}
+    assert {metric for metric in emitted if not any(info.describes(metric) for info in infos)} == set()
+
+
+@every_case
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
+    if refusal(name, case):
+        return
+    run = alone(name, case, 3)
+    (hook,) = [hook for hook in run.manager.hooks if hook.name == name]
+    file = io.BytesIO()
+    torch.save(hook.state_dict(), file)
+    file.seek(0)
+    fresh = make(name)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert described(fresh.state_dict()) == described(hook.state_dict())
+
+
+class WatchingManager(HookManager):
+    """A manager that notes, fire by fire, which entries of the training state changed."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.changes: dict[HookPoint, set[str]] = {}
+
+    def fire(self, point):
+        before = self.state.digest()
+        super().fire(point)
+        self.changes.setdefault(point, set()).update(differences(before, self.state.digest()))
+
+
+@every_length
+@every_case
+@pytest.mark.parametrize("name", COMMITTING)
+def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case, steps):
+    hook = HookRegistry.get(name)
+    run = train(case, [make(name)], steps=steps, manager_class=WatchingManager)
+    changed = {entry for entries in run.manager.changes.values() for entry in entries}
+    allowed = tuple(PREFIXES[part] for part in hook.commits)
+    assert [entry for entry in changed if not entry.startswith(allowed)] == []
+    assert run.manager.treatments() == {name: tuple(sorted(part.value for part in hook.commits))}
+
+
+@every_case
+@pytest.mark.parametrize("name", COMMITTING)
+def test_committing_hooks_apply_in_the_order_named(name, case):
+    points = HookRegistry.get(name).hook_points
+    probe = at(ActingHook, *points, name="probe", mutates=False, commits=frozenset(StatePart))
+    seen = {"probe first": [], "probe last": []}
+    for order, rows in seen.items():
+        hooks = [probe(lambda ctx, model_ctx, rows=rows: rows.append(committable(ctx.model))), make(name)]
+        train(case, hooks if order == "probe first" else hooks[::-1])
+    before, after = [], []
+    train(case, [make(name)], manager_class=recording_manager(points, before, after))
+    assert seen["probe first"] == before
+    assert seen["probe last"] == after
+    assert before != after
+
+
+def recording_manager(points, before, after):
+    class RecordingManager(HookManager):
+        def fire(self, point):
+            if point in points:
+                before.append(committable(self.task.model))
+            super().fire(point)
+            if point in points:
+                after.append(committable(self.task.model))
+
+    return RecordingManager
+
+
+def committable(model: torch.nn.Module) -> str:
+    """Return all that a hook can commit to, as text: parameters and gradients."""
+    return described({name: (parameter, parameter.grad) for name, parameter in model.named_parameters()})
