@@ -3,68 +3,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
-from framework.data import TensorLoader, fixed_order
-from framework.errors import HookError, LoopscopeError, UsageError
+from framework.data import TensorLoader
+from framework.errors import LoopscopeError, UsageError
 from framework.hook_points import HookPoint
-from framework.param_vectors import copied, gradients, scaled, trainable
-from framework.random_streams import RandomStreams, seed_everything
+from framework.param_vectors import copied, gradients, trainable
+from framework.random_streams import seed_everything
 from framework.sapi import ModelDataContext, ReadOnlyError
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState, differing
+from framework.training_state import differing
+from tests.framework.sapi_call import ROWS, assert_close, assert_equal, context, mean_loss, plain_model
 from tests.support import ActingHook, Case, ReadOnlyHook, assert_same_bytes, at, train
-
-ROWS = 11
-BOTH = frozenset(StatePart)
-
-
-def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def noisy_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
-
-
-def plain_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def context(
-    model: nn.Module | None = None,
-    *,
-    mutates: bool = True,
-    commits: frozenset[StatePart] = BOTH,
-    stream: tuple[str, str, int] = ("probe", "PRE_STEP", 1),
-    loop: str = "epoch",
-    **options: object,
-) -> ModelDataContext:
-    """Make the SAPI of a call in the middle of a step: batches of 4, 4 and 3 rows, gradients there."""
-    seed_everything(3)
-    model = model or noisy_model()
-    dtype = next(model.parameters()).dtype
-    data = (torch.randn(ROWS, 4, dtype=dtype), torch.randint(3, (ROWS,)))
-    optimizer = torch.optim.AdamW(trainable(model).values(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    loader = TensorLoader(data, 4, fixed_order(torch.arange(ROWS)))
-    task = TrainingTask(model, optimizer, loader, mean_loss, scheduler=scheduler, **options)
-    state = TrainingState(model, optimizer, RandomStreams(7), scheduler=scheduler)
-    state.loop.batch = next(loader.batches(0))
-    mean_loss(model, state.loop.batch).backward()
-    record = CommitRecord("probe", commits)
-    return ModelDataContext(
-        task, state, record, list(model.parameters()), mutates=mutates, device=None, stream=stream, loop=loop
-    )
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **tolerance)
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert_close(found, expected, rtol=0, atol=0)
 
 
 def disturb(ctx: ModelDataContext) -> None:
@@ -74,9 +21,6 @@ def disturb(ctx: ModelDataContext) -> None:
     ctx.model.eval()
     for parameter in ctx.model.parameters():
         parameter.grad = None
-
-
-# Checkpoints
 
 
 def test_a_full_checkpoint_puts_back_every_byte_as_often_as_wanted():
@@ -154,9 +98,6 @@ def test_there_is_no_pre_epoch_state_without_having_asked_for_it():
         context().restore_pre_epoch()
 
 
-# Losses and gradients
-
-
 def test_batch_gradients_are_those_of_autograd_even_in_the_middle_of_an_accumulation():
     ctx = context(plain_model())
     batch = ctx._state.loop.batch
@@ -228,9 +169,6 @@ def test_a_batch_must_come_from_somewhere():
     for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients):
         with pytest.raises(LoopscopeError, match="no current batch at this hook point; pass a batch"):
             verb()
-
-
-# Training
 
 
 def hand_written_epoch(ctx: ModelDataContext, *, per_step: bool) -> dict[str, Tensor]:
@@ -318,8 +256,6 @@ def test_the_optimizer_state_is_shown_by_parameter_name_and_not_for_writing():
     assert ctx.device == torch.device("cpu")
 
 
-# Reading only
-
 CHANGING = {
     "restore_checkpoint": lambda ctx: ctx.restore_checkpoint(ctx.save_checkpoint()),
     "branch": lambda ctx: ctx.branch().__enter__(),
@@ -352,93 +288,3 @@ def test_everything_else_passes_tripwire_and_audit_of_a_hook_that_only_reads(mod
 
     case = Case(model, "adamw_fused")
     assert_same_bytes(train(case, [ReadOnlyHook(read)]), case)
-
-
-# Commits
-
-
-def test_commits_are_recorded_and_not_applied():
-    ctx = context()
-    before = ctx._state.digest()
-    ctx.scale_gradients(2.0)
-    ctx.clip_gradients(0.1)
-    ctx.replace_gradients({"0.bias": torch.ones(8)})
-    ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
-    assert differing(before, ctx._state.digest()) == []
-    ctx._commits.apply()
-    changed = {name.split("/")[0] for name in differing(before, ctx._state.digest())}
-    assert changed == {"gradients", "parameters"}
-
-
-@pytest.mark.parametrize("mutates", [True, False])
-def test_commits_of_one_call_build_on_each_other(mutates):
-    ctx = context(mutates=mutates)
-    live = copied(gradients(ctx.model))
-    ctx.replace_gradients(scaled(10.0, live))
-    ctx.scale_gradients(torch.tensor(0.5))
-    ctx.clip_gradients(0.25)
-    ctx._commits.apply()
-    found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
-    for name, parameter in trainable(ctx.model).items():
-        parameter.grad = expected[name]
-    torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
-    assert_close(found, gradients(ctx.model))
-
-
-UNDECLARED = {
-    "scale_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.scale_gradients(2.0)),
-    "clip_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clip_gradients(2.0)),
-    "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
-    "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
-}
-
-
-@pytest.mark.parametrize("verb", UNDECLARED)
-def test_a_commit_to_an_undeclared_part_is_refused(verb):
-    declared, call = UNDECLARED[verb]
-    ctx = context(commits=frozenset({declared}))
-    with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
-        call(ctx)
-    assert ctx._commits.changes == []
-
-
-def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
-    ctx = context()
-    for ask in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
-        with pytest.raises(LoopscopeError, match="shape"):
-            ask({"0.bias": torch.ones(3)})
-        with pytest.raises(UsageError, match="Unknown parameter"):
-            ask({"bias": torch.ones(3)})
-    assert ctx._commits.changes == []
-
-
-def committing(act, **attributes):
-    hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=BOTH, needs_pre_epoch_state=False, **attributes)
-    return hook(act)
-
-
-def test_a_hook_that_mutates_commits_the_values_it_had_and_is_rolled_back_otherwise():
-    def double(run_ctx, ctx):
-        live = gradients(ctx.model)
-        for gradient in live.values():
-            gradient.mul_(2.0)
-        ctx.replace_gradients(live)
-        ctx.model.eval()
-        ctx.apply_perturbation(trainable(ctx.model), 1.0)
-
-    case = Case("batchnorm_mlp", "sgd_momentum")
-    doubled = train(case, [committing(double)])
-    scaled_by_two = train(case, [committing(lambda run_ctx, ctx: ctx.scale_gradients(2.0), mutates=False)])
-    assert doubled.final == scaled_by_two.final
-
-
-def test_a_hook_that_raises_after_asking_leaves_no_trace():
-    def ask_and_raise(run_ctx, ctx):
-        ctx.scale_gradients(0.0)
-        raise ValueError("half-way")
-
-    case = Case()
-    with pytest.warns(UserWarning, match="half-way"):
-        run = train(case, [committing(ask_and_raise, mutates=False)], on_error="skip")
-    assert_same_bytes(run, case)
-    assert train(case, [committing(ask_and_raise)], raises=HookError).error is not None

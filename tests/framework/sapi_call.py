@@ -1,0 +1,65 @@
+"""The SAPI of one call, made without a manager, and comparisons of vectors."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.commits import CommitRecord, StatePart
+from framework.data import TensorLoader, fixed_order
+from framework.param_vectors import trainable
+from framework.random_streams import RandomStreams, seed_everything
+from framework.sapi import ModelDataContext
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+
+ROWS = 11
+BOTH = frozenset(StatePart)
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def noisy_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def context(
+    model: nn.Module | None = None,
+    *,
+    mutates: bool = True,
+    commits: frozenset[StatePart] = BOTH,
+    stream: tuple[str, str, int] = ("probe", "PRE_STEP", 1),
+    loop: str = "epoch",
+    **options: object,
+) -> ModelDataContext:
+    """Make the SAPI of a call in the middle of a step: batches of 4, 4 and 3 rows, gradients there."""
+    seed_everything(3)
+    model = model or noisy_model()
+    dtype = next(model.parameters()).dtype
+    data = (torch.randn(ROWS, 4, dtype=dtype), torch.randint(3, (ROWS,)))
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader = TensorLoader(data, 4, fixed_order(torch.arange(ROWS)))
+    task = TrainingTask(model, optimizer, loader, mean_loss, scheduler=scheduler, **options)
+    state = TrainingState(model, optimizer, RandomStreams(7), scheduler=scheduler)
+    state.loop.batch = next(loader.batches(0))
+    mean_loss(model, state.loop.batch).backward()
+    record = CommitRecord("probe", commits)
+    return ModelDataContext(
+        task, state, record, list(model.parameters()), mutates=mutates, device=None, stream=stream, loop=loop
+    )
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **tolerance)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_close(found, expected, rtol=0, atol=0)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from framework.commits import StatePart, UndeclaredCommitError
+from framework.errors import HookError, LoopscopeError, UsageError
+from framework.hook_points import HookPoint
+from framework.param_vectors import copied, gradients, scaled, trainable
+from framework.training_state import differing
+from tests.framework.sapi_call import BOTH, assert_close, context
+from tests.support import ActingHook, Case, assert_same_bytes, at, train
+
+
+def test_commits_are_recorded_and_not_applied():
+    ctx = context()
+    before = ctx._state.digest()
+    ctx.scale_gradients(2.0)
+    ctx.clip_gradients(0.1)
+    ctx.replace_gradients({"0.bias": torch.ones(8)})
+    ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
+    assert differing(before, ctx._state.digest()) == []
+    ctx._commits.apply()
+    changed = {name.split("/")[0] for name in differing(before, ctx._state.digest())}
+    assert changed == {"gradients", "parameters"}
+
+
+@pytest.mark.parametrize("mutates", [True, False])
+def test_commits_of_one_call_build_on_each_other(mutates):
+    ctx = context(mutates=mutates)
+    live = copied(gradients(ctx.model))
+    ctx.replace_gradients(scaled(10.0, live))
+    ctx.scale_gradients(torch.tensor(0.5))
+    ctx.clip_gradients(0.25)
+    ctx._commits.apply()
+    found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
+    for name, parameter in trainable(ctx.model).items():
+        parameter.grad = expected[name]
+    torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
+    assert_close(found, gradients(ctx.model))
+
+
+UNDECLARED = {
+    "scale_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.scale_gradients(2.0)),
+    "clip_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clip_gradients(2.0)),
+    "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
+    "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
+}
+
+
+@pytest.mark.parametrize("verb", UNDECLARED)
+def test_a_commit_to_an_undeclared_part_is_refused(verb):
+    declared, call = UNDECLARED[verb]
+    ctx = context(commits=frozenset({declared}))
+    with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
+        call(ctx)
+    assert ctx._commits.changes == []
+
+
+def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
+    ctx = context()
+    for ask in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
+        with pytest.raises(LoopscopeError, match="shape"):
+            ask({"0.bias": torch.ones(3)})
+        with pytest.raises(UsageError, match="Unknown parameter"):
+            ask({"bias": torch.ones(3)})
+    assert ctx._commits.changes == []
+
+
+def committing(act, **attributes):
+    hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=BOTH, needs_pre_epoch_state=False, **attributes)
+    return hook(act)
+
+
+def test_a_hook_that_mutates_commits_the_values_it_had_and_is_rolled_back_otherwise():
+    def double(run_ctx, ctx):
+        live = gradients(ctx.model)
+        for gradient in live.values():
+            gradient.mul_(2.0)
+        ctx.replace_gradients(live)
+        ctx.model.eval()
+        ctx.apply_perturbation(trainable(ctx.model), 1.0)
+
+    case = Case("batchnorm_mlp", "sgd_momentum")
+    doubled = train(case, [committing(double)])
+    scaled_by_two = train(case, [committing(lambda run_ctx, ctx: ctx.scale_gradients(2.0), mutates=False)])
+    assert doubled.final == scaled_by_two.final
+
+
+def test_a_hook_that_raises_after_asking_leaves_no_trace():
+    def ask_and_raise(run_ctx, ctx):
+        ctx.scale_gradients(0.0)
+        raise ValueError("half-way")
+
+    case = Case()
+    with pytest.warns(UserWarning, match="half-way"):
+        run = train(case, [committing(ask_and_raise, mutates=False)], on_error="skip")
+    assert_same_bytes(run, case)
+    assert train(case, [committing(ask_and_raise)], raises=HookError).error is not None
