@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from framework.errors import LoopscopeError, unknown
+from framework.errors import LoopscopeError, UsageError, unknown
 from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, local_shards, overwrite
 
 
@@ -19,8 +19,8 @@ class StatePart(Enum):
     PARAMETERS = "parameters"
 
 
-class UndeclaredCommitError(LoopscopeError):
-    """A hook asked to keep a change that its class does not declare."""
+class UndeclaredCommitError(UsageError):
+    """A hook asked to keep a change that its class does not declare; ends the run whatever ``--on-hook-error`` says."""
 
 
 @dataclass

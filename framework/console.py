@@ -23,12 +23,12 @@ from framework.console_tables import (
     strategy_header,
 )
 from framework.contexts import RunInfo
+from framework.display import Display
 from framework.hooks import TrainingHook
 from framework.loops import NoProgress, Progress
 from framework.metrics import MetricSink
 from framework.registry import SinkRegistry
 from framework.runner import ExperimentRunner
-from framework.session import Display
 from framework.train_step import TrainingTask
 
 Mode = Literal["normal", "silent", "none"]

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from framework.borrowing import lent_buffers, lent_gradients, lent_modes
-from framework.commits import CommitRecord, StatePart
+from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
 from framework.contexts import MetricInfo, ObserverServices, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
-from framework.errors import HookError, StateMutationError, UsageError
+from framework.errors import HookError, LoopscopeError, StateMutationError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
 from framework.hooks import InterventionHook, TrainingHook
@@ -22,6 +22,7 @@ from framework.isolation import Call, Isolation
 from framework.metrics import Metrics, MetricSink
 from framework.observation import forward_pass, optimizer_groups
 from framework.profiler import Profiler
+from framework.random_streams import StreamState
 from framework.registry import without_duplicates
 from framework.sapi import ModelDataContext
 from framework.taps import GradientTap, TapOwner, TapSet
@@ -86,6 +87,7 @@ class HookManager:
         self.state = state
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.errors: list[dict[str, Any]] = []
+        self._abandoned = self._ended = False
         self.profiler = Profiler(enabled=profile)
         self._loop = loop
         self._on_error = on_error
@@ -110,18 +112,49 @@ class HookManager:
 
     def start(self, run: RunInfo) -> None:
         """Tell every hook and sink that the strategy starts, and attach the taps."""
+        self.start_hooks(run)
+        self.start_sinks(run)
+
+    def start_hooks(self, run: RunInfo) -> None:
+        """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start."""
+        started: list[TrainingHook] = []
+        try:
+            with self.isolation.visit():
+                for hook in list(self.hooks):
+                    self._guarded(hook, "start", 0, partial(hook.start, run))
+                    started.append(hook)
+                taps = {
+                    hook.name: self._guarded(hook, "taps", 0, partial(self._declared_taps, hook)) for hook in self.hooks
+                }
+            for hook in self.hooks:
+                self._taps.attach(self._tap_owner(hook), taps[hook.name] or ())
+        except LoopscopeError:
+            self.hooks = started
+            raise
+
+    def start_sinks(self, run: RunInfo) -> None:
+        """Tell every sink that the strategy starts."""
+        with self.isolation.visit():
+            self._dispatch.start(run)
+
+    def reset(self) -> None:
+        """Let every hook forget the strategy that it served before."""
         with self.isolation.visit():
             for hook in list(self.hooks):
-                self._guarded(hook, "start", 0, lambda hook=hook: hook.start(run))  # type: ignore[misc]
-            self._dispatch.start(run)
-            taps = {
-                hook.name: self._guarded(hook, "taps", 0, partial(self._declared_taps, hook)) for hook in self.hooks
-            }
-        for hook in self.hooks:
-            self._taps.attach(self._tap_owner(hook), taps[hook.name] or ())
+                self._guarded(hook, "reset", 0, hook.reset)
+
+    def abandon(self) -> None:
+        """Let no hook run any more: the training state is damaged, and what they would find there is not the run."""
+        self._abandoned = True
 
     def end(self, status: str) -> None:
-        """Deliver what is still buffered, tell every hook and sink that the strategy is over, remove the taps."""
+        """Deliver what is still buffered, tell every hook and sink that the strategy is over, remove the taps.
+
+        Called again it does nothing.
+        """
+        if self._ended:
+            return
+        self._ended = True
         self._taps.remove()
         with self.isolation.visit(), ExitStack() as whatever_happens:
             whatever_happens.callback(self._dispatch.end, status)
@@ -143,8 +176,15 @@ class HookManager:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every hook's state, by the hook's name."""
-        return {hook.name: hook.state_dict() for hook in self.hooks}
+        """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
+        states: dict[str, Any] = {}
+        for hook in list(self.hooks):
+            if all(error["hook"] != hook.name for error in self.errors):
+                try:
+                    states[hook.name] = hook.state_dict()
+                except Exception as error:
+                    self._failed(hook, "state_dict", self.state.loop.step, error)
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
@@ -202,6 +242,11 @@ class HookManager:
         loop = self.state.loop
         with self.isolation.visit(), self._taps.silenced():
             return self.isolation.observe(Call(name, "the loop", loop.step, "The"), function)
+
+    @property
+    def run_streams(self) -> StreamState:
+        """The state of the run's random generators, also while something runs on derived streams."""
+        return self.isolation.run_streams
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of one point or of all."""
@@ -266,6 +311,8 @@ class HookManager:
         intervention: InterventionHook | None = None,
     ) -> Result | None:
         """Call hook code through the isolation and treat what it raises as the user asked for."""
+        if self._abandoned:
+            return None
         call = Call(hook.name, where, step)
         try:
             if self.profiler.enabled:
@@ -273,6 +320,7 @@ class HookManager:
                     return self._isolated_call(call, function, intervention)
             return self._isolated_call(call, function, intervention)
         except StateMutationError:
+            self.abandon()
             raise
         except Exception as error:
             self._failed(hook, where, step, error)
@@ -291,7 +339,7 @@ class HookManager:
         self.errors.append(
             {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
         )
-        if where in ("start", "taps") and isinstance(error, UsageError):
+        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
             raise error
         if self._on_error == "raise":
             raise HookError(message) from error

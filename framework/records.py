@@ -1,12 +1,14 @@
 """What a run leaves in its folder: configuration, summary, final weights and checkpoints."""
 
 import json
-import math
 import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from framework.checkpoints import atomic_save
+from framework.checkpoints import save_tensors
 from framework.config import RunOptions
 from framework.contexts import RunInfo
+from framework.durable_files import write_json
 from framework.errors import UsageError
 from framework.hook_config import ConfiguredHook
 from framework.manager import HookManager
+from framework.registry import SinkRegistry
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
@@ -33,29 +37,69 @@ class RunRecord:
 
     directory: Path
     strategy: str
+    _made: list[Path] = field(default_factory=list)
+    """The folders that did not exist before, outermost first."""
 
     def refuse_to_overwrite(self, *, allowed: bool) -> None:
         """Raise :class:`UsageError` if a run lies here already, or the folder cannot be written; writes nothing."""
-        if (self.directory / CONFIG).exists() and not allowed:
-            state = "a finished" if (self.directory / SUMMARY).exists() else "an unfinished"
-            raise UsageError(
-                f"{self.directory} already holds {state} run, which is left as it is; choose another --output-dir, or "
-                "write over it with --overwrite."
-            )
-        existing = next(folder for folder in (self.directory, *self.directory.absolute().parents) if folder.exists())
+        try:
+            if not allowed and any(path.exists() for path in self._left_by_a_run()):
+                raise UsageError(
+                    f"{self.directory} already holds {self._earlier_run()}, which is left as it is; choose another "
+                    "--output-dir, or write over it with --overwrite."
+                )
+            existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+        except OSError as error:
+            raise self._not_writable(error) from error
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UsageError(
                 f"The output directory {self.directory} cannot be written: {existing} is not a writable folder."
             )
 
-    def claim(self) -> None:
-        """Make the folder and remove the marks of an earlier run that is written over."""
+    def make_folder(self) -> None:
+        """Make the folder; what lies in it stays as it is."""
+        missing = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for name in (SUMMARY, CONFIG):
-                (self.directory / name).unlink(missing_ok=True)
+            for path in reversed(missing):
+                path.mkdir(exist_ok=True)
+                self._made.append(path)
         except OSError as error:
-            raise UsageError(f"The output directory {self.directory} cannot be written: {error.strerror}.") from error
+            self.give_back()
+            raise self._not_writable(error) from error
+
+    def give_back(self) -> None:
+        """Remove the folders that were made, unless something lies in them by now."""
+        with suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
+
+    def claim(self) -> None:
+        """Remove what an earlier run left here, of which nothing else would be written over."""
+        for path in self._left_by_a_run():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _left_by_a_run(self) -> Iterator[Path]:
+        """Yield every path that a run may write here, the one by which it is known last."""
+        for sink in SinkRegistry:
+            yield self.directory / f"{self.strategy}.{sink.name}"
+        yield self.weights_path
+        yield self.directory / "checkpoints"
+        yield self.directory / SUMMARY
+        yield self.directory / CONFIG
+
+    def _earlier_run(self) -> str:
+        """Say in a few words what lies here."""
+        try:
+            status = json.loads((self.directory / SUMMARY).read_text("utf-8"))["status"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return "an unfinished run"
+        return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
+
+    def _not_writable(self, error: OSError) -> UsageError:
+        return UsageError(f"The output directory {self.directory} cannot be written: {error.strerror}.")
 
     def write_config(self, run: RunInfo, hooks: Sequence[ConfiguredHook], options: RunOptions) -> None:
         """Write what was run: configuration, hooks with their options, treatments, environment, versions."""
@@ -66,9 +110,10 @@ class RunRecord:
             "hooks": {item.hook.name: dict(item.options) for item in hooks},
             "treatments": dict(run.treatments),
             "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks},
+            "versions": versions(),
             "environment": environment(run.model),
         }
-        _write_json(self.directory / CONFIG, content)
+        write_json(self.directory / CONFIG, content)
 
     def write_summary(
         self,
@@ -78,28 +123,25 @@ class RunRecord:
         manager: HookManager,
         *,
         status: str,
+        error: BaseException | None,
         seconds: Mapping[str, float],
         initial: Mapping[str, float],
         final: Mapping[str, float],
     ) -> dict[str, Any]:
         """Write how it went, and return it."""
         loop = state.loop
-        parameters = list(task.model.parameters())
         summary: dict[str, Any] = {
             "experiment": run.experiment,
             "strategy": run.strategy,
             "status": status,
+            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()),
             "seed": run.seed,
             "epochs": loop.epoch,
             "steps": loop.step,
             "target_reached": loop.reached,
             "seconds": dict(seconds),
             "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
-            "model": {
-                "parameters": sum(parameter.numel() for parameter in parameters),
-                "trainable_parameters": sum(item.numel() for item in parameters if item.requires_grad),
-                "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            },
+            "model": model_size(task.model),
             "training_loss": loop.epoch_loss,
             "initial": dict(initial),
             "final": dict(final),
@@ -110,12 +152,17 @@ class RunRecord:
         }
         if manager.profiler.enabled:
             summary["hook_profile"] = manager.profiler.report()
-        _write_json(self.directory / SUMMARY, summary)
+        write_json(self.directory / SUMMARY, summary)
         return summary
+
+    @property
+    def weights_path(self) -> Path:
+        """Where the final weights lie."""
+        return self.directory / f"{self.strategy}_final.pt"
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a state dict."""
-        atomic_save(model.state_dict(), self.directory / f"{self.strategy}_final.pt")
+        save_tensors(model.state_dict(), self.weights_path)
 
     def checkpoint_path(self, step: int) -> Path:
         """Return where the checkpoint of ``step`` lies."""
@@ -126,32 +173,32 @@ class RunRecord:
         return max((self.directory / "checkpoints").glob("step_*.pt"), default=None)
 
 
-def environment(model: nn.Module) -> dict[str, Any]:
-    """Describe what the numbers of a run may depend on besides its configuration."""
+def model_size(model: nn.Module) -> dict[str, int]:
+    """Count the parameters, those that are trained, and the bytes of all of them."""
+    parameters = list(model.parameters())
     return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of loopscope and of what its numbers depend on."""
+    try:
+        own = version("loopscope")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"loopscope": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+
+
+def environment(model: nn.Module) -> dict[str, Any]:
+    """Describe what else the numbers of a run may depend on, and the command that started it."""
+    return {
         "platform": platform.platform(),
         "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
         "command": sys.argv[1:],
     }
-
-
-def _plain(value: Any) -> Any:
-    """Make a value JSON: non-finite floats become strings, paths text, tuples lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_plain(content), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)

@@ -95,7 +95,7 @@ class ExperimentRunner(ABC, Generic[Config]):
         """Return the experiment's own state, if the run depends on any."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
 
 
@@ -127,10 +127,8 @@ class GrokkingConfig(ExperimentConfig):
         """Check every value."""
         super().__post_init__()
         self.at_least(1, "epochs")
-        require(
-            self.max_epochs is None or 1 <= self.max_epochs <= self.epochs,
-            f"max_epochs is {self.max_epochs}; it must lie in 1..epochs ({self.epochs}).",
-        )
+        if self.max_epochs is not None:
+            self.at_least(1, "max_epochs")
         require(0 <= self.beta2 < 1, f"beta2 is {self.beta2}; it must lie in [0, 1).")
         self.above(0, "lr")
         self.at_least(0, "weight_decay")
@@ -160,7 +158,8 @@ class GrokkingRunner(ExperimentRunner[Grokking]):
     @property
     def length(self) -> int:
         """Epochs to train at most."""
-        return self.config.max_epochs or self.config.epochs
+        config = self.config
+        return config.epochs if config.max_epochs is None else min(config.epochs, config.max_epochs)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Return the configured optimizer."""
@@ -186,8 +185,8 @@ class GrokkingRunner(ExperimentRunner[Grokking]):
         for name, (inputs, targets) in self.evaluation_sets().items():
             correct = torch.zeros((), dtype=torch.int64, device=inputs.device)
             loss = torch.zeros((), dtype=torch.float64, device=inputs.device)
-            pieces = zip(inputs.split(self.evaluation_batch), targets.split(self.evaluation_batch), strict=True)
-            for x, y in pieces:
+            size = self.evaluation_batch
+            for x, y in zip(torch.split(inputs, size), torch.split(targets, size), strict=True):
                 logits = model(x)
                 correct += (logits.argmax(-1) == y).sum()
                 loss += functional.cross_entropy(logits, y, reduction="sum")

@@ -1,54 +1,31 @@
 """One run of the command: checks everything first, then trains the strategies one after the other."""
 
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from framework.borrowing import lent_modes
-from framework.checkpoints import save_checkpoint
 from framework.config import RunOptions, require
 from framework.contexts import RunInfo
-from framework.errors import HookError, StateMutationError, UsageError, unknown
-from framework.hook_config import ConfiguredHook, build_hooks
-from framework.hooks import TrainingHook
-from framework.loops import NoProgress, Progress, epoch_loop, step_loop
+from framework.display import Display
+from framework.errors import UsageError, unknown
+from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_options
 from framework.manager import HookManager
 from framework.metrics import MetricSink
 from framework.random_streams import RandomStreams, seed_everything
 from framework.records import RunRecord
 from framework.registry import select_hooks
 from framework.runner import ExperimentRunner
+from framework.strategy_run import StrategyRun
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
 
-class Display:
-    """What a session tells the user; this one says nothing."""
-
-    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
-        """Announce a strategy and return the display of its progress."""
-        return NoProgress()
-
-    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
-        """Show how a strategy ended."""
-
-    def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the strategies."""
-
-
 @dataclass
 class Session:
-    """An experiment, how to run it, and where its metrics go.
-
-    ``make_sinks`` returns new sinks for one strategy. ``prepare`` raises :class:`UsageError` for everything that can
-    be known to be wrong before the first step, and writes nothing.
-    """
+    """An experiment, how to run it, and where its metrics go; ``make_sinks`` returns new sinks for one strategy."""
 
     runner: ExperimentRunner[Any]
     options: RunOptions
@@ -56,17 +33,23 @@ class Session:
     display: Display = field(default_factory=Display)
 
     def run(self) -> list[dict[str, Any]]:
-        """Train every strategy and return their summaries."""
+        """Train every strategy and return their summaries.
+
+        Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
+        been written.
+        """
         strategies = chosen_strategies(self.runner, self.options.strategies)
-        hooks = {strategy: self._hooks(strategy) for strategy in strategies}
+        hooks = self._hooks(strategies)
+        guardian_device = check_device(self.options.guardian_device) if self.options.guardian_device else None
         records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
         for record in records.values():
             record.refuse_to_overwrite(allowed=self.options.overwrite)
-        for record in records.values():
-            record.claim()
-        summaries = []
+        summaries: list[dict[str, Any]] = []
         for strategy in strategies:
-            summaries.append(self._run_strategy(strategy, hooks[strategy], records[strategy]))
+            run = self._prepare(strategy, hooks[strategy], records[strategy], guardian_device)
+            if summaries:
+                run.manager.reset()
+            summaries.append(run.run())
         self.display.ended(summaries)
         return summaries
 
@@ -74,13 +57,23 @@ class Session:
         """Return the folder of one strategy's run."""
         return Path(self.runner.config.output_dir) / self.runner.name / strategy
 
-    def _hooks(self, strategy: str) -> list[ConfiguredHook]:
-        own = self.runner.strategy_hooks(strategy)
-        options = self.options
-        names = select_hooks(options.with_hooks, [*options.hooks, *own], self.runner.hook_sets, self.runner.name)
-        return build_hooks(names, options.hook_options, own)
+    def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
+        """Make the hooks of every strategy; strategies share a hook where its options are the same."""
+        options, runner = self.options, self.runner
+        own = {strategy: runner.strategy_hooks(strategy) for strategy in strategies}
+        names = {
+            strategy: select_hooks(options.with_hooks, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
+            for strategy in strategies
+        }
+        refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})
+        made: list[ConfiguredHook] = []
+        return {
+            strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
+        }
 
-    def _run_strategy(self, strategy: str, hooks: list[ConfiguredHook], record: RunRecord) -> dict[str, Any]:
+    def _prepare(
+        self, strategy: str, hooks: Sequence[ConfiguredHook], record: RunRecord, guardian_device: torch.device | None
+    ) -> StrategyRun:
         runner, options = self.runner, self.options
         task, state = build_run(runner, strategy)
         manager = HookManager(
@@ -91,7 +84,7 @@ class Session:
             sinks=self.make_sinks(),
             on_error=options.on_hook_error,
             audit=options.audit_hooks,
-            guardian_device=torch.device(options.guardian_device) if options.guardian_device else None,
+            guardian_device=guardian_device,
             profile=options.profile_hooks,
         )
         run = RunInfo(
@@ -105,91 +98,28 @@ class Session:
             metric_infos=manager.metric_infos(),
             treatments=manager.treatments(),
         )
-        record.write_config(run, hooks, options)
-        return StrategyRun(run, task, state, manager, record, self.display).run()
 
+        def claim() -> None:
+            record.claim()
+            record.write_config(run, hooks, options)
 
-@dataclass
-class StrategyRun:
-    """One strategy from its first evaluation to its summary, however it ends."""
-
-    run_info: RunInfo
-    task: TrainingTask
-    state: TrainingState
-    manager: HookManager
-    record: RunRecord
-    display: Display
-
-    def run(self) -> dict[str, Any]:
-        """Train, and leave summary, final weights and closed sinks behind; an error is raised again after that."""
-        begin = time.perf_counter()
-        initial = self._evaluate()
-        status, trained = "failed", 0.0
-        try:
-            self.manager.start(self.run_info)
-            progress = self.display.strategy_started(self.run_info, self.task, self.manager.hooks)
-            start = time.perf_counter()
-            loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
-            try:
-                loop(self.task, self.manager, progress=progress, checkpoint=self._checkpoint)
-            finally:
-                trained = time.perf_counter() - start
-            status = "completed"
-        except HookError:
-            self._checkpoint()
-            raise
-        except StateMutationError as error:
-            raise StateMutationError(f"{error} {self._last_checkpoint()}") from error
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        finally:
-            summary = self._finish(status, initial, trained, begin)
-        return summary
-
-    def _evaluate(self) -> dict[str, float]:
-        def in_eval_mode() -> dict[str, float]:
-            with lent_modes(self.task.model, train=False):
-                return self.task.evaluate(self.task.model)
-
-        return self.manager.isolated("evaluation", in_eval_mode)
-
-    def _finish(self, status: str, initial: dict[str, float], trained: float, begin: float) -> dict[str, Any]:
-        with nullcontext() if status == "completed" else warnings.catch_warnings():
-            self.manager.end(status)
-        final = self._evaluate() if status == "completed" else dict(self.state.loop.evaluation)
-        seconds = {"total": time.perf_counter() - begin, "training": trained}
-        summary = self.record.write_summary(
-            self.run_info,
-            self.task,
-            self.state,
-            self.manager,
-            status=status,
-            seconds=seconds,
-            initial=initial,
-            final=final,
-        )
-        if status == "completed":
-            self.record.write_weights(self.task.model)
-        self.display.strategy_ended(summary)
-        return summary
-
-    def _checkpoint(self) -> None:
-        save_checkpoint(self.record.checkpoint_path(self.state.loop.step), self.state, self.manager.state_dict())
-
-    def _last_checkpoint(self) -> str:
-        newest = self.record.newest_checkpoint()
-        return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
+        return StrategyRun(run, task, state, manager, record, self.display, claim)
 
 
 def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:
-    """Expand the strategies that the user asked for: none or ``all`` means every one."""
-    if not wanted or "all" in wanted:
+    """Expand the strategies that the user asked for: none or ``all`` means every one.
+
+    Dashes and underscores are the same. Raises :class:`UsageError` for a name that is none.
+    """
+    if not wanted:
         return list(runner.strategies)
-    for strategy in wanted:
-        if strategy not in runner.strategies:
-            raise unknown("strategy", strategy, [*runner.strategies, "all"])
-    return list(dict.fromkeys(wanted))
+    known = {strategy.replace("-", "_"): strategy for strategy in runner.strategies}
+    chosen: list[str] = []
+    for name in wanted:
+        if name != "all" and name.replace("-", "_") not in known:
+            raise unknown(f"strategy of {runner.name}:", name, [*runner.strategies, "all"])
+        chosen += runner.strategies if name == "all" else [known[name.replace("-", "_")]]
+    return list(dict.fromkeys(chosen))
 
 
 def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTask, TrainingState]:
@@ -229,7 +159,8 @@ def check_device(name: str | None) -> torch.device:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"Device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        usable = {"cpu", *[device.type for device in [torch.accelerator.current_accelerator()] if device is not None]}
+        raise UsageError(f"Device {name!r} cannot be used here. Known: {', '.join(sorted(usable))}.") from error
     return device

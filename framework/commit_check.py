@@ -1,0 +1,50 @@
+"""Finds undeclared commits before a run: reads which commit verbs of the SAPI the methods of a hook call."""
+
+import dis
+from collections.abc import Iterator, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from framework.commits import StatePart, UndeclaredCommitError
+from framework.hooks import InterventionHook, TrainingHook
+
+VERBS: Mapping[str, StatePart] = {
+    "scale_gradients": StatePart.GRADIENTS,
+    "clip_gradients": StatePart.GRADIENTS,
+    "replace_gradients": StatePart.GRADIENTS,
+    "blend_parameters": StatePart.PARAMETERS,
+}
+
+
+def refuse_undeclared_commits(hook: type[TrainingHook]) -> None:
+    """Raise :class:`UndeclaredCommitError` if a method calls a commit verb that the class does not declare.
+
+    Only calls as attributes are seen (``model_ctx.scale_gradients``), of any object but those methods that the hook
+    itself has under such a name. What hides from this is refused when it is called.
+    """
+    if not issubclass(hook, InterventionHook):
+        return
+    for verb, part in VERBS.items():
+        if part not in hook.commits and verb not in dir(hook) and verb in set(_attributes(hook)):
+            raise UndeclaredCommitError(
+                f"Hook {hook.name!r} calls {verb}, which changes the {part.value}, but does not declare it; "
+                f"add commits = {{StatePart.{part.name}}} to its class."
+            )
+
+
+def _attributes(hook: type[Any]) -> Iterator[str]:
+    """Yield the names of all attributes that methods of the class, and of those it extends, read."""
+    for base in hook.__mro__:
+        for member in vars(base).values():
+            function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+            if isinstance(function, FunctionType):
+                yield from _attributes_in(function.__code__)
+
+
+def _attributes_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _attributes_in(constant)

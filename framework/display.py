@@ -1,0 +1,23 @@
+"""What a session tells the user."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from framework.contexts import RunInfo
+from framework.hooks import TrainingHook
+from framework.loops import NoProgress, Progress
+from framework.train_step import TrainingTask
+
+
+class Display:
+    """The display of a session; this one shows nothing."""
+
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
+        """Announce a strategy and return the display of its progress."""
+        return NoProgress()
+
+    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
+        """Show how a strategy ended."""
+
+    def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the strategies."""

@@ -1,0 +1,50 @@
+"""Files that are written whole or not at all: a crash or a full disk leaves the old one intact."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from torch import Tensor
+
+from framework.errors import LoopscopeError
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write under a temporary name, flush to the disk, then rename over ``path``; folders are made as needed.
+
+    Raises :class:`LoopscopeError` where the file system refuses.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise LoopscopeError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write indented JSON; non-finite numbers are the bare words ``NaN``, ``Infinity``, ``-Infinity``, as in JSONL."""
+    text = json.dumps(_plain(content), indent=2) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def _plain(value: Any) -> Any:
+    """Make a value JSON: keys and whatever has no form of its own become text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
