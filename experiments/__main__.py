@@ -2,18 +2,18 @@
 
 import sys
 
-import experiments
-import sinks
-import training_hooks
 from framework.cli import main as command
+from framework.cli import without_traceback
 
-FILLED = (experiments, sinks, training_hooks)
+PACKAGES = ("experiments", "sinks", "training_hooks")
 
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    return command()
+    return command(packages=PACKAGES)
 
+
+sys.excepthook = without_traceback(sys.excepthook)  # scripts that define hooks import this module first
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,32 +5,34 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from framework.cli_errors import sentence
+from framework.cli_errors import wrong_value
 from framework.errors import UsageError, unknown
 from framework.registry import HookRegistry, hook_options
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the options by hook, as values of the annotated types; raises :class:`UsageError`."""
+    """Return the options by hook, as values of the annotated types; raises :class:`UsageError`.
+
+    Names may be spelled with dashes; of several values for one option the last counts.
+    """
     options: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         target, equals, value = assignment.partition("=")
-        name, dot, option = target.partition(".")
+        name, dot, option = target.replace("-", "_").partition(".")
         if not (equals and dot and name and option):
             raise UsageError(f"--hook-config takes hook.option=value, but got {assignment!r}.")
-        option = option.replace("-", "_")
         options.setdefault(name, {})[option] = _parsed(name, option, value)
     return options
 
 
 def _parsed(name: str, option: str, value: str) -> Any:
-    hook_class = HookRegistry.get(name)
-    known = hook_options(hook_class)
+    known = hook_options(HookRegistry.get(name))
     if option not in known:
-        raise unknown(f"option of hook {name!r}", option, known)
+        raise unknown(f"option of hook {name!r}:", option, known)
+    annotation = known[option].annotation
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{option}", type=known[option].annotation)
+    parser.add_argument(f"--{option}", type=annotation)
     try:
         return parser.parse_args([f"--{option}={value}"])[option]
     except ArgumentError as error:
-        raise UsageError(f"Hook {name!r}, option {sentence(str(error), parser).removeprefix('--')}") from error
+        raise wrong_value(f"--hook-config {name}.{option}", value, annotation) from error

@@ -1,11 +1,13 @@
 """Typed, validated options: those every experiment has, and those of one run of the command."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from framework.errors import UsageError
+from framework.value_types import fits, in_words
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -37,22 +39,31 @@ class ExperimentConfig:
     checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
-        """Check every value; raises :class:`UsageError` that names the option and its range."""
+        """Check every value; raises :class:`UsageError` that names the option and what it takes."""
+        self._check_types()
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
         self.at_least(1, "batch_size", "accumulation_steps", "eval_every", "snapshot_every")
         self.at_least(0, "checkpoint_every")
 
+    def _check_types(self) -> None:
+        annotations = get_type_hints(type(self))
+        for name in field_names(type(self)):
+            value, annotation = getattr(self, name), annotations[name]
+            require(fits(value, annotation), f"{name} is {value!r}; it must be {in_words(annotation)}.")
+
     def at_least(self, least: float, *names: str) -> None:
-        """Check that the named options are at least ``least``."""
+        """Check that the named options are finite and at least ``least``."""
         for name in names:
             value = getattr(self, name)
-            require(value >= least, f"{name} is {value}; it must be at least {least}.")
+            finite = "" if math.isfinite(value) else "finite and "
+            require(least <= value < math.inf, f"{name} is {value}; it must be {finite}at least {least}.")
 
     def above(self, bound: float, *names: str) -> None:
-        """Check that the named options are greater than ``bound``."""
+        """Check that the named options are finite and greater than ``bound``."""
         for name in names:
             value = getattr(self, name)
-            require(value > bound, f"{name} is {value}; it must be greater than {bound}.")
+            finite = "" if math.isfinite(value) else "finite and "
+            require(bound < value < math.inf, f"{name} is {value}; it must be {finite}greater than {bound}.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values."""
@@ -60,14 +71,19 @@ class ExperimentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How to run an experiment: strategies, hooks, sinks, safety and display; none of it changes the numbers."""
+class RunFlags:
+    """Options of the run.
 
-    strategies: Sequence[str] = ()
+    Args:
+        with_hooks: hook group: none, minimal, observers, interventions or full.
+        on_hook_error: end the run with a checkpoint (raise), or go on without the hook (skip).
+        audit_hooks: digest the whole training state around every hook call.
+        profile_hooks: write each hook's time to summary.json.
+        guardian_device: where rollback copies live, if not beside the originals.
+        overwrite: write over a run that lies in the output directory.
+    """
+
     with_hooks: str | None = None
-    hooks: Sequence[str] = ()
-    hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options by hook name, as values of the annotated types."""
     on_hook_error: Literal["raise", "skip"] = "raise"
     audit_hooks: bool = False
     profile_hooks: bool = False
@@ -75,6 +91,16 @@ class RunOptions:
     overwrite: bool = False
 
 
-def field_names(config: type[ExperimentConfig]) -> list[str]:
-    """List the options of a config class, in order."""
-    return [item.name for item in fields(config)]
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunFlags):
+    """How to run an experiment: strategies, hooks and their options, safety; none of it changes the numbers."""
+
+    strategies: Sequence[str] = ()
+    hooks: Sequence[str] = ()
+    hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options by hook name, as values of the annotated types."""
+
+
+def field_names(options: type[ExperimentConfig | RunFlags]) -> list[str]:
+    """List the options that a class of them has, in order."""
+    return [item.name for item in fields(options)]

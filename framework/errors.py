@@ -27,6 +27,14 @@ def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:
     "Unknown hook 'norm'. Did you mean 'norms'? Known: fourier, norms."
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(value, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UsageError(f"Unknown {kind} {value!r}.{hint} Known: {', '.join(known) or 'none'}.")
+    return UsageError(f"Unknown {kind} {value!r}.{nearest(value, known)} Known: {', '.join(known) or 'none'}.")
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """Return the words that suggest the choice nearest to ``value``, or none if nothing is near.
+
+    >>> nearest("norm", ["norms", "fourier"]), nearest("xyz", ["norms", "fourier"])
+    (" Did you mean 'norms'?", '')
+    """
+    near = difflib.get_close_matches(value, choices, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
