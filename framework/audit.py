@@ -30,7 +30,6 @@ class Audit:
 
     def _replaced(self) -> list[str]:
         """Name the objects that hold the same as before, but are others, or hold others."""
-        if self._objects is None or self._objects.is_current():
-            return []
-        names = self._state.names()
-        return [f"{names.get(id(item), 'a container')} (replaced)" for item in self._objects.changed()]
+        changed = self._objects.changed() if self._objects is not None else []
+        names = self._state.names() if changed else {}
+        return [f"{names.get(id(item), 'a container')} (replaced)" for item in changed]

@@ -1,5 +1,6 @@
 """64-bit digests of tensors and plain values: every byte counts, and so do dtype, shape and order."""
 
+import ctypes
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -27,9 +28,11 @@ def digest(leaf: Any) -> int:
 
 
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
+    """Add shape and bytes, read where they lie: ``Tensor.numpy`` would forbid the storage to be resized ever after."""
     host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     summary.update(f"{tuple(host.shape)}".encode())
-    summary.update(host.reshape(-1).view(torch.uint8).numpy().data)
+    if host.nbytes:
+        summary.update(memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())))
 
 
 def described(value: Any) -> str:

@@ -134,26 +134,29 @@ class TensorIdentities:
         return self._marks[1] == [*map(self._read_pointer, self._tensors)] and self._guards.check(*self._tensors)
 
     def changed(self) -> list[Tensor]:
-        """List the tensors that are not what they were, their bytes aside."""
-        return [self._tensors[index] for index, _ in self._changes()] + self._owners_with_changes()
-
-    def _changes(self) -> list[tuple[int, Mark]]:
-        """Return the place of every tensor whose mark differs, with the mark it had."""
-        was, now = zip(*self._marks, strict=True), zip(*self._read_marks(), strict=True)
-        return [(i, Mark(*before)) for i, (before, after) in enumerate(zip(was, now, strict=True)) if before != after]
-
-    def _owners_with_changes(self) -> list[Tensor]:
-        other = [*map(_implementation, self.owners)]
-        found = [owner for owner, was, now in zip(self.owners, self._implementations, other, strict=True) if was != now]
-        holders = [*self.owners * len(_ATTACHED), *chain.from_iterable([[w] * len(_inner(w)) for w in self._wrappers])]
+        """List the tensors that are not what they were, leaving aside their bytes and where these lie."""
+        inner = chain.from_iterable([[wrapper] * len(inner_tensors(wrapper)) for wrapper in self._wrappers])
+        holders = [*self.owners * len(_ATTACHED), *inner]
         pairs = zip(holders, self._attachments, self._read_attachments(), strict=True)
+        found = [
+            self._tensors[index]
+            for index, was, now in self._changes()
+            if was._replace(pointer=0) != now._replace(pointer=0)
+        ]
         return found + [holder for holder, was, now in pairs if was is not now]
+
+    def _changes(self) -> Iterator[tuple[int, Mark, Mark]]:
+        """Yield the place of every tensor whose mark differs, with the mark it had and the one it has."""
+        was, now = zip(*self._marks, strict=True), zip(*self._read_marks(), strict=True)
+        for index, (before, after) in enumerate(zip(was, now, strict=True)):
+            if before != after:
+                yield index, Mark(*before), Mark(*after)
 
     def put_back(self) -> None:
         """Make every tensor what it was, its bytes aside."""
         if self.is_current():
             return
-        for index, before in self._changes():
+        for index, before, _ in self._changes():
             _put_back(self._tensors[index], self._aliases[index], before, leaf=self._leaves[index])
         attachments = iter(self._attachments)
         for name in _ATTACHED:

@@ -102,6 +102,21 @@ def drawing_evaluation(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module], dic
     return evaluate
 
 
+@dataclass
+class Tally:
+    """A state that a strategy adds to the run: a plain number and a tensor."""
+
+    count: int = 0
+    table: Tensor = field(default_factory=lambda: torch.arange(4.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "table": self.table}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+        self.table = state["table"]
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the matrix of runs: model, optimizer, loop."""
@@ -135,7 +150,8 @@ def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[
         "config": TokenConfig(),
     }
     task = TrainingTask(model, optimizer, loader, mean_loss, **(settings | options))
-    return task, TrainingState(model, optimizer, RandomStreams(7), scheduler=scheduler)
+    streams = RandomStreams(7, owned=[torch.Generator().manual_seed(4)])
+    return task, TrainingState(model, optimizer, streams, scheduler=scheduler, extras={"strategy": Tally()})
 
 
 class DigestTrace(NoProgress):
@@ -184,13 +200,19 @@ class RecordingSink(MetricSink):
 class Run:
     """What came out of a run: its digests after every step and at the end, and everything it was made of."""
 
+    case: Case
     task: TrainingTask
     state: TrainingState
     manager: HookManager
     sink: RecordingSink
     digests: list[dict[str, int]]
-    checkpoints: int
+    saved: list[tuple[int, dict[str, int]]]
+    """The step and the digest of every checkpoint."""
     error: Exception | None
+
+    @property
+    def checkpoints(self) -> int:
+        return len(self.saved)
 
     @property
     def final(self) -> dict[str, int]:
@@ -209,20 +231,22 @@ def train(
     manager_class: type[HookManager] = HookManager,
     save: Callable[[Run], None] = lambda run: None,
     every_step: bool = True,
+    introduce: Callable[[TrainingTask, TrainingState], None] = lambda task, state: None,
     **options: Any,
 ) -> Run:
     """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes.
 
-    ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``options`` are fields
-    of the task.
+    ``save`` is called at every checkpoint; ``every_step`` digests the state after every step; ``introduce`` is told
+    what is trained before it is; ``options`` are fields of the task.
     """
     task, state = build(case, steps=steps, **options)
+    introduce(task, state)
     sink = RecordingSink()
     manager = manager_class(hooks, task, state, loop=case.loop, sinks=[sink, *sinks], on_error=on_error, audit=audit)
-    run = Run(task, state, manager, sink, [], 0, None)
+    run = Run(case, task, state, manager, sink, [], [], None)
 
     def checkpoint() -> None:
-        run.checkpoints += 1
+        run.saved.append((state.loop.step, of_the_run(state.digest())))
         save(run)
 
     trace = DigestTrace(state) if every_step else NoProgress()

@@ -1,0 +1,634 @@
+"""Deeds that a misbehaving hook might do to the training state, each by every means that torch offers.
+
+A deed is a function of a :class:`Scene`. ``HARMLESS`` deeds must have no effect even when an observer does them;
+those of ``SEEN`` are noticed by the tripwire; all others, written behind torch's back, by the audit.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.train_step import TrainingTask, forward_backward, update
+from framework.training_state import TrainingState
+
+
+@dataclass
+class Scene:
+    """What a vandal has got hold of."""
+
+    task: TrainingTask
+    state: TrainingState
+    ctx: Any = None
+    left_behind: Any = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.task.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.task.optimizer
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return [*self.model.parameters()][-1]
+
+    @property
+    def matrix(self) -> nn.Parameter:
+        return next(p for p in self.model.parameters() if p.ndim == 2)
+
+    @property
+    def module(self) -> nn.Module:
+        return next(m for m in self.model.modules() if isinstance(m, nn.Linear))
+
+    @property
+    def batch(self) -> Any:
+        return self.state.loop.batch or next(iter(self.task.loader))
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """Tensors of the optimizer's state that have more than one element, or all of them."""
+        found = [leaf for state in self.optimizer.state.values() for leaf in state.values() if isinstance(leaf, Tensor)]
+        return [leaf for leaf in found if leaf.numel() > 1] or found
+
+
+Deed = Callable[[Scene], Any]
+DEEDS: dict[str, Deed] = {}
+HARMLESS: set[str] = set()
+SEEN: set[str] = set()
+
+
+def deed(kind: set[str] | None = None) -> Callable[[Deed], Deed]:
+    def register(function: Deed) -> Deed:
+        DEEDS[function.__name__] = function
+        if kind is not None:
+            kind.add(function.__name__)
+        return function
+
+    return register
+
+
+# Random numbers
+
+
+@deed(HARMLESS)
+def draw_from_every_generator(scene):
+    torch.rand(3), torch.randn(5), random.random(), np.random.rand(2)
+    random.gauss(0, 1), np.random.standard_normal()  # both leave a second Gaussian behind
+
+
+@deed(HARMLESS)
+def draw_half_a_pair_of_gaussians(scene):
+    np.random.standard_normal(), random.gauss(0, 1)
+
+
+@deed(HARMLESS)
+def reseed(scene):
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+
+
+@deed(HARMLESS)
+def replace_the_numpy_generator(scene):
+    np.random.set_bit_generator(np.random.MT19937(5))
+
+
+@deed(HARMLESS)
+def draw_from_the_loaders_generator(scene):
+    for generator in scene.state.streams.owned:
+        torch.rand(3, generator=generator)
+        generator.manual_seed(1)
+
+
+@deed(HARMLESS)
+def exhaust_the_loader(scene):
+    list(scene.task.loader.batches(scene.state.loop.epoch)), list(scene.task.loader.shuffled(3))
+
+
+# Training
+
+
+@deed(SEEN)
+def train_one_step(scene):
+    with torch.enable_grad():
+        forward_backward(scene.task, scene.batch)
+    update(scene.task, step_scheduler=True)
+
+
+@deed(SEEN)
+def step_the_scheduler(scene):
+    scene.task.scheduler.step()
+
+
+@deed(SEEN)
+def zero_the_gradients(scene):
+    scene.optimizer.zero_grad()
+
+
+@deed(SEEN)
+def accumulate_more_gradients(scene):
+    with torch.enable_grad():
+        scene.task.compute_loss(scene.model, scene.batch).backward()
+
+
+@deed(SEEN)
+def move_batchnorm_statistics(scene):
+    scene.model.train()
+    scene.model(scene.batch[0])
+
+
+@deed()
+def write_to_the_buffers_through_data(scene):
+    for buffer in scene.model.buffers():
+        buffer.data.add_(1)
+
+
+# Writing to tensors
+
+
+@deed(SEEN)
+def write_in_place(scene):
+    with torch.no_grad():
+        scene.parameter.add_(1)
+
+
+@deed()
+def write_through_data(scene):
+    scene.parameter.data.add_(1)
+
+
+@deed()
+def write_through_numpy(scene):
+    scene.parameter.detach().numpy()[...] = 7
+
+
+@deed()
+def write_to_the_storage(scene):
+    scene.matrix.untyped_storage().fill_(1)
+
+
+@deed()
+def write_to_the_optimizer_through_data(scene):
+    scene.moments[0].data.add_(1)
+
+
+@deed(SEEN)
+def write_to_the_gradient(scene):
+    scene.parameter.grad.mul_(3)
+
+
+@deed()
+def write_to_the_gradient_through_numpy(scene):
+    scene.parameter.grad.numpy()[...] = 1
+
+
+@deed(SEEN)
+def write_to_the_batch(scene):
+    scene.batch[0].zero_()
+
+
+@deed()
+def write_to_the_batch_through_numpy(scene):
+    scene.batch[1].numpy()[...] = 1
+
+
+@deed(SEEN)
+def write_to_the_kept_gradients(scene):
+    kept = scene.state.loop.current_grads or {"loss": scene.state.loop.running_loss}
+    for tensor in kept.values():
+        tensor.add_(1)
+
+
+@deed(SEEN)
+def write_to_all_that_is_in_flight(scene):
+    for tensor in scene.state.loop.in_flight():
+        tensor.mul_(2)
+
+
+# Replacing tensors
+
+
+@deed(SEEN)
+def replace_a_gradient(scene):
+    scene.parameter.grad = torch.ones_like(scene.parameter)
+
+
+@deed(SEEN)
+def replace_a_gradient_by_an_equal_one(scene):
+    scene.parameter.grad = scene.parameter.grad.clone()
+
+
+@deed(SEEN)
+def drop_a_gradient(scene):
+    scene.matrix.grad = None
+
+
+@deed(SEEN)
+def give_data_another_shape(scene):
+    scene.parameter.data = torch.zeros(1)
+
+
+@deed(SEEN)
+def give_data_another_dtype(scene):
+    scene.parameter.data = scene.parameter.data.double()
+
+
+@deed()
+def show_a_part_of_the_data(scene):
+    scene.matrix.data = scene.matrix.data[:1]
+
+
+@deed()
+def transpose_the_data(scene):
+    scene.matrix.data = scene.matrix.data.t()
+
+
+@deed(SEEN)
+def give_a_gradient_another_shape(scene):
+    scene.parameter.grad.data = torch.zeros(2)
+
+
+@deed(SEEN)
+def empty_a_storage(scene):
+    scene.matrix.untyped_storage().resize_(0)
+
+
+@deed(SEEN)
+def empty_a_gradients_storage(scene):
+    scene.parameter.grad.untyped_storage().resize_(0)
+
+
+@deed(SEEN)
+def swap_a_parameter_with_a_fresh_one(scene):
+    torch.utils.swap_tensors(scene.parameter, nn.Parameter(torch.rand_like(scene.parameter)))
+
+
+@deed(SEEN)
+def swap_two_parameters(scene):
+    first, second = [*scene.model.parameters()][:2]
+    torch.utils.swap_tensors(first, second)
+
+
+@deed(SEEN)
+def swap_optimizer_tensors(scene):
+    torch.utils.swap_tensors(scene.moments[0], torch.rand(4))
+
+
+@deed(SEEN)
+def set_a_parameter(scene):
+    scene.module.weight = nn.Parameter(torch.rand_like(scene.module.weight))
+
+
+@deed(SEEN)
+def replace_a_parameter_by_an_equal_one(scene):
+    scene.module._parameters["weight"] = nn.Parameter(scene.module.weight.detach().clone())
+
+
+@deed()
+def replace_the_parameter_table(scene):
+    table = {name: nn.Parameter(torch.rand_like(value)) for name, value in scene.module._parameters.items()}
+    scene.module._parameters = table
+
+
+@deed(SEEN)
+def delete_a_parameter(scene):
+    del scene.module.bias
+
+
+@deed(SEEN)
+def add_a_parameter(scene):
+    scene.model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+
+
+@deed(SEEN)
+def add_a_buffer(scene):
+    scene.model.register_buffer("extra", torch.ones(2))
+
+
+@deed(SEEN)
+def parametrize_a_weight(scene):
+    parametrize.register_parametrization(scene.module, "weight", nn.Identity())
+
+
+@deed(SEEN)
+def make_a_buffer_depend_on_a_parameter(scene):
+    scene.model.register_buffer("extra", torch.ones(2))
+    with torch.enable_grad():
+        for buffer in [b for b in scene.model.buffers() if b.is_floating_point()]:
+            buffer.mul_(scene.parameter.sum())
+
+
+# The optimizer
+
+
+@deed(SEEN)
+def edit_the_learning_rate(scene):
+    scene.optimizer.param_groups[0]["lr"] = 123.0
+
+
+@deed(SEEN)
+def edit_the_weight_decay(scene):
+    scene.optimizer.param_groups[0]["weight_decay"] += 0.5
+
+
+@deed(SEEN)
+def add_a_parameter_group(scene):
+    scene.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@deed(SEEN)
+def remove_a_parameter_from_its_group(scene):
+    scene.optimizer.param_groups[0]["params"].pop()
+
+
+@deed(SEEN)
+def reverse_the_parameters_of_a_group(scene):
+    scene.optimizer.param_groups[0]["params"].reverse()
+
+
+@deed(SEEN)
+def replace_the_parameter_groups(scene):
+    scene.optimizer.param_groups = [{**group, "lr": 5.0} for group in scene.optimizer.param_groups]
+
+
+@deed(SEEN)
+def clear_the_optimizer_state(scene):
+    scene.optimizer.state.clear()
+
+
+@deed(SEEN)
+def replace_the_optimizer_state(scene):
+    scene.optimizer.state = {}
+
+
+@deed(SEEN)
+def forget_one_parameters_state(scene):
+    scene.optimizer.state.pop(scene.matrix)
+
+
+@deed(SEEN)
+def exchange_the_state_of_two_parameters(scene):
+    state = scene.optimizer.state
+    first, second = [*state][:2]
+    state[first], state[second] = state[second], state[first]
+
+
+@deed()
+def rekey_the_optimizer_state(scene):
+    state = scene.optimizer.state
+    keys, values = [*state], [*state.values()]
+    state.clear()
+    state.update(zip([*keys[1:], keys[0]], values, strict=True))
+
+
+@deed(SEEN)
+def load_an_old_optimizer_state(scene):
+    fresh = type(scene.optimizer)(scene.model.parameters(), lr=7.0)
+    scene.optimizer.load_state_dict(fresh.state_dict())
+
+
+@deed()
+def leave_a_hook_on_the_optimizer(scene):
+    scene.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: spoil(optimizer))
+
+
+def spoil(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+# Modules
+
+
+@deed(SEEN)
+def evaluate_for_good(scene):
+    scene.model.eval()
+    scene.module.training = False
+
+
+@deed(SEEN)
+def freeze_a_parameter(scene):
+    scene.matrix.requires_grad_(False)
+
+
+@deed(SEEN)
+def freeze_the_model(scene):
+    scene.model.requires_grad_(False)
+
+
+@deed(SEEN)
+def leave_a_forward_hook(scene):
+    scene.module.register_forward_hook(lambda module, inputs, output: output * 0)
+
+
+@deed(SEEN)
+def leave_a_forward_hook_that_always_runs(scene):
+    scene.module.register_forward_hook(
+        lambda module, inputs, kwargs, output: output * 0, with_kwargs=True, always_call=True, prepend=True
+    )
+
+
+@deed(SEEN)
+def leave_a_forward_pre_hook(scene):
+    scene.module.register_forward_pre_hook(lambda module, inputs: tuple(x * 0 for x in inputs))
+
+
+@deed(SEEN)
+def leave_a_backward_hook(scene):
+    scene.module.register_full_backward_hook(lambda module, inward, outward: tuple(g * 0 for g in inward if g is not None))
+
+
+@deed(SEEN)
+def leave_a_hook_on_a_parameter(scene):
+    scene.parameter.register_hook(lambda gradient: gradient * 0)
+
+
+@deed()
+def leave_a_hook_after_accumulation(scene):
+    scene.parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
+
+
+@deed()
+def change_dropout(scene):
+    for module in scene.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.9
+    scene.module.in_features = 3
+
+
+@deed()
+def change_the_forward_function(scene):
+    scene.module.forward = lambda x: x.sum() * torch.ones(x.shape[:-1] + (scene.module.out_features,))
+
+
+@deed()
+def change_the_class_of_a_module(scene):
+    scene.module.__class__ = type("Other", (type(scene.module),), {"forward": lambda self, x: 0 * nn.Linear.forward(self, x)})
+
+
+@deed(SEEN)
+def replace_a_submodule(scene):
+    name, child = next(iter(scene.model.named_children()))
+    scene.model._modules[name] = nn.Sequential(child, nn.Identity())
+
+
+@deed(SEEN)
+def add_a_submodule(scene):
+    scene.model.add_module("extra", nn.Linear(2, 2))
+
+
+@deed()
+def set_an_attribute(scene):
+    scene.model.extra = {"noise": [1, 2]}
+
+
+# Settings of the process
+
+
+@deed(HARMLESS)
+def leave_grad_mode_off(scene):
+    torch.set_grad_enabled(not torch.is_grad_enabled())
+
+
+@deed(SEEN)
+def enter_inference_mode(scene):
+    scene.left_behind = torch.inference_mode()
+    scene.left_behind.__enter__()
+
+
+@deed(SEEN)
+def enter_autocast(scene):
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    with torch.no_grad():
+        scene.model(scene.batch[0])
+
+
+@deed(SEEN)
+def change_the_default_dtype(scene):
+    torch.set_default_dtype(torch.float64)
+
+
+@deed()
+def change_the_default_device(scene):
+    torch.set_default_device("meta")
+
+
+@deed(SEEN)
+def demand_determinism(scene):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@deed(SEEN)
+def change_the_number_of_threads(scene):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+@deed(SEEN)
+def lower_the_matmul_precision(scene):
+    torch.set_float32_matmul_precision("medium")
+
+
+@deed(SEEN)
+def lower_the_precision_of_one_backend(scene):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+@deed(SEEN)
+def switch_attention_kernels_off(scene):
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+@deed()
+def flush_denormals(scene):
+    torch.set_flush_denormal(True)
+
+
+class Spoiling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result + 1 if isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise RuntimeError("refused")
+
+
+@deed(HARMLESS)
+def enter_a_function_mode(scene):
+    Spoiling().__enter__()
+
+
+@deed(HARMLESS)
+def enter_a_dispatch_mode(scene):
+    Refusing().__enter__()
+
+
+@deed()
+def leave_saved_tensor_hooks(scene):
+    torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x).__enter__()
+
+
+@deed()
+def leave_a_hook_on_all_modules(scene):
+    nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 0)
+
+
+# The loop, and what else belongs to the run
+
+
+@deed()
+def move_the_loop(scene):
+    scene.state.loop.step += 5
+    scene.state.loop.epoch += 1
+
+
+@deed()
+def stop_the_loop(scene):
+    scene.state.loop.stopped = True
+
+
+@deed()
+def change_the_strategy(scene):
+    scene.state.extras["strategy"].count += 1
+    scene.state.extras["strategy"].table.zero_()
+
+
+class Vandal:
+    """Mixin of hooks, sinks and evaluations: does its deeds, then raises if told to."""
+
+    def __init__(self, deeds: list[str], *, raises: bool = False) -> None:
+        self.deeds = deeds
+        self.raises = raises
+        self.scene: Scene | None = None
+        self.kept: list[Any] = []
+        self.done = 0
+
+    def act(self, ctx: Any = None) -> dict[str, Any]:
+        """Do the deeds, keep references to live tensors and return live zero-dimensional ones."""
+        self.scene.ctx = ctx
+        self.kept.append([*self.scene.model.parameters(), *self.scene.moments])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in self.deeds:
+                DEEDS[name](self.scene)
+        self.done += 1
+        if self.raises:
+            raise Spite("and raised")
+        loss = self.scene.state.loop.running_loss
+        return {} if loss is None or "enter_a_dispatch_mode" in self.deeds else {"live": loss}
+
+
+class Spite(Exception):
+    """What a vandal raises half-way."""
