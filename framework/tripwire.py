@@ -4,6 +4,7 @@ It is a signal of change and never a proof of none: fused optimizers, ``.data`` 
 moving a version. The audit is the proof.
 """
 
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -107,6 +108,14 @@ class Tripwire:
 
     def check(self, culprit: object, *, complete: bool = True) -> None:
         """Sweep again; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
+        try:
+            self._check(culprit, complete=complete)
+        except StateMutationError:
+            raise
+        except Exception as error:
+            raise mutation(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"]) from error
+
+    def _check(self, culprit: object, *, complete: bool) -> None:
         quick, tensors = self._sweep()
         if not _equal(quick, self._quick):
             raise mutation(culprit, self._changes(quick) or ["the set of tensors"])
@@ -125,12 +134,12 @@ class Tripwire:
         tensors = [*lasting, *watch.buried, *[grad for grad in grads if grad is not None], *passing]
         if watch.sharded:
             tensors = local_shards(tensors)
-        return (others, lasting, grads, passing, training, (*map(_version, tensors),)), tensors
+        return (others, lasting, grads, passing, training, _column(_version, tensors)), tensors
 
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
         watch = self._watch
         return (
-            (*map(_pointer, tensors),),
+            _column(_pointer, tensors),
             (*map(_requires_grad, watch.parameters),),
             RemovableHandle.next_id,
             self._options(),
@@ -174,6 +183,21 @@ class Tripwire:
         _, tensors = self._sweep()
         triples = zip(tensors, before, now, strict=True)
         return [names.get(id(tensor), "a tensor of the batch") for tensor, was, is_now in triples if was != is_now]
+
+
+def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
+    """Read one number of every tensor, -1 where there is none: sparse tensors have no pointer, inference no version."""
+    try:
+        return (*map(read, tensors),)
+    except RuntimeError:
+        return tuple([_number(read, tensor) for tensor in tensors])
+
+
+def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
+    try:
+        return read(tensor)
+    except RuntimeError:
+        return -1
 
 
 def _equal(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

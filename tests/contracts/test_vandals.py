@@ -1,7 +1,9 @@
 """Whatever a hook does, the run is the run that would have come out without it, or it ends and says who did what."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from dataclasses import replace
 
 import numpy as np
@@ -84,7 +86,8 @@ def train_with(vandal: Vandal, case: Case, **options) -> Run:
         vandal.scene = Scene(task, state)
 
     spot = {"sinks": [vandal]} if isinstance(vandal, RecordingSink) else {"hooks": [vandal]}
-    with process_put_back():
+    with process_put_back(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the manager warns of hooks that it skips
         try:
             return train(case, introduce=introduce, **spot, **options)
         finally:
@@ -104,9 +107,16 @@ def assert_caught(run: Run, *, where: str) -> None:
     assert_saved_states_intact(run)
 
 
+@cache
+def intact_states(case: Case) -> dict[int, dict[str, int]]:
+    """Return the digests, by step, of the checkpoints of the run without hooks."""
+    return dict(train(case, checkpoint_every=1, audit=False).saved)
+
+
 def assert_saved_states_intact(run: Run) -> None:
-    digests, _ = bare_run(run.case)
-    assert [differences(digests[step - 1], saved) for step, saved in run.saved] == [[]] * len(run.saved)
+    if run.saved:
+        intact = intact_states(run.case)
+        assert [differences(intact[step], saved) for step, saved in run.saved] == [[]] * len(run.saved)
 
 
 @pytest.mark.parametrize("name", DEEDS)
@@ -119,7 +129,7 @@ def test_a_vandal_that_intervenes_leaves_no_trace(name):
 @pytest.mark.parametrize("name", DEEDS)
 def test_a_vandal_that_observes_has_no_effect_or_is_caught(name):
     vandal = only_at(VandalObserver, HookPoint.POST_STEP)([name])
-    run = train_with(vandal, CASE, raises=StateMutationError)
+    run = train_with(vandal, CASE, checkpoint_every=1, raises=StateMutationError)
     assert vandal.done
     if name in HARMLESS:
         assert run.error is None
@@ -132,3 +142,56 @@ def test_a_vandal_that_observes_has_no_effect_or_is_caught(name):
 def test_the_tripwire_alone_sees(name):
     vandal = only_at(VandalObserver, HookPoint.POST_STEP)([name])
     assert_caught(train_with(vandal, CASE, audit=False, raises=StateMutationError), where="POST_STEP of step 1")
+
+
+# Any deeds, at any points, on any model, raising half-way or not
+
+deeds = st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=3)
+points = st.sets(st.sampled_from(POINTS), min_size=1).map(sorted)
+cases = st.sampled_from(CASES)
+FEW = settings(max_examples=40, deadline=None)
+MANY = settings(max_examples=500, deadline=None)
+
+
+def assert_no_trace(names: list[str], where: list[HookPoint], case: Case, *, raises: bool) -> None:
+    vandal = only_at(VandalIntervention, *where)(names, raises=raises)
+    assert_same_bytes(train_with(vandal, case, on_error="skip"), case)
+
+
+def assert_no_effect_or_caught(kind: type, names: list[str], where: list[HookPoint], case: Case, raises: bool) -> None:
+    vandal = only_at(kind, *where)(names, raises=raises)
+    run = train_with(vandal, case, on_error="skip", checkpoint_every=1, raises=StateMutationError)
+    if run.error is None:
+        assert_same_bytes(run, case)
+        return
+    culprits = [f"Hook 'vandal' at {point.name} of step " for point in where]
+    assert any(culprit in str(run.error) for culprit in culprits)
+    before = bare_run(case)[0][: len(run.digests)]
+    assert [differences(*pair) for pair in zip(before, run.digests, strict=True)] == [[]] * len(before)
+    assert_saved_states_intact(run)
+
+
+@FEW
+@given(deeds, points, cases, st.booleans())
+def test_no_intervention_leaves_a_trace(names, where, case, raises):
+    assert_no_trace(names, where, case, raises=raises)
+
+
+@FEW
+@given(st.sampled_from([VandalObserver, VandalReader]), deeds, points, cases, st.booleans())
+def test_whatever_only_reads_has_no_effect_or_is_caught(kind, names, where, case, raises):
+    assert_no_effect_or_caught(kind, names, where, case, raises)
+
+
+@pytest.mark.slow
+@MANY
+@given(deeds, points, cases, st.booleans())
+def test_no_intervention_leaves_a_trace_however_many_try(names, where, case, raises):
+    assert_no_trace(names, where, case, raises=raises)
+
+
+@pytest.mark.slow
+@MANY
+@given(st.sampled_from([VandalObserver, VandalReader]), deeds, points, cases, st.booleans())
+def test_whatever_only_reads_has_no_effect_or_is_caught_however_many_try(kind, names, where, case, raises):
+    assert_no_effect_or_caught(kind, names, where, case, raises)
