@@ -3,24 +3,23 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from framework.borrowing import lent_buffers, lent_gradients, lent_modes
 from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
-from framework.contexts import MetricInfo, ObserverServices, RunDataContext, RunInfo
+from framework.context_builder import ContextBuilder
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
 from framework.errors import HookError, LoopscopeError, StateMutationError, UsageError
 from framework.guardian import Snapshot
-from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
+from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
 from framework.isolation import Call, Isolation
+from framework.listeners import Listener, Listeners
 from framework.metrics import Metrics, MetricSink
-from framework.observation import forward_pass, optimizer_groups
 from framework.profiler import Profiler
 from framework.random_streams import StreamState
 from framework.registry import without_duplicates
@@ -31,33 +30,6 @@ from framework.training_state import TrainingState
 
 Result = TypeVar("Result")
 SNAPSHOT = HookPoint.SNAPSHOT
-
-
-@dataclass(frozen=True)
-class Listener:
-    """A hook at one hook point of one loop type, everything resolved that can be before the run."""
-
-    hook: TrainingHook
-    point: HookPoint
-    window: EpochWindow
-    intervention: InterventionHook | None
-    scheduled: bool
-
-    def is_due(self, epoch: int, step: int) -> bool:
-        """Tell whether the hook fires now."""
-        return self.in_window(epoch) and (not self.scheduled or self.hook.step_schedule.is_due(step))
-
-    def in_window(self, epoch: int) -> bool:
-        """Tell whether ``epoch`` lies within the hook's window at this point."""
-        first, last = self.window
-        return (first is None or epoch >= first) and (last is None or epoch <= last)
-
-    @property
-    def rank(self) -> int:
-        """Order at one point: observers, interventions, committing interventions."""
-        if self.intervention is None:
-            return 0
-        return 2 if self.intervention.commits else 1
 
 
 class HookManager:
@@ -95,16 +67,8 @@ class HookManager:
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self._taps = TapSet(task.model, audit=audit)
         self._dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
-        self._services = ObserverServices(
-            forward=lambda inputs, capture, train: forward_pass(state, inputs, capture, train),
-            optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
-            last_metrics=self.get_last_metrics,
-        )
-        by_point: list[list[Listener]] = [[] for _ in HookPoint]
-        for hook in self.hooks:
-            for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
-                by_point[point].append(_listener(hook, point, window))
-        self._listeners = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
+        self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics)
+        self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
         self._keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
 
@@ -196,7 +160,7 @@ class HookManager:
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``."""
-        listeners = self._listeners[point]
+        listeners = self._listeners.at[point]
         if listeners:
             loop = self.state.loop
             due = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
@@ -210,17 +174,11 @@ class HookManager:
         self, need: str, *, points: Iterable[HookPoint], epoch: int | None = None, step: int | None = None
     ) -> bool:
         """Tell whether a hook with the flag ``need`` fires at one of ``points`` in this epoch (and at ``step``)."""
-        epoch = self.state.loop.epoch if epoch is None else epoch
-        return any(
-            getattr(listener.hook, need)
-            and listener.is_due(epoch, listener.hook.step_schedule.warmup + 1 if step is None else step)
-            for point in points
-            for listener in self._listeners[point]
-        )
+        return self._listeners.wants(need, points, self.state.loop.epoch if epoch is None else epoch, step)
 
     def needs(self, need: str) -> bool:
         """Tell whether any active hook has the flag ``need``."""
-        return any(getattr(listener.hook, need) for listeners in self._listeners for listener in listeners)
+        return self._listeners.need(need)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -258,7 +216,7 @@ class HookManager:
         isolation = self.isolation
         try:
             isolation.begin()
-            context = self._context(point)
+            context = self._contexts.build(point, self._target_grad(point))
             for listener in due:
                 self._call(listener, context)
             isolation.settle()
@@ -343,7 +301,7 @@ class HookManager:
             raise error
         if self._on_error == "raise":
             raise HookError(message) from error
-        self._listeners = [[item for item in listeners if item.hook is not hook] for listeners in self._listeners]
+        self._listeners.drop(hook)
         self.hooks = [other for other in self.hooks if other is not hook]
         warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
 
@@ -351,18 +309,14 @@ class HookManager:
 
     def _declared_taps(self, hook: TrainingHook) -> list[GradientTap]:
         """Return the taps of a hook, none if it is left out of this loop."""
-        fires = any(listener.hook is hook for listeners in self._listeners for listener in listeners)
-        return list(hook.taps(self.task.model)) if fires else []
+        return list(hook.taps(self.task.model)) if self._listeners.of(hook) else []
 
     def _tap_owner(self, hook: TrainingHook) -> TapOwner:
         loop = self.state.loop
 
         def is_due() -> bool:
-            return hook.step_schedule.is_due(loop.step) and any(
-                listener.hook is hook and listener.in_window(loop.epoch)
-                for listeners in self._listeners
-                for listener in listeners
-            )
+            listeners = self._listeners.of(hook)
+            return hook.step_schedule.is_due(loop.step) and any(item.in_window(loop.epoch) for item in listeners)
 
         def call(target: str, function: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
             where = f"tap on {target!r}"
@@ -378,7 +332,9 @@ class HookManager:
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
     def _target_grad(self, point: HookPoint) -> dict[str, torch.Tensor] | None:
-        """Ask the experiment for its target gradient, on a random stream of its own and leaving nothing behind."""
+        """Ask the experiment for its target gradient, if a hook wants it now; isolated, and leaving nothing behind."""
+        if not (self._needs_target and self.wants("needs_target_grad", points=(point,), step=self.state.loop.step)):
+            return None
         model = self.task.model
 
         def compute() -> dict[str, torch.Tensor] | None:
@@ -387,42 +343,3 @@ class HookManager:
 
         with self._taps.silenced():
             return self.isolation.observe(Call("target_grad", point.name, self.state.loop.step, "The"), compute)
-
-    def _context(self, point: HookPoint) -> RunDataContext:
-        loop, task = self.state.loop, self.task
-        at_step = point in STEP_POINTS
-        evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
-        wanted = self._needs_target and self.wants("needs_target_grad", points=(point,), step=loop.step)
-        targets = self._target_grad(point) if wanted else None
-        return RunDataContext(
-            hook_point=point,
-            epoch=loop.epoch,
-            step=loop.step,
-            model=task.model,
-            config=task.config,
-            loader=task.loader,
-            services=self._services,
-            profiler=self.profiler,
-            batch_idx=loop.batch_idx if at_step else None,
-            batch_data=loop.batch if at_step else None,
-            loss=loop.loss if at_step else loop.epoch_loss if point is not HookPoint.PRE_EPOCH else None,
-            train_acc=evaluation.get("train_acc"),
-            val_acc=evaluation.get("val_acc"),
-            evaluation=MappingProxyType(evaluation),
-            lr=task.optimizer.param_groups[0]["lr"],
-            accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
-            prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
-            target_grad=_frozen(targets),
-        )
-
-
-def _frozen(vector: dict[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor] | None:
-    return None if vector is None else MappingProxyType(vector)
-
-
-def _listener(hook: TrainingHook, point: HookPoint, window: EpochWindow) -> Listener:
-    intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
-    scheduled = point in STEP_POINTS and hook.step_schedule.mode != "continual"
-    return Listener(
-        hook, point, window, intervention, scheduled or (hook.step_schedule.warmup > 0 and point in STEP_POINTS)
-    )

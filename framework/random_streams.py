@@ -25,6 +25,7 @@ from torch import Tensor
 from framework.errors import UsageError
 
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
+_NUMPY: Any = np.random  # whose stubs leave out set_bit_generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class NumpyState:
 
     def restore(self) -> None:
         """Make this the state of NumPy's global generator again."""
-        np.random.set_bit_generator(self.bit_generator)  # drops a cached Gaussian
+        _NUMPY.set_bit_generator(self.bit_generator)  # drops a cached Gaussian
         ctypes.memmove(self.bit_generator.ctypes.state_address, self.key, MT19937_BYTES)
         if self.cached_gaussian is not None:
             full: Any = np.random.get_state(legacy=False)
@@ -53,7 +54,7 @@ def _python_state_is_inline() -> bool:
     if type(_PYTHON).__basicsize__ < object.__basicsize__ + MT19937_BYTES:
         return False
     position, *words = struct.unpack("625I", ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES))
-    return (*words, position) == random.getstate()[1]
+    return bool((*words, position) == random.getstate()[1])
 
 
 _INLINE = sys.implementation.name == "cpython" and _python_state_is_inline()
@@ -86,7 +87,7 @@ class PythonState:
 
 def _take_numpy_state() -> NumpyState:
     """Read the state of NumPy's global generator, leaving it one draw further."""
-    bits: Any = np.random.get_bit_generator()
+    bits: Any = _NUMPY.get_bit_generator()
     if not isinstance(bits, np.random.MT19937):
         raise UsageError(
             f"NumPy's global generator is a {type(bits).__name__}, but loopscope can isolate only the default MT19937; "

@@ -1,0 +1,67 @@
+"""Builds the frozen view that hooks get of one fire."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from framework.contexts import ObserverServices, RunDataContext
+from framework.hook_points import STEP_POINTS, HookPoint
+from framework.observation import forward_pass, optimizer_groups
+from framework.profiler import Profiler
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+
+Vector = dict[str, Tensor]
+
+
+class ContextBuilder:
+    """Fills a :class:`RunDataContext` from the loop's state; what nobody asked for stays ``None``."""
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        state: TrainingState,
+        profiler: Profiler,
+        last_metrics: Callable[[HookPoint | None], Mapping[str, Any]],
+    ) -> None:
+        self._task = task
+        self._state = state
+        self._profiler = profiler
+        self._services = ObserverServices(
+            forward=lambda inputs, capture, train: forward_pass(state, inputs, capture, train),
+            optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
+            last_metrics=last_metrics,
+        )
+
+    def build(self, point: HookPoint, target_grad: Vector | None) -> RunDataContext:
+        """Return the view of this moment."""
+        loop, task = self._state.loop, self._task
+        at_step = point in STEP_POINTS
+        evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
+        mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
+        return RunDataContext(
+            hook_point=point,
+            epoch=loop.epoch,
+            step=loop.step,
+            model=task.model,
+            config=task.config,
+            loader=task.loader,
+            services=self._services,
+            profiler=self._profiler,
+            batch_idx=loop.batch_idx if at_step else None,
+            batch_data=loop.batch if at_step else None,
+            loss=loop.loss if at_step else mean_loss,
+            train_acc=evaluation.get("train_acc"),
+            val_acc=evaluation.get("val_acc"),
+            evaluation=MappingProxyType(evaluation),
+            lr=task.optimizer.param_groups[0]["lr"],
+            accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
+            prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
+            target_grad=_frozen(target_grad),
+        )
+
+
+def _frozen(vector: Vector | None) -> Mapping[str, Tensor] | None:
+    return None if vector is None else MappingProxyType(vector)
