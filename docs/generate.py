@@ -43,8 +43,7 @@ def pages(hooks: Iterable[type[TrainingHook]] | None = None) -> dict[str, str]:
 def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
     """Return the page that lists the hooks."""
     rows = [
-        (f"[`{hook.name}`]({hook.name}.md)", hook_kind(hook), fires_at(hook), documentation(hook)[0])
-        for hook in hooks
+        (f"[`{hook.name}`]({hook.name}.md)", hook_kind(hook), fires_at(hook), documentation(hook)[0]) for hook in hooks
     ]
     return "\n".join(
         [
@@ -117,7 +116,8 @@ def fires_at(hook: type[TrainingHook]) -> str:
     """Name the points of a hook, with the loop where only one of the two has them."""
     in_epoch, in_step = (windows(hook, loop) for loop in LOOPS)
     return ", ".join(
-        point.name + ("" if point in in_epoch and point in in_step else f" ({'epoch' if point in in_epoch else 'step'} loop)")
+        point.name
+        + ("" if point in in_epoch and point in in_step else f" ({'epoch' if point in in_epoch else 'step'} loop)")
         for point in sorted({*in_epoch, *in_step})
     )
 
@@ -202,9 +202,7 @@ def parse_arguments(text: str) -> dict[str, str]:
     {'k': 'the count of it.', 'j': 'another.'}
     """
     items = re.split(r"^(\w+): ", inspect.cleandoc(text), flags=re.MULTILINE)[1:]
-    return {
-        name: " ".join(markdown(meaning).split()) for name, meaning in zip(items[::2], items[1::2], strict=True)
-    }
+    return {name: " ".join(markdown(meaning).split()) for name, meaning in zip(items[::2], items[1::2], strict=True)}
 
 
 def markdown(text: str) -> str:

@@ -1,5 +1,6 @@
 """Runs what a page shows: Python blocks in one namespace, files as scripts, commands through the command line."""
 
+import re
 import runpy
 import shlex
 import sys
@@ -72,14 +73,9 @@ def run_recipe(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipes() -> dict[str, list[str]]:
     """Return the command lines of every target of the Makefile."""
-    found: dict[str, list[str]] = {}
-    for line in (ROOT / "Makefile").read_text().replace("\\\n", " ").splitlines():
-        if line.startswith("\t"):
-            found[target].append(line.strip())
-        elif ":" in line and "=" not in line:
-            target = line.partition(":")[0]
-            found[target] = []
-    return found
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    rules = re.findall(r"^([\w.$()-]+):[^=\n]*\n((?:\t.*\n)*)", text, re.M)
+    return {target: [line.strip() for line in lines.splitlines()] for target, lines in rules}
 
 
 def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

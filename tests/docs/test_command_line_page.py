@@ -13,14 +13,14 @@ from tests.docs.running import SHORT, SMALL, status_of
 
 PAGE = ROOT / "docs/command-line.md"
 RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL} {SHORT}".split()
-EVERYTHING = "--hooks norms grad_clip --hook-csv --hook-jsonl --checkpoint-every 1 --profile-hooks".split()
+HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--profile-hooks"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with everything on and return the folder of the run."""
     folder = tmp_path_factory.mktemp("run")
-    assert main([*RUN, *EVERYTHING, "--output-dir", str(folder)]) == 0
+    assert main([*RUN, *HOOKS, "--checkpoint-every", "1", "--output-dir", str(folder)]) == 0
     return folder / "mod_arithmetic/random"
 
 

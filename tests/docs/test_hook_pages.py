@@ -69,4 +69,5 @@ def test_writing_adds_mends_and_removes_pages(tmp_path) -> None:
 
 def test_examples_of_the_generator_are_right() -> None:
     outcome = doctest.testmod(generate)
-    assert outcome.attempted and not outcome.failed
+    assert outcome.attempted
+    assert not outcome.failed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import PAGES, ROOT, anchors, links
+from tests.docs.markdown import PAGES, ROOT, anchors, blocks, links, prose
 
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -43,3 +43,11 @@ def test_the_index_lists_every_decision_by_its_title() -> None:
         title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         assert page.name.startswith(f"{number:04d}-")
         assert f"[{title.partition('. ')[2]}](decisions/{page.name})" in index
+
+
+@EVERY
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    saved_by_the_reader = {block.file for other in PAGES for block in blocks(other)}
+    for name in re.findall(r"`([\w/]+\.py)`", prose(page)):
+        places = [ROOT / name, ROOT / "framework" / name]
+        assert name in saved_by_the_reader or any(path.is_file() for path in places), name

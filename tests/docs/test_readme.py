@@ -1,0 +1,36 @@
+"""The README's sample is what `make run` prints, but for its numbers; its links to promises hold."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, blocks
+from tests.docs.running import recipes, run_recipe
+
+README = ROOT / "README.md"
+
+
+def sample() -> list[str]:
+    (text,) = [block.text for block in blocks(README) if block.language == "text"]
+    return text.splitlines()
+
+
+def test_the_sample_has_the_shape_of_what_make_run_prints(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_recipe("run", monkeypatch)
+    printed = capsys.readouterr().out.splitlines()
+    heading = next(line for line in printed if line.split()[:1] == ["strategy"])
+    assert set(heading.split()) <= set(sample()[0].split())
+    assert sample()[-1] == printed[-1]
+
+
+def test_the_sample_compares_the_strategies_of_make_run() -> None:
+    (run,) = [line for line in recipes()["run"] if "/loopscope " in line]
+    named = [line.split()[0] for line in sample() if line.split()[:1] and line.split()[0] in run]
+    assert named == ["stride", "target"]
+
+
+@pytest.mark.parametrize("target", ["run", "test", "lint", "docs", "bench"])
+def test_the_makefile_has_the_targets_that_the_readme_names(target: str) -> None:
+    assert f"make {target}" in README.read_text(encoding="utf-8")
+    assert recipes()[target]
