@@ -2,7 +2,7 @@
 
 from framework.guardian import Part
 from framework.training_state import TrainingState, differing
-from framework.tripwire import mutation
+from framework.tripwire import mutation, unreadable
 
 
 class Audit:
@@ -24,7 +24,10 @@ class Audit:
     def check(self, culprit: object) -> None:
         """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
         if self.enabled:
-            changes = differing(self._before, self._state.digest()) or self._replaced()
+            try:
+                changes = differing(self._before, self._state.digest()) or self._replaced()
+            except Exception as error:
+                raise mutation(culprit, [unreadable(error)]) from error
             if changes:
                 raise mutation(culprit, changes)
 

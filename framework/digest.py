@@ -19,7 +19,7 @@ def digest(leaf: Any) -> int:
     """Return the digest of a tensor (of this rank's shard of a DTensor) or of another value's description."""
     if not isinstance(leaf, Tensor):
         return xxhash.xxh3_64_intdigest(described(leaf).encode())
-    summary = xxhash.xxh3_64(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+    summary = xxhash.xxh3_64(f"{leaf.dtype}{leaf.device.type}{tuple(leaf.shape)}".encode())
     for part in byte_tensors(leaf.detach()):
         _add_bytes(summary, part)
     for shard in inner_tensors(leaf):
@@ -29,6 +29,8 @@ def digest(leaf: Any) -> int:
 
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
     """Add shape and bytes, read where they lie: ``Tensor.numpy`` would forbid the storage to be resized ever after."""
+    if tensor.is_meta:
+        return
     host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     summary.update(f"{tuple(host.shape)}".encode())
     if host.nbytes:

@@ -86,6 +86,7 @@ class Tripwire:
         self._watch = WatchList(state)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
+        self._swept: list[Tensor] = []
         self._tensor_hooks: list[int] = []
 
     @property
@@ -106,23 +107,36 @@ class Tripwire:
             self._tensor_hooks = self._watch.tensor_hooks()
         self._rest = rest
 
-    def check(self, culprit: object, *, complete: bool = True) -> None:
-        """Sweep again; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
-        try:
-            self._check(culprit, complete=complete)
-        except StateMutationError:
-            raise
-        except Exception as error:
-            raise mutation(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"]) from error
+    def check(self, culprit: object) -> None:
+        """Sweep completely; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
+        self.check_quickly(culprit)
+        self.check_rest(culprit)
 
-    def _check(self, culprit: object, *, complete: bool) -> None:
-        quick, tensors = self._sweep()
-        if not _equal(quick, self._quick):
-            raise mutation(culprit, self._changes(quick) or ["the set of tensors"])
-        if complete:
-            rest = self._sweep_rest(tensors)
-            if not _equal(rest, self._rest) or any(self._watch.empty):
-                self._check_rest(culprit, rest)
+    def check_quickly(self, culprit: object) -> None:
+        """Make the quick sweep."""
+        try:
+            quick, self._swept = self._sweep()
+            changes = [] if _equal(quick, self._quick) else self._changes(quick) or ["the set of tensors"]
+        except Exception as error:
+            raise _unreadable(culprit, error) from error
+        if changes:
+            raise mutation(culprit, changes)
+
+    def check_rest(self, culprit: object) -> None:
+        """Add to the quick sweep just made what makes it a complete one."""
+        try:
+            rest = self._sweep_rest(self._swept)
+            differs = not _equal(rest, self._rest) or any(self._watch.empty)
+            changes = self._look_closer(rest) if differs else []
+        except Exception as error:
+            raise _unreadable(culprit, error) from error
+        if changes:
+            raise mutation(culprit, changes)
+        self._rest = rest
+
+    def release(self) -> None:
+        """Let go of the tensors of the last sweep, so that gradients and batches live no longer than without it."""
+        self._quick, self._swept = (), []
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         watch = self._watch
@@ -166,23 +180,31 @@ class Tripwire:
             return changes
         return self._differing_tensors(before[_VERSIONS], now[_VERSIONS])
 
-    def _check_rest(self, culprit: object, now: Sweep) -> None:
-        """Look closer at what differs in the rest of a complete sweep: handles may have come and gone again."""
+    def _look_closer(self, now: Sweep) -> list[str]:
+        """Name what differs in the rest of a complete sweep; handles may have come and gone again."""
         before = self._rest
         changes = [label for part, label in _REST_LABELS.items() if not _equal(before[part], now[part])]
         changes += self._state.flags.differences(before[_FLAGS])
         changes += self._differing_tensors(before[_POINTERS], now[_POINTERS])
         if any(self._watch.empty) or self._watch.tensor_hooks() != self._tensor_hooks:
             changes.append("a hook on a parameter or module")
-        if changes:
-            raise mutation(culprit, changes)
-        self._rest = now
+        return changes
 
     def _differing_tensors(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
         names = {id(tensor): name for name, tensor in self._state.tensors().items()}
         _, tensors = self._sweep()
         triples = zip(tensors, before, now, strict=True)
         return [names.get(id(tensor), "a tensor of the batch") for tensor, was, is_now in triples if was != is_now]
+
+
+def _unreadable(culprit: object, error: Exception) -> StateMutationError:
+    """Count a state that can no longer be read as a changed one."""
+    return mutation(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"])
+
+
+def unreadable(error: Exception) -> str:
+    """Say that the state cannot even be compared."""
+    return f"it cannot be read any more ({type(error).__name__}: {error})"
 
 
 def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
