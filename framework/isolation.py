@@ -79,6 +79,7 @@ class Isolation:
         try:
             self.settle()
         finally:
+            self._tripwire.release()
             if saved is not None:
                 saved.restore()
 
@@ -90,6 +91,7 @@ class Isolation:
 
     def check(self, call: Call) -> None:
         """Raise :class:`StateMutationError` if the state differs from the baseline in anything that can be seen."""
+        self._tripwire.check_quickly(call)
         self._unsettled.append(call)
         self.settle()
         if self._audit.enabled:
@@ -97,10 +99,10 @@ class Isolation:
             self._audit.check(call)
 
     def settle(self) -> None:
-        """Make one complete check for all calls that had a quick one only; an error then names all of them."""
+        """Complete the check of all calls that had a quick one only; an error then names all of them."""
         if self._unsettled:
             calls, self._unsettled = self._unsettled, []
-            self._tripwire.check(" or ".join(map(str, calls)) if len(calls) > 1 else calls[0])
+            self._tripwire.check_rest(" or ".join(map(str, calls)) if len(calls) > 1 else calls[0])
 
     def _check_observer(self, call: Call) -> None:
         """Check completely the first calls of an observer and every call under audit, quickly the later ones."""
@@ -110,7 +112,7 @@ class Isolation:
             self._calls[key] = seen + 1
             self.check(call)
         else:
-            self._tripwire.check(call, complete=False)
+            self._tripwire.check_quickly(call)
             self._unsettled.append(call)
 
     def observe(self, call: Call, function: Callable[[], Result]) -> Result:
