@@ -14,7 +14,7 @@ from framework.training_state import TrainingState
 
 FORMAT = 1
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
-KEYS = {*PER_NAME, "format", "optimizer", "scheduler", "scaler", "streams", "loop", "extras", "hooks"}
+KEYS = {*PER_NAME, "format", "kinds", "optimizer", "scheduler", "scaler", "streams", "loop", "extras", "hooks"}
 
 
 def save_tensors(content: Any, path: Path) -> None:
@@ -31,6 +31,7 @@ def save_checkpoint(path: Path, state: TrainingState, hooks: Mapping[str, Any], 
     model = state.model
     content = {
         "format": FORMAT,
+        "kinds": _kinds(state),
         "parameters": {name: value.detach() for name, value in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
         "gradients": {name: value.grad for name, value in model.named_parameters()},
@@ -54,8 +55,8 @@ def load_checkpoint(path: Path, state: TrainingState) -> dict[str, Any]:
     another format, or was written for another model, optimizer, scheduler or loader.
     """
     content = _read(path)
-    _refuse_another_run(path, content, state)
     try:
+        _refuse_another_run(path, content, state)
         _restore(content, state)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{path} does not fit this run: {_first_line(error)}") from error
@@ -92,9 +93,17 @@ def _refuse_another_run(path: Path, content: Mapping[str, Any], state: TrainingS
         )
         if names:
             raise UsageError(f"{path} was written for another model: of its {what}, {', '.join(names[:5])} differ.")
-    for name, owner in (("scheduler", state.scheduler), ("scaler", state.scaler)):
-        if (owner is None) != (content[name] is None):
-            raise UsageError(f"{path} was written for another run: one of the two has a {name}, the other has none.")
+    for part, kind in _kinds(state).items():
+        if content["kinds"].get(part) != kind:
+            raise UsageError(
+                f"{path} was written with the {part} {content['kinds'].get(part)}, but this one is {kind}."
+            )
+
+
+def _kinds(state: TrainingState) -> dict[str, str]:
+    """Name the classes whose states only they can read."""
+    parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
+    return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -112,7 +121,9 @@ def _restore(content: Mapping[str, Any], state: TrainingState) -> None:
             buffer.copy_(content["buffers"][name])
     for name, module in state.model.named_modules():
         module.training = content["modes"][name]
+    defaults = dict(state.optimizer.defaults)
     state.optimizer.load_state_dict(content["optimizer"])
+    state.optimizer.defaults = defaults  # to which some optimizers add when they load
     if state.scheduler is not None:
         state.scheduler.load_state_dict(content["scheduler"])
     if state.scaler is not None:

@@ -57,6 +57,7 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> tuple[HelpfulPars
     """
     words = spelled(words)
     types = option_types(experiment)
+    source = ""
     try:
         files, preset = _files_and_preset(words)
         content: dict[str, Any] = {}
@@ -64,13 +65,12 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> tuple[HelpfulPars
             content |= read_config(Path(file), types)
         preset = _known_preset(experiment, preset or content.get("preset"))
         parser = run_parser(experiment, preset)
+        source = f" in the config file {' or '.join(files)}"
         options = parser.parse_object({**content, "preset": preset})
-    except ArgumentError as error:
-        raise refusal(str(error), types, f" in the config file {files[-1]}") from error
-    try:
+        source = ""
         return parser, parser.parse_args(words, namespace=options)
     except ArgumentError as error:
-        raise refusal(str(error), types) from error
+        raise refusal(str(error), types, source) from error
 
 
 def option_types(experiment: Experiment) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Finds undeclared commits before a run: reads which commit verbs of the SAPI the methods of a hook call."""
 
 import dis
+import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -33,12 +34,12 @@ def refuse_undeclared_commits(hook: type[TrainingHook]) -> None:
 
 
 def _attributes(hook: type[Any]) -> Iterator[str]:
-    """Yield the names of all attributes that methods of the class, and of those it extends, read."""
-    for base in hook.__mro__:
-        for member in vars(base).values():
-            function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-            if isinstance(function, FunctionType):
-                yield from _attributes_in(function.__code__)
+    """Yield the names of all attributes that the methods of a class read."""
+    for name in dir(hook):
+        member = inspect.getattr_static(hook, name)
+        function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        if isinstance(function, FunctionType):
+            yield from _attributes_in(function.__code__)
 
 
 def _attributes_in(code: CodeType) -> Iterator[str]:

@@ -110,6 +110,7 @@ class HookManager:
     def abandon(self) -> None:
         """Let no hook run any more: the training state is damaged, and what they would find there is not the run."""
         self._abandoned = True
+        self.isolation.rebase()  # or the sinks, which are still to be closed, would be blamed for it
 
     def end(self, status: str) -> None:
         """Deliver what is still buffered, tell every hook and sink that the strategy is over, remove the taps.

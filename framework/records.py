@@ -134,7 +134,7 @@ class RunRecord:
             "experiment": run.experiment,
             "strategy": run.strategy,
             "status": status,
-            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()),
+            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"),
             "seed": run.seed,
             "epochs": loop.epoch,
             "steps": loop.step,

@@ -51,7 +51,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return False
     if origin is float:
         return isinstance(value, (int, float))
-    return not isinstance(origin, type) or isinstance(value, origin)
+    return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
 
 
 def in_words(annotation: Any) -> str:
