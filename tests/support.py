@@ -1,7 +1,6 @@
 """Models, optimizers, runs and spies that the tests share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -258,8 +257,10 @@ def train(
     except raises as error:
         run.error = error
     finally:
-        with suppress(*((raises,) if isinstance(raises, type) else raises)):
+        try:
             manager.end("completed" if run.error is None else "failed")
+        except raises as error:
+            run.error = run.error or error
     return run
 
 

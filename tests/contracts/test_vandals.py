@@ -15,7 +15,7 @@ from framework.errors import StateMutationError
 from framework.flags import GlobalFlags
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
-from tests.support import CASES, Case, RecordingSink, Run, assert_same_bytes, bare_run, build, differences, train
+from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train
 from tests.vandals import DEEDS, HARMLESS, SEEN, Scene, Vandal
 
 POINTS = sorted(HookPoint)
@@ -85,11 +85,14 @@ def train_with(vandal: Vandal, case: Case, **options) -> Run:
     def introduce(task, state):
         vandal.scene = Scene(task, state)
 
-    spot = {"sinks": [vandal]} if isinstance(vandal, RecordingSink) else {"hooks": [vandal]}
+    if isinstance(vandal, RecordingSink):
+        options["sinks"] = [vandal]
+    elif isinstance(vandal, TrainingHook):
+        options["hooks"] = [vandal]
     with process_put_back(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the manager warns of hooks that it skips
         try:
-            return train(case, introduce=introduce, **spot, **options)
+            return train(case, introduce=introduce, **options)
         finally:
             vandal.scene.left_behind = None
 
@@ -195,3 +198,87 @@ def test_no_intervention_leaves_a_trace_however_many_try(names, where, case, rai
 @given(st.sampled_from([VandalObserver, VandalReader]), deeds, points, cases, st.booleans())
 def test_whatever_only_reads_has_no_effect_or_is_caught_however_many_try(kind, names, where, case, raises):
     assert_no_effect_or_caught(kind, names, where, case, raises)
+
+
+# Vandals that are not hooks, and hooks outside their fires
+
+
+def evaluating(vandal: Vandal):
+    def evaluate(model):
+        vandal.act()
+        return {"val_acc": 0.5}
+
+    return evaluate
+
+
+@cache
+def run_with_constant_evaluation() -> Run:
+    return train(CASE, evaluate=lambda model: {"val_acc": 0.5}, audit=False)
+
+
+IN_A_STEP = {
+    "write_to_the_batch",
+    "write_to_the_batch_through_numpy",
+    "write_to_the_kept_gradients",
+    "write_to_all_that_is_in_flight",
+}
+BETWEEN_STEPS = sorted(DEEDS.keys() - IN_A_STEP)
+
+
+@pytest.mark.parametrize("name", BETWEEN_STEPS)
+def test_an_evaluation_has_no_effect_or_is_caught(name):
+    vandal = Vandal([name])
+    run = train_with(vandal, CASE, evaluate=evaluating(vandal), checkpoint_every=1, raises=StateMutationError)
+    assert vandal.done
+    if name in HARMLESS | {"evaluate_for_good"}:
+        assert differences(run_with_constant_evaluation().final, run.final) == []
+    else:
+        assert "The 'evaluation' at the loop of step 3 may only read, but changed" in str(run.error)
+        assert run.saved == []
+
+
+@pytest.mark.parametrize("name", BETWEEN_STEPS)
+def test_a_sink_has_no_effect_or_is_caught(name):
+    vandal = VandalSink([name])
+    run = train_with(vandal, CASE, hooks=[reporting()], raises=StateMutationError)
+    assert vandal.done
+    if name in HARMLESS:
+        assert_same_bytes(run, CASE)
+    else:
+        assert_caught(run, where="Sink 'vandal'")
+
+
+def reporting() -> SpyHook:
+    return at(SpyHook, HookPoint.POST_EPOCH)(lambda ctx: {"x": 1.0})
+
+
+class VandalOffStage(VandalObserver):
+    """A vandal that misbehaves where hooks prepare, look at their values and finish."""
+
+    def compute(self, ctx):
+        return {"x": 1.0}
+
+    def start(self, run):
+        self.act()
+
+    def check(self, values, step):
+        self.act()
+
+    def end(self, status):
+        self.act()
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_a_hook_that_draws_when_it_starts_checks_and_ends_has_no_effect(name):
+    vandal = VandalOffStage([name])
+    assert_same_bytes(train_with(vandal, CASE), CASE)
+    assert vandal.done > 2
+
+
+@pytest.mark.parametrize("method", ["start", "check", "end"])
+@pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
+def test_a_hook_that_changes_the_state_off_stage_is_caught(name, method):
+    quiet = {other: lambda self, *args: None for other in {"start", "check", "end"} - {method}}
+    vandal = type("vandal", (VandalOffStage,), quiet)([name])
+    run = train_with(vandal, CASE, raises=StateMutationError)
+    assert_caught(run, where=f"at {method} of step")
