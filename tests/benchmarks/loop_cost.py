@@ -1,8 +1,13 @@
 """What a training step costs more than the same step written bare: without hooks, with observers, with clipping."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
 from statistics import median
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from framework.data import Batch, Loader
 from framework.hooks import TrainingHook
@@ -17,31 +22,81 @@ from training_hooks.grad_clip import GradClip
 MAX_NORM = 1.0
 
 
+@dataclass
+class HeavyWork:
+    """Adds up the time inside zero_grad, forward, backward and update: what is left of a step is the loop's own."""
+
+    seconds: float = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its time added up."""
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            begin = clock()
+            result = function(*args, **options)
+            self.seconds += clock() - begin
+            return result
+
+        return call
+
+    @contextmanager
+    def of(self, subject: Subject) -> Iterator[None]:
+        """Time the work on one model while the body runs."""
+        model, optimizer = subject.task.model, subject.task.optimizer
+        backward = Tensor.backward
+        owners = [(vars(model), {"forward": model.forward})]
+        owners += [(vars(optimizer), {"zero_grad": optimizer.zero_grad, "step": optimizer.step})]
+        before = [dict(namespace) for namespace, _ in owners]
+        for namespace, functions in owners:
+            namespace.update({name: self.timed(function) for name, function in functions.items()})
+        Tensor.backward = self.timed(backward)
+        try:
+            yield
+        finally:
+            Tensor.backward = backward
+            for (namespace, functions), saved in zip(owners, before, strict=True):
+                for name in functions:
+                    del namespace[name]
+                namespace.update({name: saved[name] for name in functions if name in saved})
+
+
+class Step(NamedTuple):
+    """The seconds of one step, and those of them that the loop spent on its own."""
+
+    total: float
+    own: float
+
+
 class Alternating(Loader):
     """Gives a loop its batches and takes one step of another loop before each, both timed: A B A B on one model."""
 
-    def __init__(self, loader: Loader, other: Iterator[None]) -> None:
+    def __init__(self, loader: Loader, other: Iterator[None], work: HeavyWork) -> None:
         self._loader = loader
         self._other = other
-        self.pairs: list[list[tuple[float, float]]] = []
-        """For each epoch, for each step, the seconds of the other loop and of this one."""
+        self._work = work
+        self.pairs: list[list[tuple[Step, Step]]] = []
+        """For each epoch, for each step, the other loop's step and this one's."""
         self.left = 0.0
         """When the loop was told that its epoch has no more batches."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         batches = self._loader.batches(epoch, start)
-        pairs: list[tuple[float, float]] = []
+        pairs: list[tuple[Step, Step]] = []
         self.pairs.append(pairs)
         while True:
-            begin = clock()
+            begin = self._now()
             next(self._other)
-            middle = clock()
+            middle = self._now()
             batch = next(batches, None)
             if batch is None:
-                self.left = clock()
+                self.left = middle[0]
                 return
             yield batch
-            pairs.append((middle - begin, clock() - middle))
+            pairs.append((_step(begin, middle), _step(middle, self._now())))
+
+    def _now(self) -> tuple[float, float]:
+        return clock(), self._work.seconds
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -50,62 +105,79 @@ class Alternating(Loader):
         return self._loader.shuffled(seed)
 
 
+def _step(begin: tuple[float, float], end: tuple[float, float]) -> Step:
+    total, heavy = end[0] - begin[0], end[1] - begin[1]
+    return Step(total, total - heavy)
+
+
 class Comparison:
     """One loop with hooks against one written bare; a block is one epoch, its value the median over its steps."""
 
     def __init__(
         self, subject: Subject, hooks: Iterable[TrainingHook], epochs: int, max_norm: float | None = None
     ) -> None:
-        loader = Alternating(subject.task.loader, bare_steps(subject, max_norm))
+        work = HeavyWork()
+        loader = Alternating(subject.task.loader, bare_steps(subject, max_norm), work)
         task = replace(subject.task, loader=loader)
         manager = HookManager(hooks, task, replace(subject.state, loop=LoopState()))
         epoch_ends = []
-        for task.length in range(1, epochs + 2):
-            epoch_loop(task, manager)
-            epoch_ends.append((clock() - loader.left) / len(loader))
+        with work.of(subject):
+            for task.length in range(1, epochs + 2):
+                epoch_loop(task, manager)
+                epoch_ends.append((clock() - loader.left) / len(loader))
         self._epoch_end = median(epoch_ends[1:])
-        self._blocks = loader.pairs[1:]
-        self.step = median(bare for block in self._blocks for bare, _ in block)
+        self._epochs = loader.pairs[1:]
+        self.step = median(bare.total for pairs in self._epochs for bare, _ in pairs)
         """Seconds of a bare step."""
 
-    @property
-    def extra(self) -> Spread:
-        """Seconds a step takes longer, with its share of what the loop does at the end of an epoch."""
-        values = [median(ours - bare for bare, ours in block) for block in self._blocks]
-        bare, ours = ([median(pair[loop] for pair in block) for block in self._blocks] for loop in (0, 1))
+    def _extra(self, part: Callable[[Step], float]) -> Spread:
+        """Summarise how many seconds a step takes longer, with its share of the end of an epoch."""
+        epochs = [[(part(bare), part(ours)) for bare, ours in pairs] for pairs in self._epochs]
+        values = [median(ours - bare for bare, ours in pairs) for pairs in epochs]
+        bare, ours = ([median(pair[loop] for pair in pairs) for pairs in epochs] for loop in (0, 1))
         return Spread.of(values, min(ours) - min(bare)).plus(self._epoch_end)
 
-    @property
-    def share(self) -> Spread:
-        """The same as a fraction of a bare step."""
-        extra = self.extra
-        return Spread(extra.median / self.step, extra.best / self.step, extra.noise / self.step)
+    def share(self, figure: str, against: str, bar: float) -> Row:
+        """Return the row of what a step takes longer, as a fraction of a bare step."""
+        extra = self._extra(lambda step: step.total)
+        share = Spread(*(seconds / self.step for seconds in (extra.median, extra.best, extra.noise)))
+        return Row(figure, self._against(against), PERCENT, share, bar)
 
-    def against(self, what: str) -> str:
-        """Say what the loop was compared with."""
+    def total(self, figure: str, against: str, bar: float | None = None) -> Row:
+        """Return the row of what a step takes longer."""
+        return Row(figure, self._against(against), MICROSECONDS, self._extra(lambda step: step.total), bar)
+
+    def own(self, figure: str, against: str, bar: float | None = None) -> Row:
+        """Return the row of what a step takes longer outside forward, backward, zero_grad and update."""
+        figure = f"{figure}, own time"
+        return Row(figure, self._against(against), MICROSECONDS, self._extra(lambda step: step.own), bar)
+
+    def _against(self, what: str) -> str:
         return f"{what}, {self.step * 1e3:.2f} ms"
 
 
 def loop_cost(effort: Effort) -> Iterator[Row]:
     """Measure the loop without hooks, on a small and on the quick preset's model."""
     small = Comparison(small_mlp(), (), effort.times(60))
-    yield Row("Step without hooks, small MLP", small.against("bare loop"), MICROSECONDS, small.extra, 10e-6)
-    quick = Comparison(mod_arithmetic(effort.quick), (), effort.times(20))
-    yield Row("Step without hooks, quick preset", quick.against("bare loop"), PERCENT, quick.share, 0.01)
-    yield Row("Step without hooks, quick preset, in µs", quick.against("bare loop"), MICROSECONDS, quick.extra, 10e-6)
+    yield small.total("Step without hooks, small MLP", "bare loop", 10e-6)
+    quick = Comparison(mod_arithmetic(effort.quick), (), effort.times(15))
+    yield quick.own("Step without hooks, quick preset", "bare loop", 10e-6)
+    yield quick.share("Step without hooks, quick preset", "bare loop", 0.01)
 
 
 def observers_in_the_loop(effort: Effort) -> Iterator[Row]:
     """Measure observers at POST_STEP of every step, in the loop."""
     subject = mod_arithmetic(effort.quick)
     for count, label, bar in ((1, "One observer", 0.01), (10, "Ten observers", 0.04)):
-        compared = Comparison(subject, observers(count), effort.times(8))
-        yield Row(f"{label} in the loop, quick preset", compared.against("bare loop"), PERCENT, compared.share, bar)
+        compared = Comparison(subject, observers(count), effort.times(10))
+        yield compared.share(f"{label} in the loop", "bare loop, quick preset", bar)
+        yield compared.own(f"{label} in the loop", "bare loop, quick preset")
 
 
 def clipping(effort: Effort) -> Iterator[Row]:
     """Measure the hook grad_clip against torch's function in the bare loop."""
     hooks = [GradClip(max_norm=MAX_NORM)]
-    compared = Comparison(mod_arithmetic(effort.quick), hooks, effort.times(8), MAX_NORM)
-    against = compared.against("bare loop with clip_grad_norm_")
-    yield Row("grad_clip every step, quick preset", against, PERCENT, compared.share, 0.01)
+    compared = Comparison(mod_arithmetic(effort.quick), hooks, effort.times(10), MAX_NORM)
+    against = "bare loop with clip_grad_norm_, quick preset"
+    yield compared.share("grad_clip every step", against, 0.01)
+    yield compared.own("grad_clip every step", against)

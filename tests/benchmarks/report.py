@@ -25,7 +25,8 @@ METHOD = """
 - *Loop.* `epoch_loop` and a loop written bare train one model in turn, step by step: gathering the batch, `zero_grad`,
   loss, backward, the running loss, `optimizer.step`. A block is an epoch, its value the median over its steps, plus the
   epoch's end (where step metrics are flushed) shared out over the steps. There is no evaluation. The rows with hooks
-  contain what the loop costs without them.
+  contain what the loop costs without them. *Own time* leaves out what is inside `zero_grad`, forward, backward and
+  `optimizer.step`, whose noise hides microseconds.
 - *Fires.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
   20 fires; of the first fire after a step, code and data come from memory, not from the cache.
 - *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
