@@ -445,7 +445,9 @@ def leave_a_forward_pre_hook(scene):
 
 @deed(SEEN)
 def leave_a_backward_hook(scene):
-    scene.module.register_full_backward_hook(lambda module, inward, outward: tuple(g * 0 for g in inward if g is not None))
+    scene.module.register_full_backward_hook(
+        lambda module, inward, outward: tuple(g * 0 for g in inward if g is not None)
+    )
 
 
 @deed(SEEN)
@@ -473,7 +475,9 @@ def change_the_forward_function(scene):
 
 @deed()
 def change_the_class_of_a_module(scene):
-    scene.module.__class__ = type("Other", (type(scene.module),), {"forward": lambda self, x: 0 * nn.Linear.forward(self, x)})
+    scene.module.__class__ = type(
+        "Other", (type(scene.module),), {"forward": lambda self, x: 0 * nn.Linear.forward(self, x)}
+    )
 
 
 @deed(SEEN)

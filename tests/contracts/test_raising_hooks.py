@@ -1,0 +1,133 @@
+"""A hook that raises leaves nothing changed; the run ends and names it, or goes on as if it had never been there."""
+
+import pytest
+import torch
+
+from framework.commits import StatePart
+from framework.errors import HookError
+from framework.hook_points import HookPoint
+from tests.support import (
+    LOOPS,
+    ActingHook,
+    Case,
+    Mishap,
+    ReadOnlyHook,
+    SpyHook,
+    assert_same_bytes,
+    at,
+    bare_run,
+    differences,
+    raising,
+    train,
+)
+from tests.vandals import Scene, train_one_step
+
+CASES = [Case(loop=loop, model=model) for loop in LOOPS for model in ("batchnorm_mlp", "transformer")]
+STEP_POINTS = [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP]
+CommittingHook = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=frozenset(StatePart), name="committing")
+KINDS = [SpyHook, ActingHook, ReadOnlyHook]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def spoil_and_raise(run_ctx, model_ctx):
+    """Train on, damage what is there, and raise half-way."""
+    train_one_step(Scene(model_ctx._task, model_ctx._state))
+    with torch.no_grad():
+        for parameter in model_ctx.model.parameters():
+            parameter.zero_()
+            parameter.grad = None
+    raise Mishap("half-way")
+
+
+def commit_and_raise(run_ctx, model_ctx):
+    model_ctx.scale_gradients(0.0)
+    model_ctx.replace_gradients({name: torch.ones_like(p) for name, p in run_ctx.model.named_parameters()})
+    raise Mishap("after committing")
+
+
+@pytest.mark.parametrize("point", STEP_POINTS)
+@pytest.mark.parametrize("kind", KINDS)
+@every_case
+def test_the_error_names_hook_point_and_step_and_the_state_is_that_of_the_bare_run(case, kind, point):
+    run = train(case, [at(kind, point)(raising)], raises=HookError)
+    assert str(run.error) == f"Hook {kind.name!r} raised at {point.name} of step 1: Mishap: as told"
+    assert isinstance(run.error.__cause__, Mishap)
+    untouched = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    assert differences(untouched.final, run.final) == []
+
+
+def stop_here(ctx):
+    raise Mishap("here")
+
+
+@pytest.mark.parametrize("point", [*STEP_POINTS, HookPoint.SNAPSHOT])
+@every_case
+def test_an_intervention_that_raises_half_way_leaves_the_state_of_the_bare_run(case, point):
+    run = train(case, [at(ActingHook, point)(spoil_and_raise)], raises=HookError)
+    untouched = train(case, [at(SpyHook, point)(stop_here)], raises=HookError)
+    assert differences(untouched.final, run.final) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@every_case
+def test_skip_finishes_the_run_with_the_bytes_of_the_bare_run_and_keeps_a_record(case, kind):
+    bystander = at(SpyHook, *HookPoint, name="bystander")(lambda ctx: {"x": 1.0})
+    with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run goes on without it"):
+        run = train(case, [kind(raising), bystander], on_error="skip")
+    assert_same_bytes(run, case)
+    (error,) = run.manager.errors
+    assert (error["hook"], error["error"]) == (kind.name, "Mishap: as told")
+    assert [seen[2] for seen in bystander.seen if seen[0] == "POST_STEP"] == [1, 2, 3]
+
+
+@every_case
+def test_skip_undoes_what_a_raising_intervention_did(case):
+    with pytest.warns(UserWarning, match="raised at"):
+        run = train(case, [at(ActingHook, HookPoint.POST_STEP)(spoil_and_raise)], on_error="skip")
+    assert_same_bytes(run, case)
+
+
+@every_case
+def test_the_commits_of_a_hook_that_raises_are_not_applied(case):
+    with pytest.warns(UserWarning, match="after committing"):
+        run = train(case, [CommittingHook(commit_and_raise)], on_error="skip")
+    assert_same_bytes(run, case)
+    assert len(run.manager.errors) == 1
+
+
+@every_case
+def test_the_commits_of_others_stay_when_a_hook_raises(case):
+    halving = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=CommittingHook.commits, name="halving")
+    halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)  # noqa: E731
+    alone = train(case, [halving(halve)])
+    with pytest.warns(UserWarning, match="after committing"):
+        run = train(case, [CommittingHook(commit_and_raise), halving(halve)], on_error="skip")
+    assert run.digests == alone.digests
+    assert run.digests != bare_run(case)[0]
+
+
+def interrupt(run_ctx, model_ctx):
+    train_one_step(Scene(model_ctx._task, model_ctx._state))
+    raise KeyboardInterrupt
+
+
+@every_case
+def test_an_interrupt_in_the_middle_of_an_intervention_is_rolled_back_too(case):
+    run = train(case, [at(ActingHook, HookPoint.POST_STEP)(interrupt)], raises=KeyboardInterrupt)
+    untouched = train(case, [at(SpyHook, HookPoint.POST_STEP)(stop_here)], raises=HookError)
+    assert differences(untouched.final, run.final) == []
+
+
+def test_metrics_of_a_hook_that_raises_later_are_still_delivered():
+    calls = []
+
+    def third_time(ctx):
+        calls.append(ctx.step)
+        if len(calls) == 3:
+            raise Mishap("at last")
+        return {"step": float(ctx.step)}
+
+    with pytest.warns(UserWarning, match="at last"):
+        run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(third_time)], on_error="skip")
+    assert [row[2:] for row in run.sink.rows("spy/")] == [(1, 1.0), (2, 2.0)]
