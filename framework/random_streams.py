@@ -164,7 +164,10 @@ class RandomStreams:
 
     def derive(self, name: str, point: str, step: int) -> None:
         """Seed every generator for one call of one hook."""
-        seed_everything(xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step)))
+        seed = xxhash.xxh3_64_intdigest(b"%d/%b/%b/%d" % (self.seed, name.encode(), point.encode(), step))
+        seed_everything(seed)
+        for generator in self.owned:
+            generator.manual_seed(seed)
 
     @contextmanager
     def isolated(self) -> Iterator[StreamState]:

@@ -119,6 +119,12 @@ class TrainingState:
     extras: Mapping[str, Stateful] = field(default_factory=dict)
     flags: GlobalFlags = field(default_factory=GlobalFlags)
 
+    def __post_init__(self) -> None:
+        """Count generators that modules own, for stochastic rounding say, among those of the run."""
+        values = [value for module in self.model.modules() for value in vars(module).values()]
+        found = [value for value in values if isinstance(value, torch.Generator) and value not in self.streams.owned]
+        self.streams.owned += tuple(dict.fromkeys(found))
+
     @property
     def roots(self) -> tuple[Any, ...]:
         """The objects from which everything but gradients, generators, flags and extras can be reached."""

@@ -470,7 +470,7 @@ def change_dropout(scene):
 
 @deed()
 def change_the_forward_function(scene):
-    scene.module.forward = lambda x: x.sum() * torch.ones(x.shape[:-1] + (scene.module.out_features,))
+    scene.module.forward = lambda x: x.sum() * torch.ones((*x.shape[:-1], scene.module.out_features))
 
 
 @deed()

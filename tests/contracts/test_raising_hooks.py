@@ -99,7 +99,7 @@ def test_the_commits_of_a_hook_that_raises_are_not_applied(case):
 @every_case
 def test_the_commits_of_others_stay_when_a_hook_raises(case):
     halving = at(ActingHook, HookPoint.POST_BACKWARD, mutates=False, commits=CommittingHook.commits, name="halving")
-    halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)  # noqa: E731
+    halve = lambda run_ctx, model_ctx: model_ctx.scale_gradients(0.5)
     alone = train(case, [halving(halve)])
     with pytest.warns(UserWarning, match="after committing"):
         run = train(case, [CommittingHook(commit_and_raise), halving(halve)], on_error="skip")

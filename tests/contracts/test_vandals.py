@@ -4,16 +4,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import StateMutationError
 from framework.flags import GlobalFlags
-from framework.hook_points import STEP_POINTS, HookPoint
+from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook, TrainingHook
 from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train
 from tests.vandals import DEEDS, HARMLESS, SEEN, Scene, Vandal
