@@ -1,6 +1,7 @@
 """One run of the command: checks everything first, then trains the strategies one after the other."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class Session:
         for record in records.values():
             record.refuse_to_overwrite(allowed=self.options.overwrite)
         summaries: list[dict[str, Any]] = []
+        fresh = deepcopy(self.runner.state_dict())
         for strategy in strategies:
+            self.runner.load_state_dict(deepcopy(fresh))
             run = self._prepare(strategy, hooks[strategy], records[strategy], guardian_device)
             if summaries:
                 run.manager.reset()
