@@ -72,7 +72,7 @@ class Mark(NamedTuple):
     """The part of one tensor's identity that is compared by value."""
 
     kind: type
-    pointer: int
+    pointer: Any
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -177,8 +177,11 @@ def _guards(tensors: list[Tensor]) -> Any:
     )
 
 
-def _pointer(tensor: Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+def _pointer(tensor: Tensor) -> Any:
+    """Return where the bytes of a strided or sparse tensor lie."""
+    if tensor.layout is torch.strided:
+        return tensor.data_ptr()
+    return [(part.data_ptr(), part.shape) for part in byte_tensors(tensor)]
 
 
 def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:

@@ -1,0 +1,388 @@
+import gc
+import weakref
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from torch import nn
+
+from framework.guardian import Snapshot
+from framework.random_streams import RandomStreams
+from framework.train_step import forward_backward, update
+from framework.training_state import TrainingState
+from tests.support import CASES, Case, Tally, build, differences
+from tests.vandals import DEEDS, HARMLESS, Scene, train_one_step
+
+CASE = Case()
+
+
+def trained(case: Case = CASE, steps: int = 1) -> tuple[Scene, TrainingState]:
+    """Build a run and take a step or more, so that gradients and optimizer state are there."""
+    task, state = build(case)
+    scene = Scene(task, state)
+    for _ in range(steps):
+        forward_backward(task, next(iter(task.loader)))
+        update(task, step_scheduler=True)
+    return scene, state
+
+
+def bare_state(model: nn.Module, **parts) -> TrainingState:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters or [nn.Parameter(torch.zeros(1))], lr=0.1)
+    return TrainingState(model, optimizer, RandomStreams(1), **parts)
+
+
+def holder(**buffers: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    return module
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.loop == "epoch"], ids=str)
+def test_restoring_undoes_training(case):
+    scene, state = trained(case)
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    for _ in range(3):
+        train_one_step(scene)
+    assert differences(before, state.digest()) != []
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_a_snapshot_can_be_restored_more_than_once():
+    scene, state = trained()
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    for _ in range(2):
+        train_one_step(scene)
+        snapshot.restore(state)
+        assert differences(before, state.digest()) == []
+
+
+def test_restoring_removes_optimizer_state_that_was_made_after_the_save():
+    task, state = build(Case())
+    snapshot = Snapshot().save(state)
+    train_one_step(Scene(task, state))
+    snapshot.restore(state)
+    assert dict(state.optimizer.state) == {}
+    assert [parameter.grad for parameter in task.model.parameters()] == [None] * 6
+
+
+def test_restoring_without_saving_is_an_error():
+    _, state = trained()
+    with pytest.raises(RuntimeError, match="holds nothing"):
+        Snapshot().restore(state)
+
+
+def test_buffers_are_allocated_once_though_gradients_are_new_at_every_step():
+    scene, state = trained()
+    snapshot = Snapshot().save(state)
+    pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
+    for _ in range(3):
+        train_one_step(scene)
+        snapshot.save(state)
+    assert {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()} == pointers
+
+
+def test_released_gradients_are_freed():
+    scene, state = trained()
+    snapshot = Snapshot().save(state)
+    gradient = weakref.ref(scene.parameter.grad)
+    snapshot.release()
+    scene.optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+
+
+def test_every_object_is_the_one_it_was():
+    scene, state = trained()
+    moments, groups, tables = (
+        scene.moments,
+        state.optimizer.param_groups,
+        [m._parameters for m in scene.model.modules()],
+    )
+    parameters = [*scene.model.parameters()]
+    gradients = [parameter.grad for parameter in parameters]
+    snapshot = Snapshot().save(state)
+    for name in ("load_an_old_optimizer_state", "replace_the_parameter_table", "replace_the_parameter_groups"):
+        DEEDS[name](scene)
+    snapshot.restore(state)
+    assert all(a is b for a, b in zip(parameters, scene.model.parameters(), strict=True))
+    assert all(a is b.grad for a, b in zip(gradients, parameters, strict=True))
+    assert all(a is b for a, b in zip(moments, scene.moments, strict=True))
+    assert all(a is b._parameters for a, b in zip(tables, scene.model.modules(), strict=True))
+    assert state.optimizer.param_groups is groups
+
+
+def test_parameters_that_are_views_of_one_storage_still_share_it():
+    flat = torch.arange(6.0)
+    model = nn.Module()
+    model.first, model.second = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    model.first.data = torch.zeros(2, 2)
+    model.second.data = model.second.data.clone()
+    flat.zero_()
+    snapshot.restore(state)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5]
+    flat[0] = 9
+    assert model.first[0, 0] == 9
+
+
+@pytest.mark.parametrize("had_one", [True, False])
+def test_a_gradient_comes_back_as_the_tensor_or_the_none_it_was(had_one):
+    model = nn.Linear(2, 2)
+    model.weight.grad = gradient = torch.ones(2, 2) if had_one else None
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    model.weight.grad = None if had_one else torch.ones(2, 2)
+    snapshot.restore(state)
+    assert model.weight.grad is gradient
+
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
+
+
+def bytes_of(tensor: torch.Tensor) -> list[int]:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_of_any_dtype_comes_back(dtype):
+    noise = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), dtype=torch.uint8)
+    parameter = nn.Parameter(noise.view(dtype).clone(), requires_grad=False)
+    model = holder(buffer=noise.flip(0).view(dtype).clone())
+    model.register_parameter("parameter", parameter)
+    state = bare_state(model)
+    before = bytes_of(parameter), bytes_of(model.buffer)
+    snapshot = Snapshot().save(state)
+    parameter.data = torch.zeros(3)
+    model.buffer.untyped_storage().fill_(0)
+    snapshot.restore(state)
+    assert (bytes_of(parameter), bytes_of(model.buffer)) == before
+    assert parameter.dtype is dtype
+
+
+LAYOUTS = {
+    "expanded": torch.arange(3.0)[:, None].expand(3, 4),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "channels last": torch.arange(48.0).view(2, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "strided": torch.arange(12.0)[::3],
+    "overlapping": torch.arange(5.0).unfold(0, 3, 1),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(3.0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_comes_back(layout):
+    tensor = LAYOUTS[layout].clone() if layout in ("empty", "scalar") else LAYOUTS[layout]
+    model = holder(buffer=tensor)
+    values, stride = tensor.tolist(), tensor.stride()
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    model.buffer.untyped_storage().fill_(1)
+    model.buffer.data = torch.zeros(2)
+    snapshot.restore(state)
+    assert model.buffer is tensor
+    assert (tensor.tolist(), tensor.stride()) == (values, stride)
+
+
+def test_a_sparse_gradient_comes_back():
+    model = nn.Embedding(5, 2, sparse=True)
+    model(torch.tensor([1, 3])).square().sum().backward()
+    state = bare_state(model)
+    gradient, before = model.weight.grad, state.digest()
+    snapshot = Snapshot().save(state)
+    with torch.no_grad():
+        gradient.mul_(2)
+        gradient.zero_()
+    snapshot.restore(state)
+    assert model.weight.grad is gradient
+    assert differences(before, state.digest()) == []
+
+
+def test_the_state_that_strategies_add_comes_back_and_is_not_shared():
+    tally = Tally()
+    state = bare_state(nn.Linear(1, 1), extras={"tally": tally})
+    snapshot = Snapshot().save(state)
+    for _ in range(2):
+        tally.count += 5
+        tally.table.zero_()
+        snapshot.restore(state)
+        assert (tally.count, tally.table.tolist()) == (0, [0, 1, 2, 3])
+
+
+def test_the_gradient_scaler_comes_back():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    model = nn.Linear(1, 1)
+    state = bare_state(model, scaler=scaler)
+    scaler.scale(model(torch.ones(1)).sum()).backward()
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    scaler.step(state.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+    assert scaler.get_scale() == 8.0
+
+
+def schedulers(optimizer):
+    lr_scheduler = torch.optim.lr_scheduler
+    warm = lr_scheduler.LinearLR(optimizer, 0.1)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    yield lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
+    yield lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9)
+    yield lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    yield lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_schedulers_come_back_with_all_they_set_on_the_optimizer(index):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = [*schedulers(optimizer)][index]
+    optimizer.step()
+    state = TrainingState(model, optimizer, RandomStreams(1), scheduler=scheduler)
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    for _ in range(3):
+        scheduler.step()
+    assert differences(before, state.digest()) != []
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_the_generators_that_modules_own_come_back():
+    model = nn.Linear(1, 1)
+    model.rounding = torch.Generator().manual_seed(3)
+    state = bare_state(model)
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    torch.rand(2, generator=model.rounding)
+    assert differences(before, state.digest()) == ["generators/0"]
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_what_the_run_itself_changed_between_two_saves_stays():
+    scene, state = trained()
+    snapshot = Snapshot().save(state)
+    scene.matrix.requires_grad_(False)
+    scene.model.add_module("head", nn.Linear(2, 2))
+    scene.optimizer.add_param_group({"params": [*scene.model.head.parameters()]})
+    scene.module.weight.data = torch.full_like(scene.module.weight, 2.0)
+    before = state.digest()
+    snapshot.save(state)
+    for name in ("write_in_place", "freeze_the_model", "remove_a_parameter_from_its_group", "delete_a_parameter"):
+        DEEDS[name](scene)
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_hooks_on_a_parameter_still_act_after_it_was_swapped():
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+    model.weight.register_hook(lambda gradient: seen.append("gradient"))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 1)))
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert seen == ["gradient", "accumulated"]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_left_on_a_parameter_no_longer_act(register):
+    model = nn.Linear(1, 1, bias=False)
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    seen = []
+    getattr(model.weight, register)(lambda tensor: seen.append(1))
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert seen == []
+
+
+def test_modules_outside_the_module_tree_come_back_too():
+    model = nn.Linear(1, 1)
+    model.teacher = [nn.BatchNorm1d(1)]
+    state = bare_state(model)
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    model.teacher[0](torch.randn(4, 1))
+    assert differences(before, state.digest()) != []
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_all_that_a_snapshot_copies_is_digested():
+    for case in CASES[:12]:
+        _, state = trained(case)
+        digested = {id(tensor) for tensor in state.tensors().values()}
+        snapshot = Snapshot().save(state)
+        copied = snapshot._lasting.structure.tensors + snapshot._passing.structure.tensors
+        assert [tensor for tensor in copied if id(tensor) not in digested] == []
+
+
+class GuardianMachine(RuleBasedStateMachine):
+    """Saves, deeds, steps of the run and restores in any order: a restored state is the saved one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scene, self.state = trained(Case(model="tied"))
+        self.snapshots = [Snapshot(), Snapshot()]
+        self.saved: list[dict[str, int] | None] = [None, None]
+        self.whole = True
+
+    @precondition(lambda self: self.whole)
+    @rule(slot=st.integers(0, 1))
+    def save(self, slot):
+        self.snapshots[slot].save(self.state)
+        self.saved[slot] = self.state.digest()
+
+    @precondition(lambda self: self.whole)
+    @rule()
+    def train(self):
+        train_one_step(self.scene)
+
+    @precondition(lambda self: any(self.saved))
+    @rule(name=st.sampled_from(sorted(DEEDS.keys() - HARMLESS - {"enter_inference_mode"})))
+    def damage(self, name):
+        with suppress(RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+            DEEDS[name](self.scene)  # damage upon damage may not work
+        self.whole = False
+
+    @precondition(lambda self: any(self.saved))
+    @rule(slot=st.integers(0, 1))
+    def restore(self, slot):
+        if self.saved[slot] is not None:
+            self.snapshots[slot].restore(self.state)
+            assert differences(self.saved[slot], self.state.digest()) == []
+            self.whole = True
+
+    def teardown(self):
+        for snapshot, saved in zip(self.snapshots, self.saved, strict=True):
+            if saved is not None:
+                snapshot.restore(self.state)
+
+
+TestGuardian = GuardianMachine.TestCase
+TestGuardian.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
