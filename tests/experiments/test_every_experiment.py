@@ -1,0 +1,59 @@
+"""What holds for every registered experiment: presets make configs, options document themselves, strategies start."""
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+
+import experiments
+import training_hooks
+from framework.cli_parser import parse_run, run_parser
+from framework.config import ExperimentConfig
+from framework.registry import ExperimentRegistry, HookRegistry
+from framework.runner import ExperimentRunner
+from framework.value_types import fits
+
+FILLED = (experiments, training_hooks)
+EXPERIMENTS = list(ExperimentRegistry)
+
+
+def named(experiment: type[Any]) -> str:
+    return experiment.name
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
+def test_an_experiment_says_what_it_is(experiment: type[ExperimentRunner[Any]]) -> None:
+    assert issubclass(experiment, ExperimentRunner)
+    assert issubclass(experiment.config_class, ExperimentConfig)
+    assert experiment.strategies
+    assert len(set(experiment.strategies)) == len(experiment.strategies)
+    assert (experiment.__doc__ or "").partition("\n")[0].endswith(".")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
+def test_every_preset_makes_a_config_and_the_command_takes_it(experiment: type[ExperimentRunner[Any]]) -> None:
+    for name, preset in experiment.presets.items():
+        config = experiment.config_class(**preset)
+        _, options = parse_run(experiment, ["--preset", name])
+        assert {field.name: options[field.name] for field in fields(config)} == {
+            field.name: getattr(config, field.name) for field in fields(config)
+        }
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
+def test_every_option_has_help_and_a_default_of_its_type(experiment: type[ExperimentRunner[Any]]) -> None:
+    text = " ".join(run_parser(experiment, None).format_help().split())
+    for name, annotation in get_type_hints(experiment.config_class).items():
+        assert fits(getattr(experiment.config_class(), name), annotation)
+        assert f"--{name.replace('_', '-')} " in text
+    helps = {action.dest: action.help for action in run_parser(experiment, None)._actions}
+    assert all(helps[field.name] for field in fields(experiment.config_class))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=named)
+def test_the_hooks_of_every_strategy_and_group_exist(experiment: type[ExperimentRunner[Any]]) -> None:
+    runner = experiment(experiment.config_class())
+    for strategy in experiment.strategies:
+        assert set(runner.strategy_hooks(strategy)) <= set(HookRegistry.names())
+    for names in runner.hook_sets.values():
+        assert set(names) <= set(HookRegistry.names())
