@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,14 @@ def _take_numpy_state() -> NumpyState:
     return NumpyState(bits, key, drawn if was_cached else None)
 
 
+@cache
+def _there_is_an_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
 def accelerator_devices() -> list[torch.device]:
     """List the accelerator devices whose generators exist in this process."""
-    if not torch.accelerator.is_available():
+    if not _there_is_an_accelerator():
         return []
     kind = torch.accelerator.current_accelerator()
     module = torch.get_device_module(kind)
