@@ -1,5 +1,7 @@
 """The audit: a digest of every byte of the training state before and after every call, for proof."""
 
+from torch import Tensor
+
 from framework.guardian import Part
 from framework.training_state import TrainingState, differing
 from framework.tripwire import mutation, unreadable
@@ -13,13 +15,14 @@ class Audit:
         self.enabled = enabled
         self._before: dict[str, int] = {}
         self._objects: Part | None = None
+        self._gradients: dict[Tensor, Tensor | None] = {}
 
     def begin(self) -> None:
         """Take the baseline."""
         if self.enabled:
-            gradients = tuple([parameter.grad for parameter in self._state.model.parameters()])
             self._before = self._state.digest()
-            self._objects = Part((*self._state.roots, gradients), apart=(), lasting=False)
+            self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
+            self._objects = Part((*self._state.roots, self._gradients), apart=(), lasting=False)
 
     def check(self, culprit: object) -> None:
         """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
@@ -34,5 +37,6 @@ class Audit:
     def _replaced(self) -> list[str]:
         """Name the objects that hold the same as before, but are others, or hold others."""
         changed = self._objects.changed() if self._objects is not None else []
+        changed += [parameter for parameter, gradient in self._gradients.items() if parameter.grad is not gradient]
         names = self._state.names() if changed else {}
         return [f"{names.get(id(item), 'a container')} (replaced)" for item in changed]

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+
+from framework.audit import Audit
+from framework.errors import StateMutationError
+from tests.support import Case, build
+from tests.vandals import DEEDS, Scene, train_one_step
+
+
+def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:
+    task, state = build(Case())
+    scene = Scene(task, state)
+    train_one_step(scene)
+    audit = Audit(state, enabled=enabled)
+    audit.begin()
+    return scene, audit
+
+
+def test_an_untouched_state_passes_again_and_again():
+    _, audit = audited()
+    audit.check("nobody")
+    audit.check("nobody")
+
+
+def test_switched_off_it_checks_nothing():
+    scene, audit = audited(enabled=False)
+    DEEDS["write_in_place"](scene)
+    audit.check("somebody")
+
+
+@pytest.mark.parametrize("name", ["write_through_data", "write_through_numpy", "write_to_the_storage"])
+def test_it_names_the_culprit_and_the_entry_that_changed(name):
+    scene, audit = audited()
+    DEEDS[name](scene)
+    entry = "parameters/0.weight" if name == "write_to_the_storage" else "parameters/4.bias"
+    with pytest.raises(StateMutationError, match=f"^Somebody may only read, but changed .*: {entry}"):
+        audit.check("Somebody")
+
+
+def test_it_names_at_most_five_entries_and_counts_the_rest():
+    scene, audit = audited()
+    for parameter in scene.model.parameters():
+        parameter.data.add_(1)
+    with pytest.raises(StateMutationError, match="and 1 more"):
+        audit.check("Somebody")
+
+
+REPLACED = {
+    "a gradient by an equal one": lambda model: setattr(model[0].weight, "grad", model[0].weight.grad.clone()),
+    "a parameter table by an equal one": lambda model: setattr(model[0], "_parameters", {**model[0]._parameters}),
+    "a table of hooks by an empty one": lambda model: setattr(model[0], "_forward_hooks", {}),
+    "a function by one of the same name": lambda model: setattr(model[2], "act", lambda: 2),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_it_sees_objects_replaced_by_others_that_look_the_same(what):
+    scene, _ = audited()
+    scene.model[2].act = act
+    audit = Audit(scene.state, enabled=True)
+    audit.begin()
+    before = scene.state.digest()
+    REPLACED[what](scene.model)
+    if "function" not in what:
+        assert scene.state.digest() == before
+    with pytest.raises(StateMutationError, match="changed the training state"):
+        audit.check("Somebody")
+
+
+def act():
+    return 1
+
+
+def test_a_state_that_cannot_be_read_any_more_counts_as_changed():
+    scene, audit = audited()
+    scene.optimizer.state = None
+    with pytest.raises(StateMutationError, match="cannot be read any more"):
+        audit.check("Somebody")
+
+
+def test_reading_the_data_is_no_change():
+    scene, audit = audited()
+    with scene.state.streams.isolated():
+        DEEDS["exhaust_the_loader"](scene)
+    audit.check("nobody")
+
+
+def test_tensors_outside_parameters_and_buffers_are_audited():
+    task, state = build(Case())
+    task.model.scale = torch.ones(2)
+    task.model.teacher = [nn.Linear(1, 1)]
+    for tensor in (task.model.scale, task.model.teacher[0].weight):
+        audit = Audit(state, enabled=True)
+        audit.begin()
+        tensor.data.add_(1)
+        with pytest.raises(StateMutationError):
+            audit.check("Somebody")

@@ -1,0 +1,133 @@
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.digest import described, digest
+from framework.training_state import TAPS, differing, of_the_run
+from tests.support import Case, build, differences
+from tests.vandals import Scene, train_one_step
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_order_of_elements_counts(dtype):
+    tensor = torch.tensor([1.0, 2.0, 4.0]).to(dtype)
+    assert digest(tensor) == digest(tensor.clone())
+    assert len({digest(tensor[list(order)]) for order in itertools.permutations(range(3))}) == 6
+
+
+def test_zeros_and_ones_of_any_length_differ():
+    tensors = [fill(length) for fill in (torch.zeros, torch.ones) for length in range(1, 20)]
+    assert len(set(map(digest, tensors))) == len(tensors)
+
+
+def test_shape_and_dtype_count():
+    bits = torch.arange(12, dtype=torch.int32)
+    variants = [bits, bits.view(3, 4), bits.view(4, 3), bits.view(torch.float32), bits.view(torch.int8), bits[None]]
+    assert len(set(map(digest, variants))) == len(variants)
+
+
+def test_the_layout_in_memory_does_not_count():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert digest(tensor.t().contiguous().t()) == digest(tensor)
+    assert digest(torch.ones(1).expand(5)) == digest(torch.ones(5))
+
+
+def test_signs_of_zero_and_payloads_of_nan_count():
+    patterns = torch.tensor([0, -(2**31), 0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert len({digest(value) for value in patterns}) == 4
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_writes_that_torch_does_not_notice_show(dtype):
+    tensor = torch.zeros(300).to(dtype)
+    before, version = digest(tensor), tensor._version
+    tensor.data.view(torch.uint8)[7] = 1
+    assert tensor._version == version
+    assert digest(tensor) != before
+
+
+@given(st.binary(min_size=1, max_size=64), st.integers(0, 2**31))
+def test_every_bit_counts(content, bit):
+    tensor = torch.tensor(list(content), dtype=torch.uint8)
+    other = tensor.clone()
+    bit %= 8 * len(content)
+    other[bit // 8] ^= 1 << (bit % 8)
+    assert digest(tensor) != digest(other)
+
+
+def test_complex_views_are_read_as_what_they_show():
+    tensor = torch.tensor([1 + 2j])
+    assert digest(tensor.conj()) == digest(tensor.conj().resolve_conj()) != digest(tensor)
+
+
+def test_sparse_tensors_differ_by_their_indices_and_by_their_values():
+    make = partial(torch.sparse_coo_tensor, check_invariants=False)
+    variants = [make([[0, 1]], [1.0, 2.0], (3,)), make([[0, 2]], [1.0, 2.0], (3,)), make([[0, 1]], [1.0, 3.0], (3,))]
+    assert len(set(map(digest, variants))) == 3
+
+
+def test_reading_a_tensor_leaves_its_storage_resizable():
+    tensor = torch.ones(4)
+    digest(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert tensor.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.1, "0.1"),
+        (float("nan"), "nan"),
+        (-0.0, "-0.0"),
+        ((1, True, None), "(1, True, None)"),
+        ({"b", "a"}, "{'a', 'b'}"),
+        ([nn.Linear, len], "[torch.nn.modules.linear.Linear, builtins.len]"),
+        (nn.ReLU(), "torch.nn.modules.activation.ReLU"),
+        (torch.float32, "torch.float32"),
+    ],
+)
+def test_descriptions_are_exact_and_without_addresses(value, text):
+    assert described(value) == text
+
+
+def test_one_and_true_and_one_point_zero_differ():
+    assert len({described(value) for value in (1, True, 1.0, "1")}) == 4
+
+
+def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter():
+    (task, state), (_, again) = build(Case()), build(Case())
+    before = state.digest()
+    assert before == again.digest()
+    train_one_step(Scene(task, state))
+    changed = differing(before, state.digest())
+    assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
+
+
+def test_what_hooks_ask_the_loop_to_keep_is_no_part_of_the_run():
+    _, state = build(Case())
+    before = of_the_run(state.digest())
+    state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
+    assert differences(before, of_the_run(state.digest())) == []
+    state.loop.step += 1
+    assert differences(before, of_the_run(state.digest())) == ["loop/step"]
+
+
+def test_hooks_on_modules_and_parameters_count_but_the_frameworks_taps_do_not():
+    _, state = build(Case())
+    before = state.digest()
+
+    def tap(module, inputs, output):
+        return None
+
+    tap.__module__ = TAPS
+    state.model[0].register_forward_hook(tap)
+    assert differences(before, state.digest()) == []
+    state.model[0].register_forward_hook(lambda module, inputs, output: None)
+    assert differences(before, state.digest()) == ["module hooks/0._forward_hooks"]
