@@ -18,6 +18,11 @@ def the_file() -> Block:
     return block
 
 
+def sample_heading() -> list[str]:
+    (sample,) = [block.text for block in blocks(PAGE) if block.language == "text"]
+    return sample.splitlines()[0].split()
+
+
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Save the experiment as the page says, and work in that folder."""
@@ -39,7 +44,9 @@ def test_it_has_at_most_60_lines_and_no_loop_code() -> None:
 def test_the_commands_of_the_page_run_it_with_hooks_and_the_order_matters(saved: Path, monkeypatch, capsys) -> None:
     commands = [command for block in blocks(PAGE) for command in block.commands()]
     assert [run_command(command, monkeypatch) for command in commands] == [0, 0]
-    assert "--points" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--points" in printed
+    assert sample_heading() in [line.split() for line in printed.splitlines()]
     random, outwards = summary(saved, "random"), summary(saved, "outwards")
     assert random["target_reached"]
     assert random["final"]["val_acc"] >= 0.97
