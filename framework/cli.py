@@ -1,7 +1,7 @@
 """The command ``loopscope``: run, list, hooks."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -40,13 +40,21 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
     ``packages`` are imported first; they fill the registries.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with show_warnings(lambda text: _say(f"warning: {text}")):
+    warned: list[str] = []
+
+    def warn(text: str) -> None:
+        warned.append(text)
+        _say(f"warning: {text}")
+
+    with show_warnings(warn):
         try:
             for package in packages:
                 import_module(package)
+            for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
+                registry.discover()
             _dispatch(words)
         except LoopscopeError as error:
-            return refused(error)
+            return refused(error, unless=warned)
         except KeyboardInterrupt:
             _say("interrupted.")
             return 130
@@ -55,9 +63,14 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
     return 0
 
 
-def refused(error: LoopscopeError) -> int:
-    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise."""
-    _say(" ".join(str(error).split()))
+def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
+    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise.
+
+    What was said in the same words before, as a warning, is not said again.
+    """
+    sentence = " ".join(str(error).split())
+    if sentence not in unless:
+        _say(sentence)
     return 2 if isinstance(error, UsageError) else 1
 
 

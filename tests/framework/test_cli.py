@@ -240,3 +240,25 @@ def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_
     done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("loopscope: Two hooks are named 'mine': ")
+
+
+def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "from training_hooks.norms import Norms\n"
+        "Late = type('Late', (Norms,), {'name': 'late', 'hook_points': {'MIDNIGHT'}})\n"
+    )
+    metadata = tmp_path / "late-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[loopscope.hooks]\nlate = late:Late\n")
+    script = "import sys; from experiments.__main__ import main; print(main()); sys.argv[1:] = ['list']; print(main())"
+    words = ["run", "mod_arithmetic", "--hooks", "late", "--no-console-output"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", script, *words]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith("2\n")
+    assert done.stdout.endswith("0\n")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("loopscope: warning: The hook 'late' of late:Late cannot be used. ")
+    assert all(word in done.stderr for word in ("MIDNIGHT", "POST_EPOCH"))
+    assert not (tmp_path / "output").exists()
