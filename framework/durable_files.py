@@ -29,8 +29,11 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise LoopscopeError(f"{path} could not be written: {error.strerror or error}.") from error
+    except (OSError, RuntimeError) as error:
+        refusal = error if isinstance(error, OSError) else error.__context__  # torch.save hides it behind its own
+        if not isinstance(refusal, OSError):
+            raise
+        raise LoopscopeError(f"{path} could not be written: {refusal.strerror or refusal}.") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

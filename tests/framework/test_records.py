@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import training_hooks
+from framework.checkpoints import save_tensors
 from framework.commits import StatePart
 from framework.durable_files import write_json, write_whole
 from framework.errors import LoopscopeError, UsageError
@@ -251,6 +253,18 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     with pytest.raises(LoopscopeError, match=r"a\.json could not be written: No space left on device\.$"):
         write_whole(path, fail)
     assert contents(tmp_path) == {"a.json": b"old"}
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "a.pt").write_text("old")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        with pytest.raises(LoopscopeError, match=r"a\.pt could not be written: File too large\.$"):
+            save_tensors({"weight": torch.zeros(100_000)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert contents(tmp_path) == {"a.pt": b"old"}
 
 
 def test_json_keeps_every_number_and_makes_text_of_the_rest(tmp_path: Path) -> None:
