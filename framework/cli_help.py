@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from framework.value_types import alternatives
 
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+NAMED = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
 
 
 class HelpFormatter(DefaultHelpFormatter):
@@ -28,7 +29,8 @@ class HelpFormatter(DefaultHelpFormatter):
         return f"{text} (default: %(default)s)" if shown else text
 
     def _get_default_metavar_for_optional(self, action: Action) -> str:
-        return next((PLACEHOLDERS[kind] for kind in _kinds(action) if kind in PLACEHOLDERS), "VALUE")
+        by_type = next((PLACEHOLDERS[kind] for kind in _kinds(action) if kind in PLACEHOLDERS), "VALUE")
+        return NAMED.get(action.dest, by_type)
 
     def _format_args(self, action: Action, default_metavar: str) -> str:
         return "" if is_switch(action) else super()._format_args(action, default_metavar)

@@ -90,7 +90,7 @@ def run_parser(experiment: Experiment, preset: str | None) -> HelpfulParser:
     add("--print_config", action="store_true", help="show the options as a config file, and exit")
     add("--preset", metavar="NAME", help=f"{' or '.join(experiment.presets) or 'none'}: a named set of options")
     names: dict[str, Any] = {"nargs": "+", "action": Collect, "default": [], "metavar": "NAME"}
-    add("--strategy", **names, help=f"{', '.join(experiment.strategies)}; all of them if none is named, or by all")
+    add("--strategy", **names, help=f"{', '.join(experiment.strategies)}, or all (the default)")
     add("--hooks", **names, help="hooks by name, as loopscope hooks lists them; also all, observers, with_debug")
     add("--hook_config", **names | {"action": "extend", "metavar": "H.O=V"}, help="options of hooks: hook.option=value")
     for sink in SinkRegistry:
