@@ -1,0 +1,133 @@
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.flags import GlobalFlags, entered_modes, leave_modes
+from tests.vandals import Refusing, Spoiling
+
+
+def set_one_backend():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def set_all_backends():
+    torch.backends.fp32_precision = "tf32"
+
+
+def fill_memory():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+CHANGES = {
+    "function modes": lambda: Spoiling().__enter__(),
+    "dispatch modes": lambda: Refusing().__enter__(),
+    "inference mode": lambda: KEPT.append(torch._C._InferenceMode(True)),
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "CPU autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "CPU autocast dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast nesting": torch.autocast_increment_nesting,
+    "autocast cache": lambda: torch.set_autocast_cache_enabled(False),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "float32 matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "float32 precision by operation": set_one_backend,
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "order of attention kernels": lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
+    "oneDNN": lambda: torch._C._set_mkldnn_enabled(False),
+    "oneDNN determinism": lambda: torch._C._set_mkldnn_deterministic(True),
+    "filling of uninitialised memory": fill_memory,
+    "flushing of denormals": lambda: torch.set_flush_denormal(True),
+    "anomaly detection": lambda: torch.set_anomaly_enabled(True, False),
+    "forward-mode gradients": lambda: torch._C._set_fwd_grad_enabled(False),
+    "multithreaded backward": lambda: torch._C._set_multithreading_enabled(False),
+    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs).__enter__(),
+    "hooks on all modules or optimizers": lambda: nn.modules.module.register_module_forward_pre_hook(print),
+}
+KEPT = []
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_is_named_and_put_back(name):
+    flags = GlobalFlags()
+    before = flags.read_all()
+    CHANGES[name]()
+    differing = flags.differences(before)
+    flags.restore(before)
+    assert name in differing
+    assert flags.differences(before) == []
+
+
+def test_every_setting_is_tried():
+    optional = {"opt_einsum"}
+    names = [name for name in GlobalFlags().names if "cuDNN" not in name and "CUDA" not in name]
+    assert {name for name in names if "accelerator" not in name and name != "current device"} - optional == set(CHANGES)
+
+
+def test_all_changes_at_once_are_put_back():
+    flags = GlobalFlags()
+    before = flags.read_all()
+    for change in CHANGES.values():
+        change()
+    flags.restore(before)
+    assert flags.differences(before) == []
+    assert torch.is_grad_enabled()
+    assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
+def test_the_quick_settings_are_the_first_of_all():
+    flags = GlobalFlags()
+    assert flags.read() == flags.read_all()[: len(flags.read())]
+
+
+def test_settings_by_backend_and_for_all_can_be_mixed_by_the_run_itself():
+    flags = GlobalFlags()
+    before = flags.read_all()
+    set_all_backends()
+    mixed = flags.read_all()
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    flags.restore(mixed)
+    assert flags.read_all() == mixed != before
+    flags.restore(before)
+    assert flags.read_all() == before
+
+
+def test_casts_that_autocast_has_cached_are_forgotten():
+    flags = GlobalFlags()
+    before = flags.read_all()
+    model = nn.Linear(2, 2)
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    stale = model(torch.ones(2))
+    flags.restore(before)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.ones(2)).tolist() == [0, 0] != stale.tolist()
+
+
+class Passive(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class PassiveDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_the_modes_entered_since_are_left():
+    with Passive() as own, PassiveDispatch(), torch.device("cpu"):
+        modes = entered_modes()
+        Spoiling().__enter__()
+        Refusing().__enter__()
+        leave_modes(modes)
+        assert entered_modes() == modes
+        assert torch.ones(2).tolist() == [1, 1]
+        assert own in [torch._C._get_function_stack_at(index) for index in range(modes[0])]
+    assert entered_modes() == (0, 0)

@@ -1,0 +1,176 @@
+from contextlib import suppress
+
+import pytest
+import torch
+
+from framework.errors import StateMutationError
+from framework.isolation import CALLS_CHECKED_ALONE, Call, Isolation
+from tests.support import Case, Mishap, build, differences
+from tests.vandals import DEEDS, Scene, Spoiling, train_one_step
+
+CALL = Call("spy", "POST_STEP", 4)
+
+
+def isolated(**options) -> tuple[Scene, Isolation]:
+    task, state = build(Case())
+    scene = Scene(task, state)
+    train_one_step(scene)
+    return scene, Isolation(state, **options)
+
+
+def do(scene: Scene, name: str):
+    return lambda: DEEDS[name](scene)
+
+
+def test_a_call_names_itself_in_words():
+    assert str(CALL) == "Hook 'spy' at POST_STEP of step 4"
+    assert str(Call("evaluation", "the loop", 2, "The")) == "The 'evaluation' at the loop of step 2"
+
+
+def test_an_observer_runs_without_gradients_on_a_stream_of_its_own():
+    _, isolation = isolated()
+    drawn = []
+    for past in (0, 5):
+        torch.rand(past)
+        before = torch.default_generator.get_state()
+        with isolation.visit():
+            isolation.observe(CALL, lambda: drawn.append((torch.is_grad_enabled(), torch.rand(1).item())))
+        assert torch.default_generator.get_state().equal(before)
+        assert torch.is_grad_enabled()
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] is False
+
+
+def test_the_result_is_passed_on():
+    _, isolation = isolated()
+    with isolation.visit():
+        assert isolation.observe(CALL, lambda: 3) == 3
+        assert isolation.intervene(CALL, lambda: 4, mutates=True) == 4
+        assert isolation.intervene(CALL, lambda: 5, mutates=False) == 5
+
+
+def test_each_intervention_of_a_visit_starts_from_the_true_state():
+    scene, isolation = isolated()
+    before, seen = scene.state.digest()["parameters/4.bias"], []
+
+    def damage():
+        seen.append(scene.state.digest()["parameters/4.bias"])
+        train_one_step(scene)
+
+    with isolation.visit():
+        for name in ("first", "second", "third"):
+            isolation.intervene(Call(name, "POST_STEP", 1), damage, mutates=True)
+    assert seen == [before] * 3
+
+
+def test_a_commit_is_where_the_next_intervention_starts():
+    scene, isolation = isolated()
+    with isolation.visit():
+        isolation.intervene(CALL, do(scene, "train_one_step"), mutates=True)
+        DEEDS["write_in_place"](scene)
+        isolation.committed()
+        committed = scene.parameter.tolist()
+        isolation.intervene(CALL, do(scene, "train_one_step"), mutates=True)
+        isolation.observe(CALL, lambda: None)
+    assert scene.parameter.tolist() == committed
+
+
+def test_visits_within_a_visit_are_part_of_it():
+    _, isolation = isolated()
+    with isolation.visit():
+        torch.rand(3)
+        with isolation.visit():
+            torch.rand(1)
+        inside = torch.default_generator.get_state()
+    assert not torch.default_generator.get_state().equal(inside)
+
+
+@pytest.mark.parametrize("name", ["write_in_place", "freeze_a_parameter", "edit_the_learning_rate"])
+def test_a_warm_observer_is_caught_as_well_and_named(name):
+    scene, isolation = isolated()
+    for step in range(CALLS_CHECKED_ALONE + 2):
+        with isolation.visit():
+            isolation.observe(Call("spy", "POST_STEP", step), lambda: None)
+    with pytest.raises(StateMutationError, match="Hook 'spy' at POST_STEP of step 9"), isolation.visit():
+        isolation.observe(Call("spy", "POST_STEP", 9), do(scene, name))
+
+
+def test_several_warm_observers_that_cannot_be_told_apart_are_all_named():
+    scene, isolation = isolated()
+    for _ in range(CALLS_CHECKED_ALONE):
+        with isolation.visit():
+            for name in ("first", "second"):
+                isolation.observe(Call(name, "POST_STEP", 1), lambda: None)
+
+    def fire():
+        with isolation.visit():
+            isolation.observe(Call("first", "POST_STEP", 2), do(scene, "freeze_a_parameter"))
+            isolation.observe(Call("second", "POST_STEP", 2), lambda: None)
+
+    with pytest.raises(StateMutationError, match="Hook 'first' at POST_STEP of step 2 or Hook 'second' at POST_STEP"):
+        fire()
+
+
+def test_what_a_warm_observer_changed_is_fatal_even_if_the_next_one_raises():
+    scene, isolation = isolated()
+    for _ in range(CALLS_CHECKED_ALONE):
+        with isolation.visit():
+            isolation.observe(CALL, lambda: None)
+
+    def fire():
+        with isolation.visit():
+            isolation.observe(CALL, do(scene, "freeze_a_parameter"))
+            raise Mishap
+
+    with pytest.raises(StateMutationError, match="requires_grad of a parameter"):
+        fire()
+
+
+def test_a_state_that_cannot_be_put_back_is_fatal():
+    scene, isolation = isolated()
+
+    class Stubborn:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise Mishap("no way back")
+
+    scene.state.extras["stubborn"] = Stubborn()
+    with pytest.raises(StateMutationError, match=r"cannot be put back .*no way back"), isolation.visit():
+        isolation.intervene(CALL, lambda: None, mutates=True)
+
+
+def test_modes_that_a_call_left_entered_are_left_before_anything_is_checked():
+    scene, isolation = isolated(audit=True)
+    before = scene.state.digest()
+    with isolation.visit():
+        isolation.observe(CALL, lambda: Spoiling().__enter__())
+        isolation.intervene(CALL, lambda: Spoiling().__enter__(), mutates=True)
+        isolation.intervene(CALL, lambda: Spoiling().__enter__(), mutates=False)
+    assert differences(before, scene.state.digest()) == []
+
+
+def test_gradients_are_not_kept_alive_after_the_visit():
+    scene, isolation = isolated()
+    with isolation.visit():
+        isolation.intervene(CALL, lambda: None, mutates=True)
+    pointer = scene.parameter.grad.data_ptr()
+    references = isolation._guardian._gradients
+    assert references == ()
+    assert pointer
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_an_exception_passes_and_the_streams_come_back(audit):
+    scene, isolation = isolated(audit=audit)
+    before = scene.state.digest()
+
+    def raise_after_drawing():
+        torch.rand(3)
+        raise Mishap
+
+    for call in (isolation.observe, lambda c, f: isolation.intervene(c, f, mutates=True)):
+        with suppress(Mishap), isolation.visit():
+            call(CALL, raise_after_drawing)
+    assert differences(before, scene.state.digest()) == []

@@ -1,0 +1,141 @@
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.errors import UsageError
+from framework.random_streams import RandomStreams, seed_everything
+
+DRAWS = {
+    "torch": lambda: torch.rand(1).item(),
+    "torch normal": lambda: torch.randn(1).item(),
+    "torch integers": lambda: int(torch.randint(10**9, ())),
+    "torch permutation": lambda: torch.randperm(7).tolist(),
+    "python": random.random,
+    "python Gaussian": lambda: random.gauss(0, 1),
+    "python bits": lambda: random.getrandbits(70),
+    "numpy": np.random.rand,
+    "numpy Gaussian": np.random.standard_normal,
+    "numpy integers": lambda: int(np.random.randint(2**31)),
+    "numpy bytes": lambda: np.random.bytes(3),
+    "numpy choice": lambda: np.random.permutation(5).tolist(),
+}
+sequences = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)
+
+
+def draw(names):
+    return [DRAWS[name]() for name in names]
+
+
+@settings(deadline=None)
+@given(sequences, sequences, sequences)
+def test_what_is_drawn_in_isolation_never_shows_outside(before, inside, after):
+    streams = RandomStreams(1)
+    seed_everything(5)
+    expected = draw(before + after)
+    seed_everything(5)
+    found = draw(before)
+    with streams.isolated():
+        streams.derive("hook", "POST_STEP", 3)
+        draw(inside)
+    assert found + draw(after) == expected
+
+
+@settings(deadline=None)
+@given(sequences, sequences)
+def test_saving_changes_nothing_and_restoring_repeats_the_draws(before, after):
+    seed_everything(7)
+    draw(before)
+    state = RandomStreams(1).save()
+    drawn = draw(after)
+    state.restore()
+    assert draw(after) == drawn
+    state.restore()
+    assert draw(after) == drawn
+
+
+@pytest.mark.parametrize("gaussians", [0, 1, 2, 3])
+def test_the_cached_second_gaussian_is_kept(gaussians):
+    names = ["numpy Gaussian", "python Gaussian"]
+    seed_everything(2)
+    draw(names * gaussians)
+    expected = draw(names)
+    seed_everything(2)
+    draw(names * gaussians)
+    with RandomStreams(1).isolated():
+        draw(names * 2)
+        np.random.seed(0)
+        random.seed(0)
+    assert draw(names) == expected
+
+
+def test_the_body_is_undone_when_it_raises():
+    seed_everything(3)
+    expected = draw(DRAWS)
+    seed_everything(3)
+    with suppress(KeyError), RandomStreams(1).isolated():
+        draw(DRAWS)
+        raise KeyError
+    assert draw(DRAWS) == expected
+
+
+def test_the_bit_generator_of_numpy_is_put_back():
+    own = np.random.get_bit_generator()
+    with RandomStreams(1).isolated():
+        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.rand()
+    assert np.random.get_bit_generator() is own
+
+
+def test_a_foreign_bit_generator_is_refused_before_the_run():
+    own = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with pytest.raises(UsageError, match="PCG64"):
+            RandomStreams(1)
+    finally:
+        np.random.set_bit_generator(own)
+
+
+def derived(seed, name, point, step, past=()):
+    owned = torch.Generator()
+    streams = RandomStreams(seed, owned=[owned])
+    with streams.isolated():
+        draw(past)
+        torch.rand(len(past), generator=owned)
+        streams.derive(name, point, step)
+        return [*draw(DRAWS), torch.rand(1, generator=owned).item()]
+
+
+@settings(deadline=None)
+@given(sequences)
+def test_a_derived_stream_does_not_depend_on_the_past(past):
+    assert derived(1, "norms", "POST_STEP", 4, past) == derived(1, "norms", "POST_STEP", 4)
+
+
+def test_a_derived_stream_depends_on_seed_name_point_and_step():
+    keys = [(1, "norms", "POST_STEP", 4), (2, "norms", "POST_STEP", 4), (1, "norm", "POST_STEP", 4)]
+    keys += [(1, "norms", "PRE_STEP", 4), (1, "norms", "POST_STEP", 5), (14, "norms", "POST_STEP", 1)]
+    drawn = [derived(*key) for key in keys]
+    for position in range(len(DRAWS) + 1):
+        values = [str(row[position]) for row in drawn]
+        assert len(set(values)) == len(keys) or list(DRAWS)[position : position + 1] == ["numpy choice"]
+
+
+def test_a_derived_stream_is_seeded_by_a_hash_that_is_the_same_on_every_machine():
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(b"7/norms/POST_EPOCH/12"))
+    assert derived(7, "norms", "POST_EPOCH", 12)[0] == torch.rand(1, generator=generator).item()
+
+
+def test_owned_generators_are_saved_and_restored():
+    owned = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    streams = RandomStreams(1, owned=owned)
+    state = streams.save()
+    drawn = [torch.rand(3, generator=generator).tolist() for generator in owned]
+    state.restore()
+    assert [torch.rand(3, generator=generator).tolist() for generator in owned] == drawn

@@ -1,0 +1,119 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from framework.errors import StateMutationError
+from framework.isolation import Call, Isolation
+from framework.random_streams import RandomStreams
+from framework.training_state import TrainingState
+from tests.support import Case, build
+from tests.vandals import DEEDS, Scene, train_one_step
+
+CALL = Call("spy", "POST_STEP", 1)
+
+
+def observe(state: TrainingState, deed) -> str:
+    """Let an observer do a deed and return the error's text, empty if nothing was noticed."""
+    isolation = Isolation(state)
+    try:
+        with isolation.visit():
+            isolation.observe(CALL, deed)
+    except StateMutationError as error:
+        return str(error)
+    return ""
+
+
+def trained(model: str = "batchnorm_mlp", optimizer: str = "adamw_foreach") -> Scene:
+    task, state = build(Case(model, optimizer))
+    scene = Scene(task, state)
+    train_one_step(scene)
+    return scene
+
+
+NAMES = {
+    "write_in_place": "parameters/4.bias",
+    "write_to_the_gradient": "gradients/4.bias",
+    "replace_a_gradient": "a gradient was replaced",
+    "set_a_parameter": "a parameter, a buffer or an optimizer tensor was replaced",
+    "edit_the_learning_rate": "optimizer hyper-parameters, its groups or the scheduler",
+    "evaluate_for_good": "the train/eval mode of a module",
+    "freeze_a_parameter": "requires_grad of a parameter",
+    "leave_a_hook_on_a_parameter": "a hook on a parameter or module",
+    "change_the_default_dtype": "default dtype",
+    "give_data_another_dtype": "parameters/4.bias",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_error_says_what_changed(name):
+    scene = trained()
+    text = observe(scene.state, lambda: DEEDS[name](scene))
+    assert re.match(
+        f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: .*{re.escape(NAMES[name])}",
+        text,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adafactor", "sgd_momentum"])
+def test_optimizer_tensors_are_named(optimizer):
+    scene = trained(optimizer=optimizer)
+    assert "optimizer/" in observe(scene.state, lambda: scene.moments[0].mul_(2))
+
+
+def test_the_batch_and_the_kept_gradients_are_watched():
+    scene = trained()
+    loop = scene.state.loop
+    loop.batch, loop.prev_step_grads = (torch.ones(2), {"deep": [torch.ones(1)]}), {"0.weight": torch.ones(1)}
+    assert "loop/batch/1/deep/0" in observe(scene.state, lambda: loop.batch[1]["deep"][0].zero_())
+    assert "loop/prev_step_grads/0.weight" in observe(scene.state, lambda: loop.prev_step_grads["0.weight"].zero_())
+
+
+def test_reading_is_not_a_change():
+    scene = trained()
+    assert observe(scene.state, lambda: [p.norm() + p.grad.norm() for p in scene.model.parameters()]) == ""
+
+
+def test_changes_between_visits_are_the_runs_own():
+    scene = trained()
+    isolation = Isolation(scene.state)
+    for name in (
+        "train_one_step",
+        "add_a_buffer",
+        "set_a_parameter",
+        "clear_the_optimizer_state",
+        "reverse_the_parameters_of_a_group",
+    ):
+        DEEDS[name](scene)
+        with isolation.visit():
+            isolation.observe(CALL, lambda: None)
+
+
+def test_fused_optimizers_write_behind_its_back_so_it_is_no_proof():
+    scene = trained(optimizer="adamw_fused")
+    before = scene.parameter.clone()
+    observe(scene.state, scene.optimizer.step)
+    assert not before.equal(scene.parameter)
+
+
+def test_sparse_and_inference_tensors_can_be_swept():
+    model = nn.Embedding(5, 2, sparse=True)
+    with torch.inference_mode():
+        model.register_buffer("made", torch.ones(2))
+    model(torch.tensor([1])).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, optimizer, RandomStreams(1))
+    assert observe(state, lambda: None) == ""
+    assert "gradients/weight" in observe(state, lambda: model.weight.grad.mul_(2))
+
+
+def test_a_state_that_cannot_be_read_any_more_counts_as_changed():
+    scene = trained()
+    assert "cannot be read any more" in observe(scene.state, lambda: setattr(scene.optimizer, "param_groups", None))
