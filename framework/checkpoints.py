@@ -86,7 +86,8 @@ def _refuse_another_run(path: Path, content: Mapping[str, Any], state: TrainingS
     model = state.model
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     modules = dict(model.named_modules())
-    for what, have in zip(PER_NAME, (parameters, buffers, parameters, parameters, modules), strict=True):
+    expected: tuple[dict[str, Any], ...] = (parameters, buffers, parameters, parameters, modules)
+    for what, have in zip(PER_NAME, expected, strict=True):
         found = content[what]
         names = sorted(set(have) ^ set(found)) or sorted(
             name for name, value in found.items() if isinstance(value, Tensor) and _form(value) != _form(have[name])

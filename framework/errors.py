@@ -12,6 +12,10 @@ class UsageError(LoopscopeError):
     """Bad input, found before the run starts: the command line prints the sentence and exits with status 2."""
 
 
+class UnsuitableError(UsageError):
+    """A hook does not suit the model, says its ``start``: bad input if asked for by name, left out of a group."""
+
+
 class HookError(LoopscopeError):
     """A hook raised; the run was put back to the state before the hook and ends with a checkpoint."""
 

@@ -37,7 +37,7 @@ def entered_modes() -> tuple[int, int]:
 
 
 def leave_modes(before: tuple[int, int]) -> None:
-    """Leave the modes entered since ``entered_modes`` returned ``before``: they would see, and could answer, any check."""
+    """Leave the modes entered since ``entered_modes`` returned ``before``: they could answer any check."""
     if before != entered_modes():
         _set_function_modes(_function_modes()[: before[0]])
         _set_dispatch_modes(_dispatch_modes()[: before[1]])

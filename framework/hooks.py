@@ -46,7 +46,7 @@ class TrainingHook(ABC):
         """List every metric that ``compute`` or ``intervene`` can return."""
 
     def start(self, run: RunInfo) -> None:  # noqa: B027 - optional
-        """Prepare for a strategy, before its first step."""
+        """Prepare for a strategy, before its first step; raise :class:`UnsuitableError` for a model of no use here."""
 
     def end(self, status: str) -> None:  # noqa: B027 - optional
         """Finish a strategy, after its last step; ``status`` as in :meth:`MetricSink.close`."""

@@ -1,7 +1,7 @@
 """The hook manager: decides which hooks are due, calls them through the isolation and forwards their metrics."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,7 +13,7 @@ from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
-from framework.errors import HookError, LoopscopeError, StateMutationError, UsageError
+from framework.errors import HookError, LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
@@ -38,6 +38,8 @@ class HookManager:
     Args:
         hooks: in the order the user named them, which is the order of committing hooks at one point.
         loop: ``"epoch"`` or ``"step"``.
+        required: names of the hooks that must run; any other is left out if it does not suit the model. By default
+            all must.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
     """
 
@@ -48,6 +50,7 @@ class HookManager:
         state: TrainingState,
         *,
         loop: str = "epoch",
+        required: Collection[str] | None = None,
         sinks: Sequence[MetricSink] = (),
         on_error: Literal["raise", "skip"] = "raise",
         audit: bool = False,
@@ -59,6 +62,8 @@ class HookManager:
         self.state = state
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.errors: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+        self._required = {hook.name for hook in self.hooks} if required is None else set(required)
         self._abandoned = self._ended = False
         self.profiler = Profiler(enabled=profile)
         self._loop = loop
@@ -86,7 +91,8 @@ class HookManager:
             with self.isolation.visit():
                 for hook in list(self.hooks):
                     self._guarded(hook, "start", 0, partial(hook.start, run))
-                    started.append(hook)
+                    if hook in self.hooks:
+                        started.append(hook)
                 taps = {
                     hook.name: self._guarded(hook, "taps", 0, partial(self._declared_taps, hook)) for hook in self.hooks
                 }
@@ -294,6 +300,11 @@ class HookManager:
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+        if where == "start" and isinstance(error, UnsuitableError) and hook.name not in self._required:
+            self.left_out[hook.name] = str(error)
+            self._drop(hook)
+            warnings.warn(f"Hook {hook.name!r} is left out: {error}", stacklevel=2)
+            return
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
         self.errors.append(
             {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
@@ -302,9 +313,12 @@ class HookManager:
             raise error
         if self._on_error == "raise":
             raise HookError(message) from error
+        self._drop(hook)
+        warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
+
+    def _drop(self, hook: TrainingHook) -> None:
         self._listeners.drop(hook)
         self.hooks = [other for other in self.hooks if other is not hook]
-        warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
 
     # Taps
 

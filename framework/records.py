@@ -148,6 +148,7 @@ class RunRecord:
             "deltas": {name: final[name] - initial[name] for name in final if name in initial},
             "treatments": dict(run.treatments),
             "hook_errors": manager.errors,
+            "hooks_left_out": manager.left_out,
             "output_dir": str(self.directory),
         }
         if manager.profiler.enabled:

@@ -84,6 +84,7 @@ class Session:
             task,
             state,
             loop=runner.loop,
+            required=[*options.hooks, *runner.strategy_hooks(strategy)],
             sinks=self.make_sinks(),
             on_error=options.on_hook_error,
             audit=options.audit_hooks,

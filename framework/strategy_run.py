@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -70,6 +70,7 @@ class StrategyRun:
             _attempt(lambda: self.manager.end("failed"))
             self.record.give_back()
             raise
+        self.run_info = replace(self.run_info, metric_infos=self.manager.metric_infos())
         self.claim()
 
     def _train(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UsageError, unknown
+from framework.errors import UnsuitableError, UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
@@ -76,21 +76,23 @@ class Fourier(TrainingHook):
         self._period = period
 
     def start(self, run: RunInfo) -> None:
-        """Find the embedding; raises :class:`UsageError` if there is none, or if it is too small for the options."""
+        """Find the embedding; raises :class:`UnsuitableError` if there is none that fits the options."""
         name = self._embedding or first_embedding(run.model)
         parameters = dict(run.model.named_parameters())
         if name not in parameters:
             raise unknown("parameter", name, parameters)
         shape = tuple(parameters[name].shape)
         if len(shape) != 2:
-            raise UsageError(f"fourier.embedding is {name!r}, of shape {shape}; it must be a matrix (rows are tokens).")
+            raise UnsuitableError(
+                f"fourier.embedding is {name!r}, of shape {shape}; it must be a matrix (rows are tokens)."
+            )
         length = self._period or shape[0]
         if not 2 <= length <= shape[0]:
-            raise UsageError(
+            raise UnsuitableError(
                 f"fourier.period is {self._period}, but {name!r} has {shape[0]} rows; at least 2 are needed."
             )
         if self._top_k > length // 2:
-            raise UsageError(
+            raise UnsuitableError(
                 f"fourier.top_k is {self._top_k}, but a signal of {length} rows has {length // 2} frequencies."
             )
 
@@ -161,12 +163,12 @@ class Fourier(TrainingHook):
 
 
 def first_embedding(model: nn.Module) -> str:
-    """Return the name of the first ``nn.Embedding``'s weight; raises :class:`UsageError` that names the modules."""
+    """Return the name of the first ``nn.Embedding``'s weight, or raise :class:`UnsuitableError`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             return f"{name}.weight" if name else "weight"
     kinds = ", ".join(f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name)
-    raise UsageError(
+    raise UnsuitableError(
         f"Hook 'fourier' needs a token embedding, and the model has no nn.Embedding. Its modules: "
         f"{kinds or type(model).__name__}. Name a parameter with --hook-config fourier.embedding=NAME."
     )

@@ -69,6 +69,23 @@ def diary():
 # Hooks and strategies
 
 
+def test_a_hook_of_a_group_that_does_not_suit_the_model_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="'fourier' is left out.*no nn.Embedding"):
+        summaries = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
+    left_out = summaries[0]["hooks_left_out"]
+    assert list(left_out) == ["fourier"]
+    assert "no nn.Embedding" in left_out["fourier"]
+    header = (tmp_path / "small" / "plain" / "plain.csv").read_text().splitlines()[0]
+    assert "norms/" in header
+    assert "fourier/" not in header
+
+
+def test_a_hook_asked_for_by_name_that_does_not_suit_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no nn.Embedding"):
+        session(tmp_path, strategies=["plain"], with_hooks="observers", hooks=["fourier"]).run()
+    assert not contents(tmp_path)
+
+
 def test_strategies_share_a_hook_and_it_is_reset_between_them(tmp_path: Path) -> None:
     session(tmp_path, strategies=["plain", "other-order"], hooks=["diary"]).run()
     assert lives == [
