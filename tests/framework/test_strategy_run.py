@@ -15,6 +15,8 @@ from framework.commits import StatePart
 from framework.errors import HookError, LoopscopeError, StateMutationError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook, TrainingHook
+from framework.loops import epoch_loop, step_loop
+from framework.manager import HookManager
 from framework.session import build_run
 from sinks import read_jsonl
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train
@@ -279,6 +281,18 @@ def test_neither_checkpoints_nor_how_often_they_are_written_change_the_run(runne
         found = sorted((folder / runner.name / "plain").glob("checkpoints/*"))
         assert [path.name for path in found] == [f"step_{step:09d}.pt" for step in steps[every]]
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_going_on_from_a_checkpoint_of_a_session_gives_its_final_weights(runner: type[Small], tmp_path: Path) -> None:
+    every = 1 if runner is Small else 3
+    train(tmp_path, runner=runner, checkpoint_every=every, hooks=["hessian", "norms"])
+    folder = tmp_path / runner.name / "plain"
+    task, state = build_run(runner(SmallConfig()), "plain")
+    load_checkpoint(folder / "checkpoints/step_000000003.pt", state)
+    (epoch_loop if runner is Small else step_loop)(task, HookManager([], task, state, loop=runner.loop))
+    for name, value in torch.load(folder / "plain_final.pt", weights_only=True).items():
+        assert torch.equal(state.model.state_dict()[name], value)
 
 
 def test_how_often_it_is_evaluated_does_not_change_the_run(tmp_path: Path) -> None:
