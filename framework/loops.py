@@ -63,7 +63,7 @@ def epoch_loop(
         progress.evaluated(loop)
         hooks.fire(HookPoint.POST_EPOCH)
         if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
-            hooks.fire(HookPoint.SNAPSHOT)
+            _snapshot(hooks)
         loop.epoch += 1
         if task.checkpoint_every and loop.epoch % task.checkpoint_every == 0:
             hooks.isolated("checkpoint", checkpoint)
@@ -103,9 +103,14 @@ def _after_step(
         _finish_accumulation(loop)
         hooks.flush_steps()
     if loop.step % task.snapshot_every == 0 or last:
-        hooks.fire(HookPoint.SNAPSHOT)
+        _snapshot(hooks)
     if task.checkpoint_every and loop.step % task.checkpoint_every == 0:
         hooks.isolated("checkpoint", checkpoint)
+
+
+def _snapshot(hooks: HookManager) -> None:
+    hooks.fire(HookPoint.SNAPSHOT)
+    hooks.snapshot_taken()
 
 
 def _training_step(

@@ -29,7 +29,6 @@ from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
 Result = TypeVar("Result")
-SNAPSHOT = HookPoint.SNAPSHOT
 
 
 class HookManager:
@@ -75,7 +74,7 @@ class HookManager:
         self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics)
         self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
-        self._keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
+        self.keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
 
     # Life cycle
 
@@ -173,7 +172,10 @@ class HookManager:
             due = [listener for listener in listeners if listener.is_due(loop.epoch, loop.step)]
             if due:
                 self._fire(point, due)
-        if point is SNAPSHOT and self._dispatch.follows_snapshots:
+
+    def snapshot_taken(self) -> None:
+        """Tell the sinks that SNAPSHOT has fired, whether or not a hook listened there."""
+        if self._dispatch.follows_snapshots:
             with self.isolation.visit():
                 self._dispatch.snapshot(self.state.loop.epoch, self.state.loop.step)
 
@@ -186,11 +188,6 @@ class HookManager:
     def needs(self, need: str) -> bool:
         """Tell whether any active hook has the flag ``need``."""
         return self._listeners.need(need)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Tell whether the loop must keep gradients beyond their step."""
-        return self._keeps_gradients
 
     def wants_previous_gradients(self, epoch: int, step: int) -> bool:
         """Tell whether a hook will look, at ``step`` of ``epoch``, at the gradients of the step before."""
