@@ -169,6 +169,22 @@ def test_no_hook_runs_on_a_damaged_state_and_the_sinks_are_closed(runner, tmp_pa
     assert steps == list(range(1, AT_STEP + 1))
 
 
+def test_an_evaluation_that_damages_the_state_is_fatal_and_no_hook_runs_after_it(tmp_path: Path) -> None:
+    class Careless(Small):
+        name = "careless"
+
+        def evaluate(self, model: Any) -> dict[str, float]:
+            if CALLS:
+                next(model.parameters()).mul_(0.5)
+            return {"val_acc": 0.0}
+
+    with pytest.raises(StateMutationError, match="The 'evaluation' at the loop of step 3 may only read"):
+        session(tmp_path, Careless, strategies=["plain"], hooks=["culprit"], checkpoint_every=1).run()
+    assert not [event for event, _ in CALLS if event in ("end", "state_dict")]
+    assert not (tmp_path / "careless/plain/checkpoints").exists()
+    assert read_json(tmp_path / "careless/plain/summary.json")["status"] == "failed"
+
+
 class Steps:
     """Stands for a metric that a record does not have."""
 
