@@ -66,6 +66,12 @@ def fully_sharded_modules(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
+def finish_sharding(modules: list[Any]) -> None:
+    """Let FSDP2 register now what it registers on modules at their first forward, so that no rollback undoes it."""
+    for module in modules:
+        module._get_fsdp_state()._lazy_init()
+
+
 @contextmanager
 def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
     """Scatter what FSDP2 gathered for a forward without backward: its root would go on with the gathered copy.
@@ -78,3 +84,10 @@ def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
     finally:
         for module in fully_sharded_modules(model):
             module.reshard()
+
+
+@contextmanager
+def lent_for_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode for the body; modes, buffers, attributes and shards are put back."""
+    with gathered_for_a_while(model), lent_buffers(model), lent_modes(model, train=False):
+        yield

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.borrowing import finish_sharding, fully_sharded_modules
 from framework.random_streams import StreamState
 from framework.structure import Structure
 from framework.tensor_identity import TensorIdentities, addresses
@@ -72,6 +73,7 @@ class Snapshot:
     def __init__(self, device: torch.device | None = None) -> None:
         """Make an empty snapshot whose copies live on ``device`` (``None``: where the originals live)."""
         self._roots: tuple[Any, ...] = ()
+        self._sharded: list[Any] = []
         self._lasting: Part | None = None
         self._passing: Part | None = None
         self._lasting_bytes = Buffers(device)
@@ -109,6 +111,8 @@ class Snapshot:
         roots = (state.model, state.optimizer, *[group["params"] for group in groups])
         lasting = self._lasting
         if lasting is None or addresses(roots) != addresses(self._roots) or not lasting.is_current():
+            self._sharded = fully_sharded_modules(state.model)
+            finish_sharding(self._sharded)
             self._roots, self._lasting = roots, (lasting := Part(roots, apart={*map(id, groups)}, lasting=True))
             self._lasting_bytes.fit(lasting.identities.bytes)
         return lasting
@@ -120,6 +124,8 @@ class Snapshot:
             raise RuntimeError("restore() without save(): this snapshot holds nothing.")
         state.flags.restore(self._flags)
         with torch.no_grad():
+            for module in self._sharded:
+                module.reshard()
             lasting.put_back()
             passing.put_back()
             owners = lasting.identities.owners

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from framework.borrowing import lent_modes
+from framework.borrowing import lent_for_evaluation
 from framework.data import Batch
 from framework.hook_points import HookPoint
 from framework.manager import HookManager
@@ -179,7 +179,7 @@ def evaluate(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
     """Evaluate in eval mode, isolated from the run, and decide whether to stop."""
 
     def in_eval_mode() -> dict[str, float]:
-        with lent_modes(task.model, train=False):
+        with lent_for_evaluation(task.model):
             return task.evaluate(task.model)
 
     loop.evaluation = hooks.isolated("evaluation", in_eval_mode)

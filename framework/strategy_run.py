@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from framework.borrowing import lent_modes
+from framework.borrowing import lent_for_evaluation
 from framework.checkpoints import save_checkpoint
 from framework.commits import UndeclaredCommitError
 from framework.contexts import RunInfo
@@ -84,7 +84,7 @@ class StrategyRun:
 
     def _evaluate(self) -> dict[str, float]:
         def in_eval_mode() -> dict[str, float]:
-            with lent_modes(self.task.model, train=False):
+            with lent_for_evaluation(self.task.model):
                 return self.task.evaluate(self.task.model)
 
         return self.manager.isolated("evaluation", in_eval_mode)

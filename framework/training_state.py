@@ -19,6 +19,7 @@ from framework.digest import digest
 from framework.flags import GlobalFlags
 from framework.random_streams import RandomStreams
 from framework.structure import Structure
+from framework.tensor_identity import inner_tensors
 
 MODULE_HOOKS = (
     "_forward_hooks",
@@ -135,6 +136,8 @@ class TrainingState:
         known = set()
         for name, leaf in chain(self._model_leaves(), self._optimizer_leaves(), self._loop_leaves()):
             known.add(id(leaf))
+            if isinstance(leaf, Tensor):
+                known.update(map(id, inner_tensors(leaf)))
             yield name, leaf
         others = [tensor for tensor in Structure(self.roots).tensors if id(tensor) not in known]
         yield from ((f"other tensors/{index}", tensor) for index, tensor in enumerate(others))

@@ -1,0 +1,183 @@
+"""The isolation under FSDP2: on every one of two processes, the run with hooks is the run without them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.nn import functional
+
+from framework.data import TensorLoader, fixed_order
+from framework.errors import StateMutationError
+from framework.hook_points import HookPoint
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask, forward_backward, update
+from framework.training_state import TrainingState, of_the_run
+from tests.support import ActingHook, DigestTrace, SpyHook, at, differences
+
+pytestmark = pytest.mark.slow
+ROWS = 12
+POINTS = (HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP, HookPoint.POST_EPOCH)
+
+
+def mean_loss(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def build() -> tuple[TrainingTask, TrainingState]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.2), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
+    data = (torch.randn(ROWS, 5), torch.randint(3, (ROWS,)))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    task = TrainingTask(
+        model,
+        optimizer,
+        TensorLoader(data, 5, fixed_order(torch.arange(ROWS))),
+        mean_loss,
+        evaluate=lambda model: {"val_loss": float(mean_loss(model, data))},
+        length=2,
+    )
+    return task, TrainingState(model, optimizer, RandomStreams(7))
+
+
+def run(hooks=(), *, audit=True) -> list[dict[str, int]]:
+    """Train for two epochs and return the digests of this rank after every step and at the end."""
+    task, state = build()
+    trace = DigestTrace(state)
+    epoch_loop(task, HookManager(hooks, task, state, audit=audit), progress=trace)
+    task.model[0].reshard(), task.model.reshard()
+    return [*trace.digests, of_the_run(state.digest())]
+
+
+# Deeds; they take the model, the task and a batch
+
+
+def train_on(model, task, batch):
+    forward_backward(task, batch)
+    update(task, step_scheduler=True)
+
+
+def gather(model, task, batch):
+    model.unshard()
+    model[0].unshard()
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+
+def forward_only(model, task, batch):
+    model(batch[0])
+
+
+def write_to_shards(model, task, batch):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+            parameter.grad = None
+
+
+def write_to_shards_through_data(model, task, batch):
+    for parameter in model.parameters():
+        parameter._local_tensor.data.add_(1)
+    for state in task.optimizer.state.values():
+        state["exp_avg"]._local_tensor.data.add_(1)
+
+
+def replace_shards(model, task, batch):
+    for parameter in model.parameters():
+        parameter._local_tensor = torch.rand_like(parameter._local_tensor)
+        parameter.requires_grad_(False)
+
+
+def replace_parameters(model, task, batch):
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    task.optimizer.state.clear()
+
+
+DEEDS = {
+    deed.__name__: deed
+    for deed in (
+        train_on,
+        gather,
+        forward_only,
+        write_to_shards,
+        write_to_shards_through_data,
+        replace_shards,
+        replace_parameters,
+    )
+}
+
+
+def intervene(name):
+    def act(run_ctx, model_ctx):
+        batch = run_ctx.batch_data or next(model_ctx.loader.batches(0))
+        DEEDS[name](model_ctx.model, model_ctx._task, batch)
+
+    return run([at(ActingHook, *POINTS)(act)])
+
+
+def use_the_sapi(run_ctx, model_ctx):
+    batch = next(model_ctx.loader.batches(0))
+    with model_ctx.branch():
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+    gradients = model_ctx.compute_batch_gradients(batch)
+    model_ctx.apply_perturbation(gradients, 0.5)
+    return {"loss": model_ctx.compute_batch_loss(batch)}
+
+
+def observe(name) -> str:
+    """Do a deed as an observer and return what the error says."""
+    task, state = build()
+
+    def compute(ctx):
+        DEEDS[name](ctx.model, task, ctx.batch_data)
+
+    manager = HookManager([at(SpyHook, HookPoint.POST_STEP)(compute)], task, state, audit=True)
+    try:
+        epoch_loop(task, manager)
+    except StateMutationError as error:
+        return str(error)
+    return "unnoticed"
+
+
+def work(rank: int, folder: Path) -> None:
+    """Be one of two processes."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    results = {name: intervene(name) for name in DEEDS}
+    results["bare"] = run(audit=False)
+    results["sapi"] = run([at(ActingHook, *POINTS)(use_the_sapi)])
+    results["spy"] = run([SpyHook(lambda ctx: {"draw": torch.rand(())})])
+    results["observed"] = {name: observe(name) for name in ("write_to_shards_through_data", "write_to_shards")}
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return what each of two processes saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", [*DEEDS, "sapi", "spy"])
+def test_no_hook_leaves_a_trace_on_any_rank(ranks, name):
+    for results in ranks:
+        assert [differences(*pair) for pair in zip(results["bare"], results[name], strict=True)] == [[]] * 7
+
+
+def test_an_observer_that_writes_to_shards_is_caught_on_every_rank(ranks):
+    for results in ranks:
+        for text in results["observed"].values():
+            assert "Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state" in text
+
+
+def test_the_ranks_hold_different_shards(ranks):
+    assert ranks[0]["bare"][-1]["parameters/0.weight"] != ranks[1]["bare"][-1]["parameters/0.weight"]
