@@ -229,7 +229,7 @@ def test_an_evaluation_has_no_effect_or_is_caught(name):
     vandal = Vandal([name])
     run = train_with(vandal, CASE, evaluate=evaluating(vandal), checkpoint_every=1, raises=StateMutationError)
     assert vandal.done
-    if name in HARMLESS | {"evaluate_for_good"}:
+    if name in HARMLESS | {"evaluate_for_good"} or run.error is None:
         assert differences(run_with_constant_evaluation().final, run.final) == []
     else:
         assert "The 'evaluation' at the loop of step 3 may only read, but changed" in str(run.error)
