@@ -22,7 +22,7 @@ class Audit:
         if self.enabled:
             self._before = self._state.digest()
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
-            self._objects = Part((*self._state.roots, self._gradients), apart=(), lasting=False)
+            self._objects = Part((*self._state.roots, self._gradients), lasting=False)
 
     def check(self, culprit: object) -> None:
         """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""

@@ -101,7 +101,7 @@ def _autocast(device: str) -> tuple[Flag, Flag]:
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
 def _set_deterministic(saved: tuple[bool, bool]) -> None:
@@ -121,7 +121,8 @@ def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
 def _matmul_precision() -> str | None:
     """Return the legacy setting; it has no value while the settings by backend say something else."""
     try:
-        return torch.get_float32_matmul_precision()
+        precision: str = _C._get_float32_matmul_precision()
+        return precision
     except RuntimeError:
         return None
 
@@ -181,7 +182,9 @@ _SLOW = {
     "float32 precision by operation": Flag(partial(_precisions, _PRECISIONS), partial(_set_precisions, _PRECISIONS)),
     "order of attention kernels": Flag(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     "oneDNN determinism": Flag(_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
-    "filling of uninitialised memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "filling of uninitialised memory": Flag(
+        _C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory
+    ),
     "flushing of denormals": Flag(lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
     "autocast cache": Flag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     "anomaly detection": Flag(_anomaly, lambda saved: torch.set_anomaly_enabled(*saved)),
@@ -233,9 +236,11 @@ class GlobalFlags:
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Put back the settings that differ from ``saved`` (of ``read`` or ``read_all``), modes first."""
-        for put, get, before in zip(self._setters, self._getters, saved, strict=False):
-            if get() != before:
-                put(before)
+        getters = self._getters[: len(saved)]
+        if tuple([get() for get in getters]) != saved:
+            for put, get, before in zip(self._setters, getters, saved, strict=False):
+                if get() != before:
+                    put(before)
         torch.clear_autocast_cache()  # it may hold casts of parameters that are rolled back
 
     def differences(self, saved: tuple[Any, ...]) -> list[str]:

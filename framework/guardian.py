@@ -11,7 +11,7 @@ from torch import Tensor
 from framework.borrowing import finish_sharding, fully_sharded_modules
 from framework.random_streams import StreamState
 from framework.structure import Structure
-from framework.tensor_identity import TensorIdentities, addresses
+from framework.tensor_identity import BriefIdentities, TensorIdentities, addresses
 from framework.training_state import TrainingState
 
 _grad = attrgetter("grad")
@@ -23,7 +23,7 @@ _device = attrgetter("device")
 class Part:
     """The objects of a part of the training state: what its containers hold, and the identities of its tensors."""
 
-    def __init__(self, roots: Iterable[Any], *, apart: Container[int], lasting: bool) -> None:
+    def __init__(self, roots: Iterable[Any], *, apart: Container[int] = (), lasting: bool) -> None:
         self.structure = Structure(roots, apart=apart)
         self.identities = TensorIdentities(self.structure.tensors, lasting=lasting)
 
@@ -41,17 +41,35 @@ class Part:
         self.identities.put_back()
 
 
+class Moment:
+    """The same for objects that are new at most steps."""
+
+    def __init__(self, roots: Iterable[Any], *, apart: Container[int]) -> None:
+        self.structure = Structure(roots, apart=apart)
+        tensors = self.structure.tensors
+        brief = BriefIdentities.suit(tensors)
+        self.identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, lasting=False)
+
+    def put_back(self) -> None:
+        """Make every object what it was, the bytes of tensors aside."""
+        self.structure.put_back()
+        self.identities.put_back()
+
+
 class Buffers:
     """Preallocated tensors that hold copies of others."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.tensors: list[Tensor] = []
         self._device = device
+        self._formats: list[Any] = []
 
     def fit(self, sources: list[Tensor]) -> None:
         """Make room for ``sources``: reuse what still matches, allocate the rest, free what is left over."""
-        if _formats(sources) == _formats(self.tensors) and self._device is None:
+        formats = [*map(_shape, sources), *map(_dtype, sources), *map(_device, sources)]
+        if formats == self._formats:
             return
+        self._formats = formats
         spare: dict[tuple[Any, ...], list[Tensor]] = {}
         for buffer in reversed(self.tensors):
             spare.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
@@ -70,12 +88,18 @@ class Snapshot:
     those of the moment (gradients, the loop's accumulators, settings) at every ``save``.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """Make an empty snapshot whose copies live on ``device`` (``None``: where the originals live)."""
+    def __init__(self, device: torch.device | None = None, *, streams: bool = False) -> None:
+        """Make an empty snapshot.
+
+        Args:
+            device: where the copies live (``None``: where the originals live).
+            streams: save the random streams as well, which the isolation otherwise puts back at the end of a visit.
+        """
+        self._with_streams = streams
         self._roots: tuple[Any, ...] = ()
         self._sharded: list[Any] = []
         self._lasting: Part | None = None
-        self._passing: Part | None = None
+        self._passing: Moment | None = None
         self._lasting_bytes = Buffers(device)
         self._passing_bytes = Buffers(device)
         self._gradients: tuple[Tensor | None, ...] = ()
@@ -93,17 +117,17 @@ class Snapshot:
         return self._lasting_bytes.tensors + self._passing_bytes.tensors
 
     def save(self, state: TrainingState) -> "Snapshot":
-        """Copy the state."""
+        """Copy the state; the bytes last, since copying them empties the caches of everything else."""
         with torch.no_grad():
             lasting = self._refresh_lasting(state)
             self._gradients = (*map(_grad, lasting.identities.owners),)
             moment = (self._gradients, *state.optimizer.param_groups, state.scheduler, state.scaler, vars(state.loop))
-            self._passing = Part(moment, apart=lasting.structure.seen, lasting=False)
+            self._passing = Moment(moment, apart=lasting.structure.seen)
             self._passing_bytes.fit(self._passing.identities.bytes)
-            _copy(self._copies, lasting.identities.bytes + self._passing.identities.bytes)
-        self._streams = state.streams.save()
+        self._streams = state.streams.save() if self._with_streams else None
         self._flags = state.flags.read_all()
         self._extras = {name: deepcopy(extra.state_dict()) for name, extra in state.extras.items()}
+        _copy(self._copies, lasting.identities.bytes + self._passing.identities.bytes)
         return self
 
     def _refresh_lasting(self, state: TrainingState) -> Part:
@@ -120,7 +144,7 @@ class Snapshot:
     def restore(self, state: TrainingState) -> None:
         """Put the state back, in place: the same objects, holding the same bytes."""
         lasting, passing = self._lasting, self._passing
-        if lasting is None or passing is None or self._streams is None:
+        if lasting is None or passing is None:
             raise RuntimeError("restore() without save(): this snapshot holds nothing.")
         state.flags.restore(self._flags)
         with torch.no_grad():
@@ -132,10 +156,11 @@ class Snapshot:
             if addresses(self._gradients) != addresses((*map(_grad, owners),)):
                 for owner, gradient in zip(owners, self._gradients, strict=True):
                     owner.grad = gradient
-            _copy(lasting.identities.bytes + passing.identities.bytes, self._copies)
         for name, saved in self._extras.items():
             state.extras[name].load_state_dict(deepcopy(saved))
-        self._streams.restore()
+        if self._streams is not None:
+            self._streams.restore()
+        _copy(lasting.identities.bytes + passing.identities.bytes, self._copies)
 
     def release(self) -> None:
         """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""
@@ -143,10 +168,7 @@ class Snapshot:
         self._gradients = ()
 
 
-def _formats(tensors: list[Tensor]) -> list[Any]:
-    return [*map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors)]
-
-
+@torch.no_grad()
 def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensor by tensor; where a destination repeats elements (stride 0), each is written once."""
     try:

@@ -102,7 +102,7 @@ class ModelDataContext:
         """
         self._next_token += 1
         self._checkpoints[self._next_token] = (
-            Snapshot(self._snapshot_device).save(self._state) if full else LightSnapshot.of(self._state)
+            Snapshot(self._snapshot_device, streams=True).save(self._state) if full else LightSnapshot.of(self._state)
         )
         return self._next_token
 

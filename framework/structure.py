@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from framework.tensor_identity import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})
-_values = methodcaller("values")  # unlike dict.values, it follows the order of an OrderedDict
 
 
 class Structure:
@@ -36,6 +34,7 @@ class Structure:
         self._visit_all(roots)
         self._empty = [container for container in (*self._tables, *self._sequences) if not container]
         self._tables = [table for table in self._tables if table]
+        self._values = [table.values() for table in self._tables]
         self._sequences = [sequence for sequence in self._sequences if sequence]
         self._lengths, self._held = self._read_lengths(), self._read()
         self._addresses = [*map(addresses, self._held)]
@@ -52,14 +51,14 @@ class Structure:
                     self._visit(value)
 
     def _visit(self, value: Any) -> None:
-        if isinstance(value, tuple):
-            self._visit_all(value)
-        elif isinstance(value, Tensor):
-            self._note(self.tensors, value, attached(value))
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             self._note(self._tables, value, value.values())
+        elif isinstance(value, tuple):
+            self._visit_all(value)
         elif isinstance(value, (list, deque, set)):
             self._note(self._sequences, value, value)
+        elif isinstance(value, Tensor):
+            self._note(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS):
             self._note(self._objects, value, (vars(value),))
 
@@ -71,7 +70,7 @@ class Structure:
     def _read(self) -> tuple[tuple[Any, ...], ...]:
         """Return the values and keys of all tables, the items of all sequences, and what the objects are."""
         return (
-            (*chain.from_iterable(map(_values, self._tables)),),
+            (*chain.from_iterable(self._values),),
             (*chain.from_iterable(self._tables),),
             (*chain.from_iterable(self._sequences),),
             (*map(type, self._objects), *map(vars, self._objects)),

@@ -1,7 +1,7 @@
 """What makes a tensor that tensor beside its bytes: class, storage, layout, requires_grad, attributes and hooks."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
-_is_leaf = attrgetter("is_leaf")
 _requires_grad = attrgetter("requires_grad")
 _implementation = attrgetter("_cdata")
-_is_sparse = attrgetter("is_sparse")
+_layout = attrgetter("layout")
 _ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
 _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
@@ -89,17 +88,16 @@ class TensorIdentities:
 
     def __init__(self, tensors: list[Tensor], *, lasting: bool) -> None:
         self._tensors = tensors
-        self._read_pointer = _pointer if any(map(_is_sparse, tensors)) else Tensor.data_ptr
-        plain = _PLAIN.issuperset(map(type, tensors))
+        self._read_pointer = _pointer_reader(tensors)
+        self._marks = types, *_, requires_grad = self._read_marks()
+        plain = _PLAIN.issuperset(types)
         self._wrappers = [] if plain else [*filter(is_wrapper, tensors)]
-        self.owners = [*filter(is_owner, tensors)] if not plain or any(map(_requires_grad, tensors)) else []
-        self._marks = self._read_marks()
+        self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         self._guards = _guards(tensors) if lasting else None
         self._implementations = [*map(_implementation, self.owners)]
         self._attachments = self._read_attachments()
-        self._leaves = [*map(_is_leaf, tensors)]
         self._aliases = [*map(Tensor.detach, tensors)]
-        simple = plain and self._read_pointer is not _pointer
+        simple = plain and self._read_pointer is Tensor.data_ptr
         self.bytes = self._aliases if simple else [part for alias in self._aliases for part in byte_tensors(alias)]
         """Tensors on the storages of the originals, which they keep alive whatever becomes of the originals."""
 
@@ -156,8 +154,11 @@ class TensorIdentities:
         """Make every tensor what it was, its bytes aside."""
         if self.is_current():
             return
+        owners = set(map(id, self.owners))
         for index, before, _ in self._changes():
-            _put_back(self._tensors[index], self._aliases[index], before, leaf=self._leaves[index])
+            tensor = self._tensors[index]
+            leaf = not before.requires_grad or id(tensor) in owners
+            _put_back(tensor, self._aliases[index], before, leaf=leaf)
         attachments = iter(self._attachments)
         for name in _ATTACHED:
             for owner, table in zip(self.owners, attachments, strict=False):
@@ -165,6 +166,38 @@ class TensorIdentities:
         for wrapper in self._wrappers:
             for name, inner in zip(_inner(wrapper), attachments, strict=False):
                 setattr(wrapper, name, inner)
+
+
+class BriefIdentities:
+    """The same for tensors of one moment that need no gradient: they are set again rather than compared, once."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._aliases = self.bytes = [*map(Tensor.detach, tensors)]
+        self._pointers = [*map(Tensor.data_ptr, tensors)]
+
+    @classmethod
+    def suit(cls, tensors: list[Tensor]) -> bool:
+        """Tell whether all of ``tensors`` are such."""
+        simple = {Tensor}.issuperset(map(type, tensors)) and _pointer_reader(tensors) is Tensor.data_ptr
+        return simple and not any(map(_requires_grad, tensors))
+
+    def put_back(self) -> None:
+        """Make every tensor what it was, its bytes aside."""
+        shrunk = self._pointers != [*map(Tensor.data_ptr, self._aliases)]
+        for tensor, alias in zip(self._tensors, self._aliases, strict=True):
+            if shrunk:
+                _regrow(alias)
+            if type(tensor) is not Tensor or tensor.requires_grad:
+                _make_plain(tensor)
+            tensor.data = alias
+
+
+def _make_plain(tensor: Any) -> None:
+    tensor.__class__ = Tensor
+    if tensor.grad_fn is not None:
+        tensor.detach_()
+    tensor.requires_grad_(False)
 
 
 def _guards(tensors: list[Tensor]) -> Any:
@@ -175,6 +208,11 @@ def _guards(tensors: list[Tensor]) -> Any:
         dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
         dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
     )
+
+
+def _pointer_reader(tensors: list[Tensor]) -> Callable[[Tensor], Any]:
+    """Return the quick way to tell where the bytes of tensors lie, if all of them know it."""
+    return Tensor.data_ptr if all([layout is torch.strided for layout in map(_layout, tensors)]) else _pointer
 
 
 def _pointer(tensor: Tensor) -> Any:

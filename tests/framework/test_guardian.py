@@ -46,7 +46,7 @@ def holder(**buffers: torch.Tensor) -> nn.Module:
 def test_restoring_undoes_training(case):
     scene, state = trained(case)
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     for _ in range(3):
         train_one_step(scene)
     assert differences(before, state.digest()) != []
@@ -57,7 +57,7 @@ def test_restoring_undoes_training(case):
 def test_a_snapshot_can_be_restored_more_than_once():
     scene, state = trained()
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     for _ in range(2):
         train_one_step(scene)
         snapshot.restore(state)
@@ -66,7 +66,7 @@ def test_a_snapshot_can_be_restored_more_than_once():
 
 def test_restoring_removes_optimizer_state_that_was_made_after_the_save():
     task, state = build(Case())
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     train_one_step(Scene(task, state))
     snapshot.restore(state)
     assert dict(state.optimizer.state) == {}
@@ -81,7 +81,7 @@ def test_restoring_without_saving_is_an_error():
 
 def test_buffers_are_allocated_once_though_gradients_are_new_at_every_step():
     scene, state = trained()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     pointers = {name: tensor.data_ptr() for name, tensor in snapshot.tensors.items()}
     for _ in range(3):
         train_one_step(scene)
@@ -91,7 +91,7 @@ def test_buffers_are_allocated_once_though_gradients_are_new_at_every_step():
 
 def test_released_gradients_are_freed():
     scene, state = trained()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     gradient = weakref.ref(scene.parameter.grad)
     snapshot.release()
     scene.optimizer.zero_grad()
@@ -108,7 +108,7 @@ def test_every_object_is_the_one_it_was():
     )
     parameters = [*scene.model.parameters()]
     gradients = [parameter.grad for parameter in parameters]
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     for name in ("load_an_old_optimizer_state", "replace_the_parameter_table", "replace_the_parameter_groups"):
         DEEDS[name](scene)
     snapshot.restore(state)
@@ -124,7 +124,7 @@ def test_parameters_that_are_views_of_one_storage_still_share_it():
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:])
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     model.first.data = torch.zeros(2, 2)
     model.second.data = model.second.data.clone()
     flat.zero_()
@@ -139,7 +139,7 @@ def test_a_gradient_comes_back_as_the_tensor_or_the_none_it_was(had_one):
     model = nn.Linear(2, 2)
     model.weight.grad = gradient = torch.ones(2, 2) if had_one else None
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     model.weight.grad = None if had_one else torch.ones(2, 2)
     snapshot.restore(state)
     assert model.weight.grad is gradient
@@ -170,7 +170,7 @@ def test_every_bit_of_any_dtype_comes_back(dtype):
     model.register_parameter("parameter", parameter)
     state = bare_state(model)
     before = bytes_of(parameter), bytes_of(model.buffer)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     parameter.data = torch.zeros(3)
     model.buffer.untyped_storage().fill_(0)
     snapshot.restore(state)
@@ -195,7 +195,7 @@ def test_every_layout_comes_back(layout):
     model = holder(buffer=tensor)
     values, stride = tensor.tolist(), tensor.stride()
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     model.buffer.untyped_storage().fill_(1)
     model.buffer.data = torch.zeros(2)
     snapshot.restore(state)
@@ -208,7 +208,7 @@ def test_a_sparse_gradient_comes_back():
     model(torch.tensor([1, 3])).square().sum().backward()
     state = bare_state(model)
     gradient, before = model.weight.grad, state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     with torch.no_grad():
         gradient.mul_(2)
         gradient.zero_()
@@ -220,7 +220,7 @@ def test_a_sparse_gradient_comes_back():
 def test_the_state_that_strategies_add_comes_back_and_is_not_shared():
     tally = Tally()
     state = bare_state(nn.Linear(1, 1), extras={"tally": tally})
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     for _ in range(2):
         tally.count += 5
         tally.table.zero_()
@@ -234,7 +234,7 @@ def test_the_gradient_scaler_comes_back():
     state = bare_state(model, scaler=scaler)
     scaler.scale(model(torch.ones(1)).sum()).backward()
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     scaler.step(state.optimizer)
     scaler.update()
     assert scaler.get_scale() == 16.0
@@ -261,7 +261,7 @@ def test_schedulers_come_back_with_all_they_set_on_the_optimizer(index):
     optimizer.step()
     state = TrainingState(model, optimizer, RandomStreams(1), scheduler=scheduler)
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     for _ in range(3):
         scheduler.step()
     assert differences(before, state.digest()) != []
@@ -274,7 +274,7 @@ def test_the_generators_that_modules_own_come_back():
     model.rounding = torch.Generator().manual_seed(3)
     state = bare_state(model)
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     torch.rand(2, generator=model.rounding)
     assert differences(before, state.digest()) == ["generators/0"]
     snapshot.restore(state)
@@ -283,7 +283,7 @@ def test_the_generators_that_modules_own_come_back():
 
 def test_what_the_run_itself_changed_between_two_saves_stays():
     scene, state = trained()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     scene.matrix.requires_grad_(False)
     scene.model.add_module("head", nn.Linear(2, 2))
     scene.optimizer.add_param_group({"params": [*scene.model.head.parameters()]})
@@ -302,7 +302,7 @@ def test_hooks_on_a_parameter_still_act_after_it_was_swapped():
     model.weight.register_hook(lambda gradient: seen.append("gradient"))
     model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 1)))
     snapshot.restore(state)
     model(torch.ones(1)).backward()
@@ -313,7 +313,7 @@ def test_hooks_on_a_parameter_still_act_after_it_was_swapped():
 def test_hooks_left_on_a_parameter_no_longer_act(register):
     model = nn.Linear(1, 1, bias=False)
     state = bare_state(model)
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     seen = []
     getattr(model.weight, register)(lambda tensor: seen.append(1))
     snapshot.restore(state)
@@ -326,7 +326,7 @@ def test_modules_outside_the_module_tree_come_back_too():
     model.teacher = [nn.BatchNorm1d(1)]
     state = bare_state(model)
     before = state.digest()
-    snapshot = Snapshot().save(state)
+    snapshot = Snapshot(streams=True).save(state)
     model.teacher[0](torch.randn(4, 1))
     assert differences(before, state.digest()) != []
     snapshot.restore(state)
@@ -337,7 +337,7 @@ def test_all_that_a_snapshot_copies_is_digested():
     for case in CASES[:12]:
         _, state = trained(case)
         digested = {id(tensor) for tensor in state.tensors().values()}
-        snapshot = Snapshot().save(state)
+        snapshot = Snapshot(streams=True).save(state)
         copied = snapshot._lasting.structure.tensors + snapshot._passing.structure.tensors
         assert [tensor for tensor in copied if id(tensor) not in digested] == []
 
@@ -348,7 +348,7 @@ class GuardianMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scene, self.state = trained(Case(model="tied"))
-        self.snapshots = [Snapshot(), Snapshot()]
+        self.snapshots = [Snapshot(streams=True), Snapshot(streams=True)]
         self.saved: list[dict[str, int] | None] = [None, None]
         self.whole = True
 
