@@ -55,8 +55,10 @@ class PlainCopy:
 
 
 def _guard(subject: Subject, snapshot: Snapshot) -> None:
+    """Do what the isolation does around an intervention."""
     snapshot.save(subject.state)
     snapshot.restore(subject.state)
+    snapshot.release()
 
 
 def _naive(subject: Subject) -> None:
