@@ -68,7 +68,7 @@ QUICK = {
     "train_size": 30 * 97,
     "test_size": 97 * 97 - 30 * 97,
     "batch_size": 32,
-    "epochs": 420,
+    "epochs": 300,
     "max_epochs": 200,
     "eval_every": 5,
     "beta2": 0.98,
