@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
 _implementation = attrgetter("_cdata")
+_use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
 _ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
 _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
@@ -95,6 +96,7 @@ class TensorIdentities:
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         self._guards = _guards(tensors) if lasting else None
         self._implementations = [*map(_implementation, self.owners)]
+        self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
         self._aliases = [*map(Tensor.detach, tensors)]
         simple = plain and self._read_pointer is Tensor.data_ptr
@@ -124,7 +126,12 @@ class TensorIdentities:
             self._marks_are_current()
             and self._implementations == [*map(_implementation, self.owners)]
             and addresses(self._attachments) == addresses(self._read_attachments())
+            and (self._uses == [*map(_use_count, self.owners)] or not self._newly_used())
         )
+
+    def _newly_used(self) -> list[Tensor]:
+        """List the owners that autograd did not use and now does, because somebody keeps a graph alive."""
+        return [owner for owner, uses in zip(self.owners, self._uses, strict=True) if uses == 1 < _use_count(owner)]
 
     def _marks_are_current(self) -> bool:
         if self._guards is None:
@@ -166,6 +173,8 @@ class TensorIdentities:
         for wrapper in self._wrappers:
             for name, inner in zip(_inner(wrapper), attachments, strict=False):
                 setattr(wrapper, name, inner)
+        for owner in self._newly_used():
+            _forget_accumulator(owner)
 
 
 class BriefIdentities:
@@ -234,6 +243,14 @@ def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
         tensor.data = alias
     if tensor.requires_grad != before.requires_grad:
         tensor.requires_grad_(before.requires_grad)
+
+
+def _forget_accumulator(owner: Any) -> None:
+    """Part a tensor from the node that accumulates its gradient, and from hooks on it: a new dtype makes it void."""
+    if not is_wrapper(owner):
+        data = owner.data
+        owner.data = data.to(torch.float64 if data.dtype is torch.float32 else torch.float32)
+        owner.data = data
 
 
 def _regrow(alias: Tensor) -> None:

@@ -321,6 +321,32 @@ def test_hooks_left_on_a_parameter_no_longer_act(register):
     assert seen == []
 
 
+def test_hooks_left_on_the_accumulation_of_a_gradient_no_longer_act():
+    model = nn.Linear(1, 1, bias=False)
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: tuple(gradient * 0 for gradient in gradients))
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert model.weight.grad == 1
+    assert node is not torch.autograd.graph.get_gradient_edge(model.weight).node
+
+
+def test_accumulation_that_was_watched_before_is_left_alone():
+    model = nn.Linear(1, 1, bias=False)
+    seen = []
+    node = model.weight.expand(1, 1).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: seen.append(1))
+    state = bare_state(model)
+    snapshot = Snapshot().save(state)
+    kept = model(torch.ones(1)) ** 2
+    snapshot.restore(state)
+    model(torch.ones(1)).backward()
+    assert seen == [1]
+    assert kept.requires_grad
+
+
 def test_modules_outside_the_module_tree_come_back_too():
     model = nn.Linear(1, 1)
     model.teacher = [nn.BatchNorm1d(1)]
