@@ -29,6 +29,10 @@ METHOD = """
   `optimizer.step`, whose noise hides microseconds.
 - *Fires.* `HookManager.fire` against calling the hooks' `compute`, after every step of a real run. A warm block is
   20 fires; of the first fire after a step, code and data come from memory, not from the cache.
+- *Why fires cost what they cost.* A complete sweep reads a version and a data pointer of every tensor of the training
+  state, through Python, once as the baseline and once as the check: that is most of a warm fire. After a training step
+  the tensors, the generators and the code have left the caches, and the same reads cost about twice as much. What is
+  due on every n-th step only (`step_schedule`) costs the n-th part of it.
 - *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
   buffers and back, each after a training step of its own, so that gradients and batch are new.
   *clone + load_state_dict* clones weights and gradients, copies the optimizer's state dict deeply and loads both.
