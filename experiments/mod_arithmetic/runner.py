@@ -69,7 +69,7 @@ QUICK = {
     "test_size": 97 * 97 - 30 * 97,
     "batch_size": 32,
     "epochs": 300,
-    "max_epochs": 200,
+    "max_epochs": 150,
     "eval_every": 5,
     "beta2": 0.98,
     "embed_dim": 128,
