@@ -230,6 +230,15 @@ def test_a_hook_whose_state_cannot_be_saved_is_named_and_the_checkpoint_is_writt
     assert set(load_checkpoint(path, state)) == {"training_metrics", "norms"}
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Let SIGINT raise, as in a terminal: a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("runner", EXPERIMENTS)
 def test_ctrl_c_closes_the_sinks_and_writes_the_summary(runner, point, tmp_path: Path, capfd) -> None:
