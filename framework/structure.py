@@ -37,7 +37,7 @@ class Structure:
         self._values = [table.values() for table in self._tables]
         self._sequences = [sequence for sequence in self._sequences if sequence]
         self._lengths, self._held = self._read_lengths(), self._read()
-        self._addresses = [*map(addresses, self._held)]
+        self._addresses = addresses(self._held)
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         seen, apart = self.seen, self._apart
@@ -67,14 +67,11 @@ class Structure:
         found.append(value)
         self._visit_all(contents)
 
-    def _read(self) -> tuple[tuple[Any, ...], ...]:
-        """Return the values and keys of all tables, the items of all sequences, and what the objects are."""
-        return (
-            (*chain.from_iterable(self._values),),
-            (*chain.from_iterable(self._tables),),
-            (*chain.from_iterable(self._sequences),),
-            (*map(type, self._objects), *map(vars, self._objects)),
-        )
+    def _read(self) -> tuple[Any, ...]:
+        """Return, end to end: values and keys of the tables, items of the sequences, what the objects are."""
+        tables, sequences, objects = self._tables, self._sequences, self._objects
+        contents = chain.from_iterable(chain(self._values, tables, sequences))
+        return (*contents, *map(type, objects), *map(vars, objects))
 
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._tables), *map(len, self._sequences)]
@@ -84,21 +81,23 @@ class Structure:
         return (
             not any(self._empty)
             and self._lengths == self._read_lengths()
-            and self._addresses == [*map(addresses, self._read())]
+            and self._addresses == addresses(self._read())
         )
 
     def _contents(self) -> Iterator[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
         """Yield every container that held something, with its keys and values (items of a sequence are its values)."""
-        values, keys, items, _ = map(iter, self._held)
+        entries = sum(self._lengths[: len(self._tables)])
+        values, rest = iter(self._held[:entries]), iter(self._held[entries:])
         lengths = iter(self._lengths)
         for table, length in zip(self._tables, lengths, strict=False):
-            yield table, (*islice(keys, length),), (*islice(values, length),)
+            yield table, (*islice(rest, length),), (*islice(values, length),)
         for sequence, length in zip(self._sequences, lengths, strict=False):
-            yield sequence, (), (*islice(items, length),)
+            yield sequence, (), (*islice(rest, length),)
 
     def _natures(self) -> Iterator[tuple[Any, type, dict[str, Any]]]:
         count = len(self._objects)
-        yield from zip(self._objects, self._held[3][:count], self._held[3][count:], strict=True)
+        natures = self._held[len(self._held) - 2 * count :]
+        yield from zip(self._objects, natures[:count], natures[count:], strict=True)
 
     def changed(self) -> list[Any]:
         """List the objects and containers that are not what they were."""

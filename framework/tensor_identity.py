@@ -98,6 +98,7 @@ class TensorIdentities:
         self._implementations = [*map(_implementation, self.owners)]
         self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
+        self._addresses = addresses(self._attachments)
         self._aliases = [*map(Tensor.detach, tensors)]
         simple = plain and self._read_pointer is Tensor.data_ptr
         self.bytes = self._aliases if simple else [part for alias in self._aliases for part in byte_tensors(alias)]
@@ -125,7 +126,7 @@ class TensorIdentities:
         return (
             self._marks_are_current()
             and self._implementations == [*map(_implementation, self.owners)]
-            and addresses(self._attachments) == addresses(self._read_attachments())
+            and self._addresses == addresses(self._read_attachments())
             and (self._uses == [*map(_use_count, self.owners)] or not self._newly_used())
         )
 
