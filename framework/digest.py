@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from framework.tensor_identity import byte_tensors, inner_tensors
 
+_FREQUENT = frozenset({bool, int, str, type(None)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 def digest(leaf: Any) -> int:
     """Return the digest of a tensor (of this rank's shard of a DTensor) or of another value's description."""
+    if type(leaf) in _FREQUENT:
+        return _digest_of_frequent(leaf)
     if not isinstance(leaf, Tensor):
         return xxhash.xxh3_64_intdigest(described(leaf).encode())
     summary = xxhash.xxh3_64(f"{leaf.dtype}{leaf.device.type}{tuple(leaf.shape)}".encode())
@@ -25,6 +29,11 @@ def digest(leaf: Any) -> int:
     for shard in inner_tensors(leaf):
         summary.update(digest(shard).to_bytes(8, "little"))
     return summary.intdigest()
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _digest_of_frequent(value: str | int | None) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:

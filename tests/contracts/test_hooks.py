@@ -65,6 +65,16 @@ def alone(name: str, case: Case, steps: int) -> Run:
     return train(case, [make(name)], steps=steps)
 
 
+@cache
+def together(case: Case, steps: int) -> Run:
+    """Train with all quiet hooks and one that draws random numbers."""
+    return train(case, [*map(make, willing(QUIET, case)), SpyHook(drawing)], steps=steps)
+
+
+def drawing(ctx):
+    return {"draw": torch.rand(())}
+
+
 def numbers(run: Run, name: str) -> str:
     """Return every number that a hook reported, as text, which is exact and knows NaN."""
     return described(run.sink.rows(name + "/"))
@@ -84,7 +94,7 @@ def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, cas
 @every_case
 def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
     names = willing(QUIET, case)
-    forward = train(case, map(make, names), steps=steps)
+    forward = together(case, steps)
     backward = train(case, map(make, reversed(names)), steps=steps, audit=False)
     assert_same_bytes(forward, case, steps)
     assert_same_bytes(backward, case, steps)
@@ -95,14 +105,8 @@ def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
 @every_length
 @every_case
 def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
-    names = willing(QUIET, case)
-    together = train(case, [*map(make, names), SpyHook(drawing)], steps=steps, audit=False)
-    for name in names:
-        assert numbers(together, name) == numbers(alone(name, case, steps), name)
-
-
-def drawing(ctx):
-    return {"draw": torch.rand(())}
+    for name in willing(QUIET, case):
+        assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
 
 
 @every_case
