@@ -30,7 +30,7 @@ class Audit:
             try:
                 changes = differing(self._before, self._state.digest()) or self._replaced()
             except Exception as error:
-                raise mutation(culprit, [unreadable(error)]) from error
+                raise unreadable(culprit, error) from error
             if changes:
                 raise mutation(culprit, changes)
 

@@ -118,7 +118,7 @@ class Tripwire:
             quick, self._swept = self._sweep()
             changes = [] if _equal(quick, self._quick) else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
-            raise _unreadable(culprit, error) from error
+            raise unreadable(culprit, error) from error
         if changes:
             raise mutation(culprit, changes)
 
@@ -129,7 +129,7 @@ class Tripwire:
             differs = not _equal(rest, self._rest) or any(self._watch.empty)
             changes = self._look_closer(rest) if differs else []
         except Exception as error:
-            raise _unreadable(culprit, error) from error
+            raise unreadable(culprit, error) from error
         if changes:
             raise mutation(culprit, changes)
         self._rest = rest
@@ -197,14 +197,9 @@ class Tripwire:
         return [names.get(id(tensor), "a tensor of the batch") for tensor, was, is_now in triples if was != is_now]
 
 
-def _unreadable(culprit: object, error: Exception) -> StateMutationError:
-    """Count a state that can no longer be read as a changed one."""
+def unreadable(culprit: object, error: Exception) -> StateMutationError:
+    """Make the error for a state that cannot even be compared, which counts as a changed one."""
     return mutation(culprit, [f"it cannot be read any more ({type(error).__name__}: {error})"])
-
-
-def unreadable(error: Exception) -> str:
-    """Say that the state cannot even be compared."""
-    return f"it cannot be read any more ({type(error).__name__}: {error})"
 
 
 def _column(read: Callable[[Tensor], int], tensors: list[Tensor]) -> tuple[int, ...]:
