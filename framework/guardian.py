@@ -11,7 +11,8 @@ from torch import Tensor
 from framework.borrowing import finish_sharding, fully_sharded_modules
 from framework.random_streams import StreamState
 from framework.structure import Structure
-from framework.tensor_identity import BriefIdentities, TensorIdentities, addresses
+from framework.tensor_identity import BriefIdentities, TensorIdentities
+from framework.tensor_parts import addresses
 from framework.training_state import TrainingState
 
 _grad = attrgetter("grad")

@@ -1,71 +1,30 @@
 """What makes a tensor that tensor beside its bytes: class, storage, layout, requires_grad, attributes and hooks."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor
 
-_PLAIN = frozenset({Tensor, nn.Parameter})
+from framework.tensor_parts import (
+    ATTACHED,
+    PLAIN,
+    addresses,
+    byte_tensors,
+    inner_by_name,
+    inner_tensors,
+    is_owner,
+    is_wrapper,
+)
+
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
 _implementation = attrgetter("_cdata")
 _use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
-_ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
-_ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
-
-
-def is_owner(tensor: Tensor) -> bool:
-    """Tell whether a tensor may carry a gradient and hooks: a parameter, or a leaf that requires a gradient."""
-    kind = type(tensor)
-    return (
-        kind is nn.Parameter
-        or (tensor.requires_grad and tensor.is_leaf)
-        or (kind is not Tensor and _is_parameter(tensor))
-    )
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)  # slow: a metaclass decides
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Tell whether a tensor keeps its bytes in other tensors, as a DTensor does."""
-    return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
-
-
-def attached(tensor: Tensor) -> Iterator[Any]:
-    """Yield what hangs on a tensor: the dicts of its attributes and hooks, and a wrapper's inner tensors."""
-    if is_owner(tensor):
-        yield from (read(tensor) for read in _ATTACHED.values())
-    yield from inner_tensors(tensor)
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a wrapper keeps its bytes in, this rank's shard of a DTensor; none for others."""
-    return [*_inner(tensor).values()] if is_wrapper(tensor) else []
-
-
-def _inner(wrapper: Any) -> dict[str, Tensor]:
-    parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
-    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-
-
-def byte_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that are a tensor's own bytes: itself, a sparse one's parts, none for a wrapper."""
-    if is_wrapper(tensor):
-        return []
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    raise TypeError(f"A tensor of layout {tensor.layout} cannot be part of a training state.")
 
 
 class Mark(NamedTuple):
@@ -91,7 +50,7 @@ class TensorIdentities:
         self._tensors = tensors
         self._read_pointer = _pointer_reader(tensors)
         self._marks = types, *_, requires_grad = self._read_marks()
-        plain = _PLAIN.issuperset(types)
+        plain = PLAIN.issuperset(types)
         self._wrappers = [] if plain else [*filter(is_wrapper, tensors)]
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         self._guards = _guards(tensors) if lasting else None
@@ -116,7 +75,7 @@ class TensorIdentities:
         )
 
     def _read_attachments(self) -> tuple[Any, ...]:
-        found = [item for read in _ATTACHED.values() for item in map(read, self.owners)]
+        found = [item for read in ATTACHED.values() for item in map(read, self.owners)]
         for wrapper in self._wrappers:
             found += inner_tensors(wrapper)
         return (*found,)
@@ -142,7 +101,7 @@ class TensorIdentities:
     def changed(self) -> list[Tensor]:
         """List the tensors that are not what they were, leaving aside their bytes and where these lie."""
         inner = chain.from_iterable([[wrapper] * len(inner_tensors(wrapper)) for wrapper in self._wrappers])
-        holders = [*self.owners * len(_ATTACHED), *inner]
+        holders = [*self.owners * len(ATTACHED), *inner]
         pairs = zip(holders, self._attachments, self._read_attachments(), strict=True)
         found = [
             self._tensors[index]
@@ -168,11 +127,11 @@ class TensorIdentities:
             leaf = not before.requires_grad or id(tensor) in owners
             _put_back(tensor, self._aliases[index], before, leaf=leaf)
         attachments = iter(self._attachments)
-        for name in _ATTACHED:
+        for name in ATTACHED:
             for owner, table in zip(self.owners, attachments, strict=False):
                 _attach(owner, name, table)
         for wrapper in self._wrappers:
-            for name, inner in zip(_inner(wrapper), attachments, strict=False):
+            for name, inner in zip(inner_by_name(wrapper), attachments, strict=False):
                 setattr(wrapper, name, inner)
         for owner in self._newly_used():
             _forget_accumulator(owner)
@@ -273,12 +232,3 @@ def _attach(owner: Any, name: str, table: dict[Any, Any] | None) -> None:
         present.clear()  # autograd keeps the dict of hooks even when the attribute is unset
     if present is not None or table is not None:
         setattr(owner, name, table)
-
-
-def addresses(objects: tuple[Any, ...]) -> bytes:
-    """Return the addresses of the objects in a tuple: equal for two tuples of the very same objects.
-
-    CPython keeps them end to end behind the tuple's header; comparing them so takes 1 µs for 600 objects, one by
-    one 12 µs.
-    """
-    return ctypes.string_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)

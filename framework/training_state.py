@@ -19,7 +19,7 @@ from framework.digest import digest
 from framework.flags import GlobalFlags
 from framework.random_streams import RandomStreams
 from framework.structure import Structure
-from framework.tensor_identity import inner_tensors
+from framework.tensor_parts import inner_tensors
 
 MODULE_HOOKS = (
     "_forward_hooks",
