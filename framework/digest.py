@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from framework.tensor_parts import byte_tensors, inner_tensors
+from framework.tensor_parts import byte_tensors, inner_tensors, is_cut_off
 
 _FREQUENT = frozenset({bool, int, str, type(None)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)
@@ -39,6 +39,9 @@ def _digest_of_frequent(value: str | int | None) -> int:
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
     """Add shape and bytes, read where they lie: ``Tensor.numpy`` would forbid the storage to be resized ever after."""
     if tensor.is_meta:
+        return
+    if tensor.layout is torch.strided and is_cut_off(tensor):
+        summary.update(f"{tuple(tensor.shape)} without memory".encode())
         return
     host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     summary.update(f"{tuple(host.shape)}".encode())

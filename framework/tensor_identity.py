@@ -15,8 +15,10 @@ from framework.tensor_parts import (
     byte_tensors,
     inner_by_name,
     inner_tensors,
+    is_cut_off,
     is_owner,
     is_wrapper,
+    storage_needed,
 )
 
 _shape = attrgetter("shape")
@@ -215,10 +217,8 @@ def _forget_accumulator(owner: Any) -> None:
 
 def _regrow(alias: Tensor) -> None:
     """Make a storage that was shrunk meanwhile long enough again for a tensor on it."""
-    last = sum(int(size - 1) * stride for size, stride in zip(alias.shape, alias.stride(), strict=True))
-    needed = (alias.storage_offset() + last + 1) * alias.itemsize if alias.numel() else 0
-    if alias.untyped_storage().nbytes() < needed:
-        alias.untyped_storage().resize_(int(needed))
+    if is_cut_off(alias):
+        alias.untyped_storage().resize_(storage_needed(alias))
 
 
 def _attach(owner: Any, name: str, table: dict[Any, Any] | None) -> None:

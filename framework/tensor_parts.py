@@ -62,6 +62,19 @@ def byte_tensors(tensor: Tensor) -> list[Tensor]:
     raise TypeError(f"A tensor of layout {tensor.layout} cannot be part of a training state.")
 
 
+def storage_needed(tensor: Tensor) -> int:
+    """Return how many bytes the storage of a strided tensor must have for all of its elements to lie in it."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.itemsize
+
+
+def is_cut_off(tensor: Tensor) -> bool:
+    """Tell whether the storage of a strided tensor was shrunk below it, so that reading it could end the process."""
+    return tensor.untyped_storage().nbytes() < storage_needed(tensor)
+
+
 def addresses(objects: tuple[Any, ...]) -> bytes:
     """Return the addresses of the objects in a tuple: equal for two tuples of the very same objects.
 

@@ -609,11 +609,15 @@ def change_the_strategy(scene):
     scene.state.extras["strategy"].table.zero_()
 
 
+EMPTYING = ("empty_a_storage", "empty_a_gradients_storage")
+"""Torch reads the memory of an emptied tensor and ends the process, so these can only be the last of several deeds."""
+
+
 class Vandal:
     """Mixin of hooks, sinks and evaluations: does its deeds, then raises if told to."""
 
     def __init__(self, deeds: list[str], *, raises: bool = False) -> None:
-        self.deeds = deeds
+        self.deeds = sorted(deeds, key=EMPTYING.__contains__)
         self.raises = raises
         self.scene: Scene | None = None
         self.kept: list[Any] = []

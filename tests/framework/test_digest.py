@@ -33,6 +33,13 @@ def test_shape_and_dtype_count():
     assert len(set(map(digest, variants))) == len(variants)
 
 
+@pytest.mark.parametrize("tensor", [torch.ones(3, 4), torch.ones(3, 4).t(), torch.ones(9)[2:7]])
+def test_a_tensor_whose_storage_was_shrunk_is_told_without_reading_it(tensor):
+    before = digest(tensor)
+    tensor.untyped_storage().resize_(0)
+    assert digest(tensor) not in (before, digest(torch.empty(0)))
+
+
 def test_the_layout_in_memory_does_not_count():
     tensor = torch.arange(6.0).view(2, 3)
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
