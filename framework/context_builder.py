@@ -1,14 +1,16 @@
 """Builds the frozen view that hooks get of one fire."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from framework.contexts import ObserverServices, RunDataContext
+from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import STEP_POINTS, HookPoint
+from framework.loss_probe import LossProbe
 from framework.observation import forward_pass, optimizer_groups
+from framework.param_vectors import joint_norm, live_gradients
 from framework.profiler import Profiler
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
@@ -25,12 +27,17 @@ class ContextBuilder:
         state: TrainingState,
         profiler: Profiler,
         last_metrics: Callable[[HookPoint | None], Mapping[str, Any]],
+        reference_weights: Mapping[str, Tensor] | None,
     ) -> None:
         self._task = task
         self._state = state
         self._profiler = profiler
+        self._reference_weights = _frozen(reference_weights)
+        self._grad_norm: Tensor | None = None
         self._services = ObserverServices(
-            forward=lambda inputs, capture, train: forward_pass(state, inputs, capture, train),
+            forward=self._forward,
+            batch_gradients=LossProbe(task, state, profiler).gradient,
+            grad_norm=self._norm_of_gradients,
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
             last_metrics=last_metrics,
         )
@@ -38,6 +45,7 @@ class ContextBuilder:
     def build(self, point: HookPoint, target_grad: Vector | None) -> RunDataContext:
         """Return the view of this moment."""
         loop, task = self._state.loop, self._task
+        self._grad_norm = None
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
@@ -60,8 +68,18 @@ class ContextBuilder:
             accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
             prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
             target_grad=_frozen(target_grad),
+            reference_weights=self._reference_weights,
         )
 
+    def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
+        self._profiler.passed("forward")
+        return forward_pass(self._state, inputs, capture, train)
 
-def _frozen(vector: Vector | None) -> Mapping[str, Tensor] | None:
+    def _norm_of_gradients(self) -> Tensor:
+        if self._grad_norm is None:
+            self._grad_norm = joint_norm(live_gradients(self._task.model.parameters()))
+        return self._grad_norm
+
+
+def _frozen(vector: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
     return None if vector is None else MappingProxyType(vector)

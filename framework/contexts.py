@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from framework.hook_points import HookPoint
 from framework.profiler import Profiler
@@ -42,6 +43,12 @@ class RunInfo:
     config: Any
     loop: str
     seed: int
+    steps: int
+    """Steps of the whole run, unless it stops earlier."""
+    steps_per_epoch: int
+    optimizer_class: type[Optimizer]
+    reference_weights: Mapping[str, Tensor] | None = None
+    """The weights of the reference solution by parameter name, if one was loaded."""
     metric_infos: Mapping[str, MetricInfo] = field(default_factory=dict)
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -72,6 +79,8 @@ class ObserverServices:
     """The functions behind the methods of :class:`RunDataContext`; built once for a run."""
 
     forward: Callable[[Any, Sequence[str], bool], ForwardResult]
+    batch_gradients: Callable[[Any], dict[str, Tensor]]
+    grad_norm: Callable[[], Tensor]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
 
@@ -106,6 +115,8 @@ class RunDataContext:
     """Gradient of the previous step by parameter name, as POST_BACKWARD saw it (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None
     """The experiment's target gradient by parameter name (``needs_target_grad``)."""
+    reference_weights: Mapping[str, Tensor] | None = None
+    """The weights of the reference solution by parameter name (``needs_`` or ``uses_reference_weights``)."""
 
     @property
     def optimizer_groups(self) -> tuple[OptimizerGroup, ...]:
@@ -121,6 +132,17 @@ class RunDataContext:
             train: run in train mode (with dropout) instead of eval mode.
         """
         return self.services.forward(inputs, capture, train)
+
+    def compute_batch_gradients(self, batch: Any) -> dict[str, Tensor]:
+        """Return the gradient of the mean training loss on ``batch`` by parameter name, in the model's present modes.
+
+        What that needs (gradients, buffers, modes, random streams) is borrowed and put back.
+        """
+        return self.services.batch_gradients(batch)
+
+    def grad_norm(self) -> Tensor:
+        """Return the Euclidean norm of all gradients of this moment, zero-dimensional; computed once for a fire."""
+        return self.services.grad_norm()
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""

@@ -32,6 +32,10 @@ class TrainingHook(ABC):
     needs_prev_step_grads: ClassVar[bool] = False
     needs_pre_epoch_state: ClassVar[bool] = False
     needs_target_grad: ClassVar[bool] = False
+    needs_reference_weights: ClassVar[bool] = False
+    """Without a reference solution the hook is left out, or refused if it was asked for by name."""
+    uses_reference_weights: ClassVar[bool] = False
+    """The hook reports more if there is a reference solution."""
     debug: ClassVar[bool] = False
 
     @abstractmethod

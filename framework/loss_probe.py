@@ -18,6 +18,7 @@ from framework.curvature import Method, central_difference, exact_product
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable
+from framework.profiler import Profiler
 from framework.train_step import TrainingTask, forward_backward
 from framework.training_state import TrainingState
 
@@ -29,14 +30,16 @@ class LossProbe:
     nothing behind. A batch is split into the task's micro-batches, as in training.
     """
 
-    def __init__(self, task: TrainingTask, state: TrainingState) -> None:
+    def __init__(self, task: TrainingTask, state: TrainingState, profiler: Profiler) -> None:
         self._task = task
         self._model = task.model
         self._streams = state.streams
+        self._profiler = profiler
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss, zero-dimensional."""
         total = rows(batch)
+        self._profiler.passed("forward")
         with self._borrowed(), torch.no_grad():
             return torch.stack([self._compute_loss(part) * (rows(part) / total) for part in self._parts(batch)]).sum()
 
@@ -69,6 +72,7 @@ class LossProbe:
             )
 
         def product(part: Batch) -> Vector:
+            self._profiler.passed("hessian_product")
             return exact_product(lambda: self._compute_loss(part), parameters, direction)
 
         with self._borrowed():
@@ -94,6 +98,7 @@ class LossProbe:
     def _gradient(self, batch: Batch) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
             parameter.grad = None
+        self._profiler.passed("forward_backward")
         forward_backward(self._task, batch)
         return gradients(self._model)
 

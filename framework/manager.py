@@ -55,6 +55,7 @@ class HookManager:
         audit: bool = False,
         guardian_device: torch.device | None = None,
         profile: bool = False,
+        reference_weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.hooks = without_duplicates(hooks)
         self.task = task
@@ -71,7 +72,7 @@ class HookManager:
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self._taps = TapSet(task.model, audit=audit)
         self._dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
-        self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics)
+        self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics, reference_weights)
         self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
         self.keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
@@ -89,7 +90,7 @@ class HookManager:
         try:
             with self.isolation.visit():
                 for hook in list(self.hooks):
-                    self._guarded(hook, "start", 0, partial(hook.start, run))
+                    self._guarded(hook, "start", 0, partial(_start, hook, run))
                     if hook in self.hooks:
                         started.append(hook)
                 taps = {
@@ -246,6 +247,7 @@ class HookManager:
             device=self._guardian_device,
             stream=(hook.name, listener.point.name, loop.step),
             loop=self._loop,
+            profiler=self.profiler,
         )
         done = self._guarded(
             hook,
@@ -276,6 +278,7 @@ class HookManager:
         if self._abandoned:
             return None
         call = Call(hook.name, where, step)
+        self.profiler.caller = hook.name
         try:
             if self.profiler.enabled:
                 with self.profiler.section(hook.name):
@@ -355,3 +358,12 @@ class HookManager:
 
         with self._taps.silenced():
             return self.isolation.observe(Call("target_grad", point.name, self.state.loop.step, "The"), compute)
+
+
+def _start(hook: TrainingHook, run: RunInfo) -> None:
+    if hook.needs_reference_weights and run.reference_weights is None:
+        raise UnsuitableError(
+            f"Hook {hook.name!r} measures against a reference solution, and there is none: name a run or a file of "
+            "final weights with --reference PATH."
+        )
+    hook.start(run)

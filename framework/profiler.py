@@ -13,6 +13,10 @@ class Profiler:
     enabled: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    caller: str = ""
+    """The hook whose call is under way."""
+    passes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Passes through the model that hooks caused, by hook and kind; counted also when nothing is timed."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -26,6 +30,11 @@ class Profiler:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
             self.calls[name] = self.calls.get(name, 0) + 1
+
+    def passed(self, kind: str) -> None:
+        """Count a pass of one batch for the hook under way: forward, forward_backward or hessian_product."""
+        counts = self.passes.setdefault(self.caller, {})
+        counts[kind] = counts.get(kind, 0) + 1
 
     def report(self) -> dict[str, dict[str, float]]:
         """Return seconds and calls by section, the dearest first."""

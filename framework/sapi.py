@@ -18,6 +18,7 @@ from framework.guardian import Snapshot
 from framework.light_snapshot import LightSnapshot
 from framework.loss_probe import LossProbe
 from framework.param_vectors import Vector, accumulate, copied, live_gradients, local_shards
+from framework.profiler import Profiler
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
 
@@ -46,6 +47,7 @@ class ModelDataContext:
         device: torch.device | None,
         stream: tuple[str, str, int],
         loop: str,
+        profiler: Profiler | None = None,
     ) -> None:
         """Serve one call.
 
@@ -58,12 +60,14 @@ class ModelDataContext:
             device: where full checkpoints live; ``None``: where the state does.
             stream: the (name, point, step) of the call's random stream.
             loop: the loop's type.
+            profiler: counts the passes through the model.
         """
         self._task = task
         self._state = state
         self._commits = commits
         self._parameters = parameters
-        self._probe = LossProbe(task, state)
+        self._profiler = profiler or Profiler()
+        self._probe = LossProbe(task, state, self._profiler)
         self._mutates = mutates
         self._snapshot_device = device
         self._stream = stream
@@ -280,6 +284,7 @@ class ModelDataContext:
         steps = 0
         named = list(self.model.named_parameters())
         for batch in loader.batches(self._state.loop.epoch):
+            self._profiler.passed("forward_backward")
             forward_backward(self._task, batch)
             total = accumulate(total, {name: parameter.grad for name, parameter in named if parameter.grad is not None})
             steps += 1

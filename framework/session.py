@@ -99,6 +99,9 @@ class Session:
             config=runner.config,
             loop=runner.loop,
             seed=runner.config.seed,
+            steps=task.length * (len(task.loader) if runner.loop == "epoch" else 1),
+            steps_per_epoch=len(task.loader),
+            optimizer_class=type(task.optimizer),
             metric_infos=manager.metric_infos(),
             treatments=manager.treatments(),
         )

@@ -273,6 +273,9 @@ def run_info(task: TrainingTask, manager: HookManager, loop: str) -> RunInfo:
         config=task.config,
         loop=loop,
         seed=7,
+        steps=task.length * (len(task.loader) if loop == "epoch" else 1),
+        steps_per_epoch=len(task.loader),
+        optimizer_class=type(task.optimizer),
         metric_infos=manager.metric_infos(),
         treatments=manager.treatments(),
     )

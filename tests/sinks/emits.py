@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import SGD
 
 from framework.contexts import MetricInfo, RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
@@ -25,7 +26,8 @@ STEPS = st.lists(st.integers(1, 10**6), min_size=1, max_size=4, unique=True).map
 
 def run_info(folder: Path, strategy: str = "only", described: list[str] = (), **fields: Any) -> RunInfo:  # type: ignore[assignment]
     infos = {name: MetricInfo(name.partition("/")[2], "formula", "range", "reading") for name in described}
-    settings = {"experiment": "exp", "model": nn.Linear(1, 1), "config": None, "loop": "epoch", "seed": 0, **fields}
+    settings = {"experiment": "exp", "model": nn.Linear(1, 1), "config": None, "loop": "epoch", "seed": 0}
+    settings |= {"steps": 1, "steps_per_epoch": 1, "optimizer_class": SGD, **fields}
     return RunInfo(strategy=strategy, output_dir=folder, metric_infos=infos, **settings)
 
 

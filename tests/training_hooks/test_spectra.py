@@ -1,0 +1,46 @@
+"""The sums of a spectrum against numpy's decomposition in float64."""
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training_hooks import spectra
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_singular_values_are_those_of_a_full_decomposition(rows, columns, seed):
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    expected = np.linalg.svd(matrix.double().numpy(), compute_uv=False)
+    np.testing.assert_allclose(spectra.singular_values(matrix).numpy(), expected, atol=3e-8 * expected[0])
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8))
+def test_ranks_lie_between_one_and_the_number_of_values_and_ignore_scale(values):
+    spectrum = torch.tensor(values, dtype=torch.float64).sort(descending=True).values
+    ranks = [spectra.effective_rank, spectra.stable_rank, spectra.participation_ratio]
+    for rank in ranks:
+        found = rank(spectrum).item()
+        assert 1 - 1e-9 <= found <= len(values) + 1e-9
+        assert rank(7 * spectrum).item() == pytest.approx(found)
+
+
+def test_a_spectrum_of_k_equal_values_has_rank_k():
+    spectrum = torch.cat([torch.full((5,), 2.0), torch.zeros(3)])
+    assert spectra.effective_rank(spectrum).item() == pytest.approx(5)
+    assert spectra.stable_rank(spectrum).item() == pytest.approx(5)
+    assert spectra.participation_ratio(spectrum).item() == pytest.approx(5)
+    assert spectra.leading_share(spectrum, 2).item() == pytest.approx(0.4)
+
+
+def test_nothing_has_no_rank():
+    assert all(rank(torch.zeros(3)).isnan() for rank in (spectra.effective_rank, spectra.stable_rank))
+
+
+def test_examples_are_right():
+    outcome = doctest.testmod(spectra)
+    assert outcome.attempted
+    assert not outcome.failed

@@ -1,0 +1,56 @@
+"""Singular values and the numbers that sum a spectrum up: effective rank, stable rank, leading share."""
+
+import torch
+from torch import Tensor
+
+
+def singular_values(matrix: Tensor) -> Tensor:
+    """Return all min(m, n) singular values of an m × n matrix, largest first, in float64.
+
+    They are the roots of the eigenvalues of the smaller Gram matrix, formed in float64: several times faster than a
+    decomposition of the matrix, and exact to about 1e-8 of the largest one, where float32 weights carry 1e-7.
+
+    >>> singular_values(torch.diag(torch.tensor([3.0, 4.0]))).tolist()
+    [4.0, 3.0]
+    """
+    wide = matrix.double()
+    gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
+    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt()
+
+
+def effective_rank(values: Tensor) -> Tensor:
+    """Return exp(−Σ p ln p), p = σ/Σσ over all singular values σ (Roy and Vetterli 2007); NaN if all are zero.
+
+    >>> effective_rank(torch.ones(4)).item()
+    4.0
+    """
+    return torch.special.entr(values / values.sum()).sum().exp()
+
+
+def stable_rank(values: Tensor) -> Tensor:
+    """Return ‖W‖_F²/‖W‖₂² = Σσ²/max σ² from singular values σ; NaN if all are zero.
+
+    >>> stable_rank(torch.tensor([2.0, 2.0, 0.0])).item()
+    2.0
+    """
+    squares = values.square()
+    return squares.sum() / squares.max()
+
+
+def leading_share(values: Tensor, count: int = 1) -> Tensor:
+    """Return the share of the energy Σσ² that the ``count`` largest singular values hold; NaN if all are zero.
+
+    >>> leading_share(torch.tensor([3.0, 1.0])).item()
+    0.8999999761581421
+    """
+    squares = values.square()
+    return squares.topk(min(count, len(squares))).values.sum() / squares.sum()
+
+
+def participation_ratio(eigenvalues: Tensor) -> Tensor:
+    """Return (Σλ)²/Σλ² of non-negative eigenvalues λ: how many equal ones would spread as widely; NaN if all are zero.
+
+    >>> participation_ratio(torch.tensor([1.0, 1.0, 0.0])).item()
+    2.0
+    """
+    return eigenvalues.sum().square() / eigenvalues.square().sum()
