@@ -1,7 +1,7 @@
 """Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_not
 from typing import Any
@@ -58,6 +58,22 @@ def lent_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float | torch.Tensor] | None) -> Iterator[None]:
+    """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs)."""
+    if rates is None:
+        yield
+        return
+    before = [group["lr"] for group in groups]
+    try:
+        for group, held, rate in zip(groups, before, rates, strict=True):
+            group["lr"] = torch.full_like(held, float(rate)) if isinstance(held, torch.Tensor) else float(rate)
+        yield
+    finally:
+        for group, held in zip(groups, before, strict=True):
+            group["lr"] = held
 
 
 def fully_sharded_modules(model: nn.Module) -> list[Any]:

@@ -12,7 +12,13 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from framework.value_types import alternatives
 
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-NAMED = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
+NAMED = {
+    "with_hooks": "GROUP",
+    "device": "DEVICE",
+    "guardian_device": "DEVICE",
+    "reference": "PATH",
+    "output_dir": "DIR",
+}
 
 
 class HelpFormatter(DefaultHelpFormatter):

@@ -78,8 +78,10 @@ class RunFlags:
         with_hooks: hook group: none, minimal, observers, interventions or full.
         on_hook_error: end the run with a checkpoint (raise), or go on without the hook (skip).
         audit_hooks: digest the whole training state around every hook call.
-        profile_hooks: write each hook's time to summary.json.
+        profile_hooks: write each hook's time and memory to summary.json.
         guardian_device: where rollback copies live, if not beside the originals.
+        hook_offload_state: keep what hooks remember on the CPU between their calls.
+        reference: final weights, or the folder of a run, that hooks measure against.
         overwrite: write over a run that lies in the output directory.
     """
 
@@ -88,6 +90,8 @@ class RunFlags:
     audit_hooks: bool = False
     profile_hooks: bool = False
     guardian_device: str | None = None
+    hook_offload_state: bool = False
+    reference: Path | None = None
     overwrite: bool = False
 
 

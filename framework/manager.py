@@ -20,6 +20,7 @@ from framework.hooks import InterventionHook, TrainingHook
 from framework.isolation import Call, Isolation
 from framework.listeners import Listener, Listeners
 from framework.metrics import Metrics, MetricSink
+from framework.offload import StateOffload
 from framework.profiler import Profiler
 from framework.random_streams import StreamState
 from framework.registry import without_duplicates
@@ -39,6 +40,8 @@ class HookManager:
         loop: ``"epoch"`` or ``"step"``.
         required: names of the hooks that must run; any other is left out if it does not suit the model. By default
             all must.
+        offload_state: keep what hooks remember on the CPU between their calls.
+        reference_weights: the weights of a reference solution by parameter name, placed like the model's.
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
     """
 
@@ -55,6 +58,7 @@ class HookManager:
         audit: bool = False,
         guardian_device: torch.device | None = None,
         profile: bool = False,
+        offload_state: bool = False,
         reference_weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.hooks = without_duplicates(hooks)
@@ -66,6 +70,7 @@ class HookManager:
         self._required = {hook.name for hook in self.hooks} if required is None else set(required)
         self._abandoned = self._ended = False
         self.profiler = Profiler(enabled=profile)
+        self._offload = StateOffload() if offload_state else None
         self._loop = loop
         self._on_error = on_error
         self._guardian_device = guardian_device
@@ -280,9 +285,10 @@ class HookManager:
         call = Call(hook.name, where, step)
         self.profiler.caller = hook.name
         try:
+            if self._offload is not None:
+                function = partial(self._offload.call, hook, function)
             if self.profiler.enabled:
-                with self.profiler.section(hook.name):
-                    return self._isolated_call(call, function, intervention)
+                return self._profiled_call(hook, call, function, intervention)
             return self._isolated_call(call, function, intervention)
         except StateMutationError:
             self.abandon()
@@ -290,6 +296,14 @@ class HookManager:
         except Exception as error:
             self._failed(hook, where, step, error)
             return None
+
+    def _profiled_call(
+        self, hook: TrainingHook, call: Call, function: Callable[[], Result], intervention: InterventionHook | None
+    ) -> Result:
+        with self.profiler.call(hook.name):
+            result = self._isolated_call(call, function, intervention)
+        self.profiler.remembers(hook.name, hook.state_dict())
+        return result
 
     def _isolated_call(
         self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None
@@ -338,7 +352,7 @@ class HookManager:
             try:
                 with self.state.streams.isolated(), self.profiler.section(hook.name):
                     self.state.streams.derive(hook.name, where, loop.step)
-                    return function()
+                    return function() if self._offload is None else self._offload.call(hook, function)
             except Exception as error:
                 self._failed(hook, where, loop.step, error)
                 return None

@@ -1,14 +1,20 @@
-"""Time and calls by section: what ``--profile-hooks`` reports."""
+"""What hooks cost: passes through the model always, time and memory by section with ``--profile-hooks``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from framework.memory import PeakMemory
 
 
 @dataclass
 class Profiler:
-    """Adds up wall-clock seconds and calls by section name; switched off it measures nothing."""
+    """Adds up wall-clock seconds and calls by section name; switched off it only counts passes through the model."""
 
     enabled: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
@@ -16,7 +22,10 @@ class Profiler:
     caller: str = ""
     """The hook whose call is under way."""
     passes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Passes through the model that hooks caused, by hook and kind; counted also when nothing is timed."""
+    """Batches that hooks sent through the model, by hook and kind of pass."""
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    _memory: PeakMemory = field(default_factory=PeakMemory)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -31,12 +40,39 @@ class Profiler:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
             self.calls[name] = self.calls.get(name, 0) + 1
 
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Time a hook's call and measure the memory that it takes at its peak."""
+        self._memory.begin()
+        try:
+            with self.section(name):
+                yield
+        finally:
+            growth = self._memory.growth()
+            if growth is not None:
+                self.peak_bytes[name] = max(growth, self.peak_bytes.get(name, 0))
+
+    def remembers(self, name: str, state: Mapping[str, Any]) -> None:
+        """Note what a hook keeps until its next call."""
+        kept = {leaf.untyped_storage().data_ptr(): leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
+        size = sum(leaf.nbytes for leaf in kept.values())
+        self.state_bytes[name] = max(size, self.state_bytes.get(name, 0))
+
     def passed(self, kind: str) -> None:
         """Count a pass of one batch for the hook under way: forward, forward_backward or hessian_product."""
         counts = self.passes.setdefault(self.caller, {})
         counts[kind] = counts.get(kind, 0) + 1
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Return seconds and calls by section, the dearest first."""
+        """Return calls, seconds and, for hooks, bytes by section, the dearest first.
+
+        ``state_bytes`` is the most that a hook remembered between calls, ``peak_bytes`` the most by which memory grew
+        during one (see :class:`PeakMemory`).
+        """
         order = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
-        return {name: {"seconds": self.seconds[name], "calls": self.calls[name]} for name in order}
+        sizes = {"state_bytes": self.state_bytes, "peak_bytes": self.peak_bytes}
+        return {
+            name: {"seconds": self.seconds[name], "calls": self.calls[name]}
+            | {key: found[name] for key, found in sizes.items() if name in found}
+            for name in order
+        }

@@ -101,7 +101,9 @@ class RunRecord:
     def _not_writable(self, error: OSError) -> UsageError:
         return UsageError(f"The output directory {self.directory} cannot be written: {error.strerror}.")
 
-    def write_config(self, run: RunInfo, hooks: Sequence[ConfiguredHook], options: RunOptions) -> None:
+    def write_config(
+        self, run: RunInfo, hooks: Sequence[ConfiguredHook], options: RunOptions, reference: Path | None = None
+    ) -> None:
         """Write what was run: configuration, hooks with their options, treatments, environment, versions."""
         content = {
             "experiment": run.experiment,
@@ -109,7 +111,11 @@ class RunRecord:
             "config": run.config.as_dict(),
             "hooks": {item.hook.name: dict(item.options) for item in hooks},
             "treatments": dict(run.treatments),
-            "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks},
+            "run": {
+                "on_hook_error": options.on_hook_error,
+                "audit_hooks": options.audit_hooks,
+                "reference": None if reference is None else str(reference),
+            },
             "versions": versions(),
             "environment": environment(run.model),
         }
@@ -149,6 +155,7 @@ class RunRecord:
             "treatments": dict(run.treatments),
             "hook_errors": manager.errors,
             "hooks_left_out": manager.left_out,
+            "hook_passes": manager.profiler.passes,
             "output_dir": str(self.directory),
         }
         if manager.profiler.enabled:
@@ -159,7 +166,7 @@ class RunRecord:
     @property
     def weights_path(self) -> Path:
         """Where the final weights lie."""
-        return self.directory / f"{self.strategy}_final.pt"
+        return self.directory / weights_name(self.strategy)
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a state dict."""
@@ -172,6 +179,11 @@ class RunRecord:
     def newest_checkpoint(self) -> Path | None:
         """Return the newest checkpoint, if there is one."""
         return max((self.directory / "checkpoints").glob("step_*.pt"), default=None)
+
+
+def weights_name(strategy: str) -> str:
+    """Return the name of the file of a strategy's final weights."""
+    return f"{strategy}_final.pt"
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The SAPI: the only door through which an intervention reaches the mutable training state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.borrowing import lent_buffers, lent_gradients
+from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates
 from framework.commits import Clipping, CommitRecord, StatePart, blend, check_vector, clip, replace_gradients, scale
 from framework.curvature import METHODS, Method
 from framework.data import Batch, Loader, derived_seed
@@ -171,6 +171,29 @@ class ModelDataContext:
             else:
                 stack.enter_context(lent_buffers(self.model))
             return self._train(loader, step=step)
+
+    def take_step(
+        self, batch: Batch | None = None, *, learning_rates: Sequence[float | Tensor] | None = None
+    ) -> Tensor:
+        """Train one step on a batch (default: the current one), as the loop does, and return its loss before the step.
+
+        ``learning_rates`` has one for each of the optimizer's parameter groups; they hold for this step only, and the
+        scheduler then stays where it is. Dropout masks come from the present random streams. A per-epoch scheduler is
+        not stepped, commits of other hooks are not made.
+        """
+        self._must_mutate("take_step")
+        chosen = self._batch(batch)
+        groups = self._task.optimizer.param_groups
+        if learning_rates is not None and len(learning_rates) != len(groups):
+            raise LoopscopeError(
+                f"take_step was given {len(learning_rates)} learning rates, but the optimizer has {len(groups)} "
+                "parameter groups; pass one for each."
+            )
+        self._profiler.passed("forward_backward")
+        with lent_gradients(self.model), lent_learning_rates(groups, learning_rates), torch.enable_grad():
+            loss = forward_backward(self._task, chosen)
+            update(self._task, step_scheduler=self._steps_scheduler and learning_rates is None)
+        return loss
 
     def get_shuffled_loader(self) -> Loader:
         """Return the training data in a fresh random order.

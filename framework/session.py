@@ -1,6 +1,7 @@
 """One run of the command: checks everything first, then trains the strategies one after the other."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,13 @@ from framework.contexts import RunInfo
 from framework.display import Display
 from framework.errors import UsageError, unknown
 from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_options
+from framework.hooks import TrainingHook
 from framework.manager import HookManager
 from framework.metrics import MetricSink
 from framework.random_streams import RandomStreams, seed_everything
 from framework.records import RunRecord
-from framework.registry import select_hooks
+from framework.reference import Reference, differences, find_reference, load_reference
+from framework.registry import HookRegistry, select_hooks
 from framework.runner import ExperimentRunner
 from framework.strategy_run import StrategyRun
 from framework.train_step import TrainingTask
@@ -45,11 +48,12 @@ class Session:
         records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
         for record in records.values():
             record.refuse_to_overwrite(allowed=self.options.overwrite)
+        references = self._references(hooks, records)
         summaries: list[dict[str, Any]] = []
         fresh = deepcopy(self.runner.state_dict())
         for strategy in strategies:
             self.runner.load_state_dict(deepcopy(fresh))
-            run = self._prepare(strategy, hooks[strategy], records[strategy], guardian_device)
+            run = self._prepare(strategy, hooks[strategy], records[strategy], guardian_device, references.get(strategy))
             if summaries:
                 run.manager.reset()
             summaries.append(run.run())
@@ -74,11 +78,43 @@ class Session:
             strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
         }
 
+    def _references(
+        self, hooks: Mapping[str, Sequence[ConfiguredHook]], records: Mapping[str, RunRecord]
+    ) -> dict[str, Reference]:
+        """Load the reference solution of every strategy that has one and a hook that asks for it."""
+        given, runner = self.options.reference, self.runner
+        asking = [strategy for strategy, active in hooks.items() if any(_asks_for_reference(item) for item in active)]
+        require(
+            given is None or bool(asking),
+            f"--reference {given} is given, but no hook that is on measures against a reference; add one of "
+            f"--hooks {', '.join(hook.name for hook in HookRegistry if asks_for_reference(hook))}.",
+        )
+        found: dict[str, Reference] = {}
+        for strategy in asking:
+            path = find_reference(given, records[strategy].weights_path, runner.name, strategy)
+            if path is not None:
+                seed_everything(runner.config.seed)
+                model = runner.build_model().to(runner.device)
+                found[strategy] = load_reference(path, model)
+                if unlike := differences(path, runner.config, model):
+                    warnings.warn(
+                        f"The reference of strategy {strategy!r}, {path}, comes from a run that differs: "
+                        f"{'; '.join(unlike)}.",
+                        stacklevel=2,
+                    )
+        return found
+
     def _prepare(
-        self, strategy: str, hooks: Sequence[ConfiguredHook], record: RunRecord, guardian_device: torch.device | None
+        self,
+        strategy: str,
+        hooks: Sequence[ConfiguredHook],
+        record: RunRecord,
+        guardian_device: torch.device | None,
+        reference: Reference | None,
     ) -> StrategyRun:
         runner, options = self.runner, self.options
         task, state = build_run(runner, strategy)
+        weights = None if reference is None else reference.weights
         manager = HookManager(
             [item.hook for item in hooks],
             task,
@@ -90,6 +126,8 @@ class Session:
             audit=options.audit_hooks,
             guardian_device=guardian_device,
             profile=options.profile_hooks,
+            offload_state=options.hook_offload_state,
+            reference_weights=weights,
         )
         run = RunInfo(
             experiment=runner.name,
@@ -102,15 +140,25 @@ class Session:
             steps=task.length * (len(task.loader) if runner.loop == "epoch" else 1),
             steps_per_epoch=len(task.loader),
             optimizer_class=type(task.optimizer),
+            reference_weights=weights,
             metric_infos=manager.metric_infos(),
             treatments=manager.treatments(),
         )
 
         def claim() -> None:
             record.claim()
-            record.write_config(run, hooks, options)
+            record.write_config(run, hooks, options, None if reference is None else reference.path)
 
         return StrategyRun(run, task, state, manager, record, self.display, claim)
+
+
+def asks_for_reference(hook: type[TrainingHook]) -> bool:
+    """Tell whether a hook measures against a reference solution."""
+    return hook.needs_reference_weights or hook.uses_reference_weights
+
+
+def _asks_for_reference(item: ConfiguredHook) -> bool:
+    return asks_for_reference(type(item.hook))
 
 
 def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:

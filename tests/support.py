@@ -1,7 +1,7 @@
 """Models, optimizers, runs and spies that the tests share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,8 @@ def train(
     manager_class: type[HookManager] = HookManager,
     save: Callable[[Run], None] = lambda run: None,
     every_step: bool = True,
+    reference_weights: Mapping[str, Tensor] | None = None,
+    offload_state: bool = False,
     introduce: Callable[[TrainingTask, TrainingState], None] = lambda task, state: None,
     **options: Any,
 ) -> Run:
@@ -241,7 +243,17 @@ def train(
     task, state = build(case, steps=steps, **options)
     introduce(task, state)
     sink = RecordingSink()
-    manager = manager_class(hooks, task, state, loop=case.loop, sinks=[sink, *sinks], on_error=on_error, audit=audit)
+    manager = manager_class(
+        hooks,
+        task,
+        state,
+        loop=case.loop,
+        sinks=[sink, *sinks],
+        on_error=on_error,
+        audit=audit,
+        reference_weights=reference_weights,
+        offload_state=offload_state,
+    )
     run = Run(case, task, state, manager, sink, [], [], None)
 
     def checkpoint() -> None:
@@ -252,7 +264,7 @@ def train(
     run.digests = trace.digests if isinstance(trace, DigestTrace) else []
     loop = epoch_loop if case.loop == "epoch" else step_loop
     try:
-        manager.start(run_info(task, manager, case.loop))
+        manager.start(replace(run_info(task, manager, case.loop), reference_weights=reference_weights))
         loop(task, manager, progress=trace, checkpoint=checkpoint)
     except raises as error:
         run.error = error

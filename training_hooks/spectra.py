@@ -15,7 +15,8 @@ def singular_values(matrix: Tensor) -> Tensor:
     """
     wide = matrix.double()
     gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
-    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt()
+    squares: Tensor = torch.linalg.eigvalsh(gram).flip(0)
+    return squares.clamp(min=0).sqrt()
 
 
 def effective_rank(values: Tensor) -> Tensor:
@@ -24,7 +25,8 @@ def effective_rank(values: Tensor) -> Tensor:
     >>> effective_rank(torch.ones(4)).item()
     4.0
     """
-    return torch.special.entr(values / values.sum()).sum().exp()
+    entropy: Tensor = torch.special.entr(values / values.sum()).sum()
+    return entropy.exp()
 
 
 def stable_rank(values: Tensor) -> Tensor:

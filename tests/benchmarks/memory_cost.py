@@ -2,7 +2,6 @@
 
 import gc
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from framework.hooks import TrainingHook
+from framework.memory import peak_resident
 from tests.benchmarks.rows import COPIES, Effort, Row
 from tests.benchmarks.subjects import Mutator, Subject, bare_steps, mod_arithmetic, observers
 from tests.benchmarks.timing import Spread
@@ -63,7 +63,7 @@ def measure(kind: str, options: Mapping[str, Any]) -> Measured:
 
     def look() -> None:
         state = sum(tensor.nbytes for tensor in subject.tensors)
-        found.append({"peak": peak_bytes(), "tensors": tensor_bytes() - before, "state": state})
+        found.append({"peak": peak_resident(), "tensors": tensor_bytes() - before, "state": state})
 
     _train(subject, kind, look)
     return found[0]
@@ -79,18 +79,6 @@ def _train(subject: Subject, kind: str, look: Callable[[], None]) -> None:
         return
     loop = subject.state.loop
     subject.train(STEPS, lambda: look() if loop.step == STEPS else None, HOOKS[kind]())
-
-
-def peak_bytes() -> int:
-    """Return the largest resident memory of this process so far.
-
-    Linux' ``ru_maxrss`` starts from that of the parent process, ``VmHWM`` does not.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def tensor_bytes() -> int:

@@ -146,6 +146,15 @@ def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
     assert described(fresh.state_dict()) == described(hook.state_dict())
 
 
+@every_case
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+def test_offloading_what_a_hook_remembers_changes_no_number_of_it(name, case):
+    if refusal(name, case):
+        return
+    offloaded = train(case, [make(name)], audit=False, offload_state=True)
+    assert numbers(offloaded, name) == numbers(alone(name, case, 3), name)
+
+
 class WatchingManager(HookManager):
     """A manager that notes, fire by fire, which entries of the training state changed."""
 

@@ -50,7 +50,10 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
 
     needs = dict.fromkeys(("needs_grads", "needs_prev_step_grads", "needs_target_grad"), wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
-    train(Case(loop=loop), [spy], steps=STEPS, target_grad=lambda model: {"0.weight": torch.ones(1)}, **OPTIONS[loop])
+    weight = {"0.weight": torch.ones(1)}
+    reference = weight if wanted else None
+    options = {"target_grad": lambda model: weight, "reference_weights": reference, **OPTIONS[loop]}
+    train(Case(loop=loop), [spy], steps=STEPS, **options)
     return found
 
 

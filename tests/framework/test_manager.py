@@ -1,6 +1,7 @@
 """The manager: who is called in which order, what each is shown, and what happens when hook code raises."""
 
 from dataclasses import FrozenInstanceError
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -16,6 +17,7 @@ from framework.hooks import InterventionHook, TrainingHook
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.metrics import MetricSink
+from framework.param_vectors import gradients, norm
 from framework.profiler import Profiler
 from framework.random_streams import RandomStreams
 from tests.support import (
@@ -448,6 +450,64 @@ def test_profiling_counts_every_call_of_every_hook():
     assert {name: row["calls"] for name, row in report.items()} == {"often": 12, "once": 1}
     assert list(report) == ["often", "once"]
     assert all(row["seconds"] > 0 for row in report.values())
+
+
+class Hoarding(SpyHook):
+    """Remembers a megabyte and needs sixty more while it works."""
+
+    name = "hoarding"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    kept = torch.zeros(1)
+
+    def compute(self, ctx):
+        self.kept = torch.ones(250_000)
+        return {"sum": torch.ones(15_000_000).sum()}
+
+    def state_dict(self):
+        return {"kept": self.kept, "again": [self.kept]}
+
+
+def test_profiling_measures_what_a_hook_remembers_and_what_it_takes_at_its_peak():
+    manager = train(Case(), [Hoarding()], manager_class=partial(HookManager, profile=True)).manager
+    report = manager.profiler.report()["hoarding"]
+    assert report["state_bytes"] == 1_000_000
+    assert 55_000_000 < report["peak_bytes"] < 90_000_000
+
+
+def test_passes_through_the_model_are_counted_by_hook_also_without_profiling():
+    def act(ctx, model_ctx):
+        model_ctx.compute_batch_loss()
+        model_ctx.compute_batch_gradients()
+        model_ctx.hessian_vector_product(model_ctx.compute_batch_gradients())
+        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+
+    looking = named(SpyHook, "looking", HookPoint.POST_STEP)(lambda ctx: ctx.forward(ctx.batch_data[0]) and None)
+    acting = named(ActingHook, "acting", HookPoint.POST_STEP)(act)
+    passes = train(Case(), [looking, acting], steps=3).manager.profiler.passes
+    assert passes["looking"] == {"forward": 3}
+    assert passes["acting"] == {"forward": 3, "forward_backward": 3 * (1 + 1 + 3), "hessian_product": 3}
+
+
+def test_an_observer_may_take_gradients_of_a_batch_and_leaves_no_trace():
+    found = []
+
+    def probe(ctx):
+        found.append((ctx.compute_batch_gradients(ctx.batch_data), ctx.grad_norm()))
+
+    run = train(Case(model="tied"), [at(SpyHook, HookPoint.POST_BACKWARD)(probe)])
+    assert_same_bytes(run, Case(model="tied"))
+    for gradient, norm_of_live in found:
+        assert set(gradient) == {name for name, _ in run.task.model.named_parameters()}
+        assert norm_of_live > 0
+
+
+def test_the_norm_of_the_gradients_is_that_of_the_moment():
+    found = []
+    spy = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: found.append((ctx.grad_norm(), norm(gradients(ctx.model)))))
+    train(Case(), [spy])
+    assert len(found) == 3
+    assert all(torch.equal(measured, expected) for measured, expected in found)
+    assert len({float(measured) for measured, _ in found}) == 3
 
 
 def test_a_section_that_raises_is_timed_and_one_that_is_switched_off_is_not():

@@ -168,7 +168,7 @@ def test_the_config_says_what_was_run_and_on_what(tmp_path: Path) -> None:
     assert found["hooks"]["hessian"]["burst_length"] == 2
     assert found["hooks"]["hessian"]["every_n_steps"] == 1000
     assert found["treatments"] == {"grad_clip": ["gradients"]}
-    assert found["run"] == {"on_hook_error": "raise", "audit_hooks": False}
+    assert found["run"] == {"on_hook_error": "raise", "audit_hooks": False, "reference": None}
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"] == platform.python_version()
     assert found["environment"]["threads"] == torch.get_num_threads()

@@ -1,0 +1,46 @@
+"""Keeps what hooks remember on the CPU between their calls, where device memory is short."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from framework.hooks import TrainingHook
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+
+
+class StateOffload:
+    """Moves the tensors of a hook's state to the CPU after every call and back before the next.
+
+    It goes through ``state_dict`` and ``load_state_dict``, which carry all that a hook remembers, so it changes where
+    a state lies and no metric.
+    """
+
+    def __init__(self, home: torch.device = CPU) -> None:
+        self._home = home
+        self._away: dict[str, list[torch.device]] = {}
+
+    def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
+        """Bring a hook's state back, call ``function``, and move the state away again whatever happened."""
+        self._bring_back(hook)
+        try:
+            return function()
+        finally:
+            self._send_away(hook)
+
+    def _bring_back(self, hook: TrainingHook) -> None:
+        devices = self._away.pop(hook.name, None)
+        if devices is not None:
+            remaining = iter(devices)
+            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(remaining)), hook.state_dict()))
+
+    def _send_away(self, hook: TrainingHook) -> None:
+        state: dict[str, Any] = hook.state_dict()
+        devices = [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        if devices:
+            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
+            self._away[hook.name] = devices

@@ -1,0 +1,74 @@
+"""What a hook remembers lies on the CPU between its calls, and nothing else about it changes."""
+
+import pytest
+import torch
+
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.offload import StateOffload
+from tests.support import Case, Mishap, train
+
+META = torch.device("meta")
+
+
+class Remembering(TrainingHook):
+    """Keeps the last loss, and notes on which devices it finds it."""
+
+    name = "remembering"
+    hook_points = frozenset({HookPoint.POST_STEP})
+
+    def __init__(self) -> None:
+        self.state = {"nested": [{"last": torch.zeros(3)}], "count": 0}
+        self.found: list[str] = []
+
+    def last(self) -> torch.Tensor:
+        return self.state["nested"][0]["last"]
+
+    def compute(self, ctx):
+        self.found.append(self.last().device.type)
+        self.state["nested"][0]["last"] = ctx.loss.repeat(3)
+        self.state["count"] += 1
+        return {"last": self.last()[0]}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+    def describe_metrics(self):
+        return []
+
+
+def test_the_state_is_away_after_a_call():
+    hook = Remembering()
+    assert StateOffload(META).call(hook, lambda: hook.last().device.type) == "cpu"
+    assert hook.last().device == META
+    assert hook.state["count"] == 0
+
+
+def test_the_state_is_back_on_its_device_during_the_next_call():
+    hook, offload = Remembering(), StateOffload(META)
+    hook.state["nested"][0]["last"] = torch.zeros(3, device=META)
+    offload.call(hook, lambda: None)
+    hook.state["nested"][0]["last"] = torch.zeros(3)
+    assert offload.call(hook, lambda: hook.last().device.type) == "meta"
+
+
+def test_the_state_is_moved_away_also_when_the_hook_raises():
+    hook = Remembering()
+
+    def fail() -> None:
+        raise Mishap
+
+    with pytest.raises(Mishap):
+        StateOffload(META).call(hook, fail)
+    assert hook.last().device == META
+
+
+def test_a_run_with_offloaded_states_reports_the_same_numbers():
+    kept, offloaded = Remembering(), Remembering()
+    runs = [train(Case(), [kept]), train(Case(), [offloaded], offload_state=True)]
+    assert runs[0].sink.rows() == runs[1].sink.rows()
+    assert kept.state["count"] == offloaded.state["count"] == 3
+    assert offloaded.state is not kept.state
