@@ -12,6 +12,7 @@ from framework.hooks import InterventionHook, TrainingHook
 from framework.registry import HookRegistry, hook_kind, hook_options
 
 FOLDER = Path(__file__).parent / "hooks"
+BENCHMARKS = Path(__file__).parent / "benchmarks.md"
 PACKAGE = training_hooks.__name__
 NOTE = "<!-- Made by `make docs` from the hook's class; edit that instead. -->"
 KINDS = {
@@ -26,6 +27,8 @@ NEEDS = {
     "needs_prev_step_grads": "`prev_step_grads`, the gradient of the step before",
     "needs_pre_epoch_state": "a copy of the training state before the epoch",
     "needs_target_grad": "`target_grad`, which the experiment defines",
+    "needs_reference_weights": "`reference_weights`, a reference solution (`--reference`)",
+    "uses_reference_weights": "`reference_weights` for some of its metrics, if there is a reference (`--reference`)",
 }
 
 
@@ -95,8 +98,17 @@ def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
     needs = [text for need, text in NEEDS.items() if vars_of(hook)[need]]
     rows.append(("needs", "; ".join(needs) or "nothing that the loop would not compute anyway"))
     if issubclass(hook, InterventionHook):
-        rows.append(("costs", cost(hook)))
+        rows.append(("memory", cost(hook)))
+    if hook.name in (costs := measured_costs()):
+        rows.append(("measured cost", f"{costs[hook.name]} ([how](../benchmarks.md#each-hook))"))
     return rows
+
+
+def measured_costs(page: Path = BENCHMARKS) -> dict[str, str]:
+    """Return what each hook cost when `make bench` was last run, by name, from its table in docs/benchmarks.md."""
+    _, _, section = page.read_text(encoding="utf-8").partition("\n## Each hook\n")
+    rows = [[cell.strip() for cell in line.split("|")] for line in section.partition("\n## ")[0].splitlines()]
+    return {row[1]: f"{row[3]} a call; {row[2]}" for row in rows if len(row) > 4 and row[3].endswith(" ms")}
 
 
 def cost(hook: type[InterventionHook]) -> str:
@@ -129,6 +141,8 @@ def vars_of(hook: type[TrainingHook]) -> Mapping[str, bool]:
         "needs_prev_step_grads": hook.needs_prev_step_grads,
         "needs_pre_epoch_state": hook.needs_pre_epoch_state,
         "needs_target_grad": hook.needs_target_grad,
+        "needs_reference_weights": hook.needs_reference_weights,
+        "uses_reference_weights": hook.uses_reference_weights,
     }
 
 

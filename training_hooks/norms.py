@@ -22,6 +22,8 @@ class Norms(TrainingHook):
     """Measure the epoch's mean gradient and the weights by their norms, whole and per parameter.
 
     The gradient is the mean over the epoch's steps, as POST_BACKWARD saw it; the weights are those after the epoch.
+
+    Assumes nothing about the model; a parameter that never had a gradient has no gradient norm.
     """
 
     name = "norms"

@@ -25,6 +25,8 @@ class TrainingMetrics(TrainingHook):
 
     In the epoch loop everything is reported at POST_EPOCH; in the step loop loss and learning rate at POST_STEP, and
     the newest evaluation at SNAPSHOT, if there was one since the last step.
+
+    Assumes that the experiment's evaluation calls its accuracies ``train_acc`` and ``val_acc``.
     """
 
     name = "training_metrics"

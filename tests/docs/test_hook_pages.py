@@ -55,6 +55,21 @@ def test_a_hook_that_says_too_little_is_noticed() -> None:
     assert missing(Undescribed) == ["bare: range", "unknown"]
 
 
+@SHIPPED
+def test_every_hook_states_what_it_assumes(hook: type[TrainingHook]) -> None:
+    assert any(paragraph.startswith("Assumes ") for paragraph in generate.documentation(hook)[1].split("\n\n"))
+
+
+def test_the_measured_cost_of_a_hook_is_that_of_the_benchmarks(tmp_path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(
+        "# B\n\n## Hooks\n\n| x | y | 9.00 ms |\n\n## Each hook\n\n"
+        "| Figure | Against | Measured |\n| --- | --- | ---: |\n"
+        "| norms | 1.0 calls | 2.50 ms | 2 ms |\n\n## How\n\n| late | z | 1.00 ms | |\n"
+    )
+    assert generate.measured_costs(page) == {"norms": "2.50 ms a call; 1.0 calls"}
+
+
 def test_bars_in_formulas_do_not_break_tables() -> None:
     assert "| `undescribed/bare` | a \\| b |" in generate.hook_page(Undescribed)
 

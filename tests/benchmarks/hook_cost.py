@@ -1,0 +1,161 @@
+"""What the hooks that come with loopscope cost: each of them, in groups, and the two dearest building blocks."""
+
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import training_hooks
+from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
+from framework.commits import CommitRecord
+from framework.config import RunOptions
+from framework.hook_points import STEP_POINTS, windows_for
+from framework.param_vectors import copied, trainable
+from framework.registry import HookRegistry, bulk_hooks
+from framework.sapi import ModelDataContext
+from framework.session import Session, asks_for_reference
+from framework.train_step import forward_backward
+from tests.benchmarks.rows import MILLISECONDS, PERCENT, TIMES, Effort, Row
+from tests.benchmarks.subjects import Subject, mod_arithmetic
+from tests.benchmarks.timing import Spread, Turns, ratio
+from training_hooks.counterfactual import Counterfactual
+
+assert training_hooks.__all__
+Summary = Mapping[str, Any]
+PRODUCT_IN_PASSES = 3
+"""Forward-backward passes that a Hessian-vector product counts as: a gradient, and the gradient of that."""
+FORWARD_IN_PASSES = 1 / 3
+
+
+def train(effort: Effort, epochs: int, **options: Any) -> Summary:
+    """Train one strategy as ``loopscope run`` does, without console or files of metrics, and return its summary.
+
+    The reference solution of the hooks that want one is the weights of a first epoch.
+    """
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Hook .* is left out")
+        warnings.filterwarnings("ignore", "The reference of")
+        if options:
+            _session(effort, 1, Path(folder, "first"), {}).run()
+        reference = {"reference": Path(folder, "first")} if _wants_reference(options) else {}
+        (summary,) = _session(effort, epochs, Path(folder, "run"), options | reference).run()
+        return summary
+
+
+def _session(effort: Effort, epochs: int, folder: Path, options: Mapping[str, Any]) -> Session:
+    config = ModArithmeticConfig(**effort.quick | {"max_epochs": epochs, "output_dir": folder})
+    return Session(ModArithmeticRunner(config), RunOptions(strategies=["stride"], **options))
+
+
+def _wants_reference(options: Mapping[str, Any]) -> bool:
+    group = bulk_hooks(options["with_hooks"]) if "with_hooks" in options else []
+    return any(asks_for_reference(HookRegistry.get(name)) for name in [*group, *options.get("hooks", [])])
+
+
+def seconds(summary: Summary) -> float:
+    """Return the time in the loop, with hooks and evaluations."""
+    return float(summary["seconds"]["training"])
+
+
+def epoch_end_observers() -> list[str]:
+    """Name the observers that fire between epochs only."""
+    names = bulk_hooks("observers")
+    windows = {
+        name: windows_for(HookRegistry.get(name).hook_points, HookRegistry.get(name).loop_points, "epoch")
+        for name in names
+    }
+    return [name for name in names if not STEP_POINTS & windows[name].keys()]
+
+
+def groups_of_observers(effort: Effort) -> Iterator[Row]:
+    """Compare runs with observers with bare ones, in turn."""
+    epochs, rounds = effort.times(10), effort.times(5)
+    kinds: dict[str, dict[str, Any]] = {
+        "bare": {},
+        "epoch end": {"hooks": epoch_end_observers()},
+        "observers": {"with_hooks": "observers"},
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, options in kinds.items():
+            found[kind].append(seconds(train(effort, epochs, **options)))
+    against = f"bare run of {epochs} epochs, quick preset, {min(found['bare']) / epochs * 1e3:.0f} ms an epoch"
+    together = ratio(found["epoch end"], found["bare"]).plus(-1)
+    yield Row("Observers at POST_EPOCH, together", against, PERCENT, together, 0.05)
+    yield Row("--with-hooks observers", against, TIMES, ratio(found["observers"], found["bare"]), 1.3)
+
+
+def passes(summary: Summary) -> float:
+    """Return the batches that hooks sent through the model, in forward-backward passes."""
+    weights = {"forward": FORWARD_IN_PASSES, "forward_backward": 1.0, "hessian_product": PRODUCT_IN_PASSES}
+    return sum(count * weights[kind] for kinds in summary["hook_passes"].values() for kind, count in kinds.items())
+
+
+def full_group(effort: Effort) -> Iterator[Row]:
+    """Compare a run with all hooks with what its passes cost at the bare rate, and take the cost of each from it."""
+    epochs = effort.times(60)
+    bare = train(effort, epochs)
+    full = train(effort, epochs, with_hooks="full")
+    rate = seconds(bare) / bare["steps"]
+    expected = rate * (full["steps"] + passes(full))
+    against = f"{full['steps']:,} steps and {passes(full):,.0f} more forward-backward passes at {rate * 1e3:.2f} ms"
+    label = f"--with-hooks full, {epochs} epochs"
+    yield Row(label, against, TIMES, Spread.of([seconds(full) / expected]), 1.2)
+    yield Row(label, "bare run", TIMES, Spread.of([seconds(full) / seconds(bare)]))
+
+
+def each_hook(effort: Effort) -> Iterator[Row]:
+    """Take the cost of every hook from a profiled run with all of them."""
+    epochs = effort.times(20)
+    bare = seconds(train(effort, epochs)) / epochs
+    debug = [hook.name for hook in HookRegistry if hook.debug]
+    summary = train(effort, epochs, with_hooks="full", hooks=debug, profile_hooks=True)
+    for name, cost in sorted(summary["hook_profile"].items()):
+        per_epoch = cost["seconds"] / epochs / bare
+        kept = f"{cost['state_bytes'] / 1e6:.1f} MB kept"
+        sent = ", ".join(f"{count:,} {kind}" for kind, count in summary["hook_passes"].get(name, {}).items())
+        against = (
+            f"{cost['calls'] / epochs:.1f} calls and {per_epoch:.1%} of an epoch, {kept}{sent and '; passes: ' + sent}"
+        )
+        yield Row(name, against, MILLISECONDS, Spread.of([cost["seconds"] / cost["calls"]]))
+
+
+def hessian_product(effort: Effort) -> Iterator[Row]:
+    """Compare an exact Hessian-vector product with forward and backward of the same batch."""
+    subject = mod_arithmetic(effort.quick)
+    subject.train(1, lambda: None)
+    sapi = _sapi(subject)
+    batch = next(iter(subject.task.loader))
+    direction = copied(trainable(subject.task.model))
+    turns = Turns(
+        [lambda: sapi.hessian_vector_product(direction, batch), lambda: forward_backward(subject.task, batch)], calls=5
+    )
+    for _ in range(effort.times(40)):
+        turns.round()
+    yield Row("Exact Hessian-vector product", "forward and backward of one batch", TIMES, ratio(*turns.seconds), 3.5)
+
+
+def _sapi(subject: Subject) -> ModelDataContext:
+    task, state = subject.task, subject.state
+    return ModelDataContext(
+        task,
+        state,
+        CommitRecord("bench", frozenset()),
+        list(task.model.parameters()),
+        mutates=False,
+        device=None,
+        stream=("bench", "PRE_STEP", 1),
+        loop="epoch",
+    )
+
+
+def counterfactual(effort: Effort) -> Iterator[Row]:
+    """Compare what a counterfactual adds to a run with K epochs of it."""
+    epochs, shuffles = effort.times(6), Counterfactual().k
+    found: list[list[float]] = [[], []]
+    for _ in range(effort.times(5)):
+        bare, with_hook = (seconds(train(effort, epochs, hooks=hooks)) for hooks in ([], ["counterfactual"]))
+        found[0].append(with_hook - bare)
+        found[1].append(shuffles * bare)
+    yield Row(f"Counterfactual with {shuffles} shuffles", f"{shuffles} bare epochs", TIMES, ratio(*found), 1.05)
