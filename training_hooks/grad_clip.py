@@ -20,7 +20,7 @@ class GradClip(InterventionHook):
     The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``: with float32 and float64 gradients the run is bit for
     bit the one that calls it between backward and update. Lower precisions are reduced in float32.
 
-    Assumes that one norm over all parameters is what shall be bounded; with a scaler the gradients are unscaled already.
+    Assumes that one norm over all parameters is what shall be bounded, and gradients that are unscaled already.
 
     Args:
         max_norm: the largest Euclidean norm of all gradients together.

@@ -1,0 +1,46 @@
+"""Every hook on the quick preset of mod_arithmetic: it runs, each of them reports, and the weights are the bare run's."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import training_hooks
+from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
+from framework.config import RunOptions
+from framework.registry import bulk_hooks
+from framework.session import Session
+from sinks import JSONLSink, read_jsonl
+from tests.framework.small_experiment import read_json
+
+assert training_hooks.__all__
+
+
+def train(folder: Path, epochs: int, **options) -> dict[str, torch.Tensor]:
+    """Train one strategy and return its final weights."""
+    config = ModArithmeticConfig(**QUICK | {"max_epochs": epochs, "output_dir": folder})
+    Session(ModArithmeticRunner(config), RunOptions(strategies=["stride"], **options), lambda: [JSONLSink()]).run()
+    return torch.load(folder / "mod_arithmetic/stride/stride_final.pt", weights_only=True)
+
+
+def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
+    bare = train(folder / "bare", epochs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        full = train(folder / "full", epochs, with_hooks="full", reference=folder / "bare")
+    assert all(torch.equal(full[name], weights) for name, weights in bare.items())
+    run = folder / "full/mod_arithmetic/stride"
+    reported = {name.partition("/")[0] for row in read_jsonl(run / "stride.jsonl") for name in row if "/" in name}
+    summary = read_json(run / "summary.json")
+    assert summary["hooks_left_out"] == {}
+    assert reported == {*bulk_hooks("full")}
+
+
+def test_three_epochs_with_all_hooks(tmp_path: Path) -> None:
+    assert_all_report_and_leave_no_trace(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_the_whole_run_with_all_hooks(tmp_path: Path) -> None:
+    assert_all_report_and_leave_no_trace(tmp_path, QUICK["max_epochs"])
