@@ -1,0 +1,223 @@
+"""Norms of the weights, and what the spectrum of each weight matrix looks like: its ranks and its tail."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import WIDE, Vector, is_sharded, trainable, whole
+from framework.registry import HookRegistry
+from training_hooks.norms import norm_of_each
+from training_hooks.power_law import PowerLawFit, fit_power_law
+from training_hooks.spectra import effective_rank, stable_rank
+
+
+def weight_norms(weights: Vector) -> dict[str, Tensor]:
+    """Return the Frobenius norm of every tensor by its name, zero-dimensional, reduced in float32 or wider."""
+    if any(map(is_sharded, weights.values())):
+        return norm_of_each(weights)
+    wide = [value if value.dtype in WIDE else value.float() for value in weights.values()]
+    return dict(zip(weights, torch._foreach_norm(wide), strict=True)) if wide else {}
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """Return a weight of two or more dimensions as (out, everything else); a kernel becomes (out, in·k·k)."""
+    return weight.flatten(start_dim=1)
+
+
+def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
+    """Return the singular values of matrices, stacked for all that have equally many.
+
+    They are the roots of the eigenvalues of the smaller Gram matrix in float64, as in
+    :func:`training_hooks.spectra.singular_values`, decomposed together.
+
+    Returns:
+        for each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a
+        matrix that has an element which is not finite.
+    """
+    grams: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+    for name, matrix in matrices.items():
+        wide = matrix.double()
+        gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
+        grams.setdefault((len(gram), gram.device), {})[name] = gram
+    return [(list(group), _roots(torch.stack(list(group.values())))) for group in grams.values()]
+
+
+def _roots(grams: Tensor) -> Tensor:
+    """Return the descending roots of the eigenvalues of Gram matrices of shape (batch, n, n)."""
+    finite = grams.isfinite().flatten(start_dim=1).all(dim=1)
+    eigenvalues = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0))
+    roots: Tensor = eigenvalues.flip(-1).clamp(min=0).sqrt()
+    return roots.where(finite[:, None], torch.nan)
+
+
+@HookRegistry.register
+class WeightTracking(TrainingHook):
+    """Measure the weights by their norms and by the spectrum of each matrix: its ranks and the exponent of its tail.
+
+    Norms after every epoch, everything at SNAPSHOT, since a spectrum costs about a millisecond a matrix of width 128.
+    W is a parameter of two or more dimensions as a matrix (out, everything else), σ its singular values in descending
+    order, all min(out, everything else) of them, λ = σ² the eigenvalues of WᵀW. Other parameters have a norm only.
+
+    The tail is fitted by p(λ) ∝ λ^−α for λ ≥ λ_min: α by maximum likelihood, λ_min among the eigenvalues where the
+    Kolmogorov-Smirnov distance between tail and law is least (Clauset, Shalizi and Newman 2009; for weights Martin and
+    Mahoney 2021). The standard error of α is (α − 1)/√n, n the values of the tail.
+
+    Assumes nothing of the model beyond matrices whose first dimension is the output (a transposed convolution, whose
+    first is the input, is unfolded as (in, out·k·k)). Several matrices in one parameter, as in a fused query-key-value
+    projection, are taken as one. That a spectrum has a tail of this form at all is the fit's assumption, which the
+    distance puts to the test: small random matrices have none, their α is large and says nothing.
+
+    Args:
+        min_tail: the least number of eigenvalues in a tail; a matrix that has fewer gets no fit.
+    """
+
+    name = "weight_tracking"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+
+    def __init__(self, *, min_tail: int = 10) -> None:
+        if min_tail < 2:
+            raise UsageError(f"weight_tracking.min_tail is {min_tail}; it must be at least 2.")
+        self._min_tail = min_tail
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return the norms; at SNAPSHOT also what the spectra say."""
+        weights = trainable(ctx.model)
+        norms = weight_norms(weights)
+        metrics = {f"norm/{name}": value for name, value in norms.items()}
+        if norms:
+            metrics["total_norm"] = _over(norms).norm()
+        if ctx.hook_point is HookPoint.SNAPSHOT:
+            metrics |= self._spectra({name: value for name, value in weights.items() if value.ndim > 1})
+        return metrics
+
+    def _spectra(self, weights: Vector) -> dict[str, Tensor]:
+        matrices = {name: as_matrix(whole(weight)) for name, weight in weights.items() if weight.numel()}
+        largest, effective, stable = {}, {}, {}
+        tails: dict[str, dict[str, Tensor]] = {"alpha": {}, "alpha_distance": {}, "alpha_tail": {}}
+        for names, spectra in spectra_by_size(matrices):
+            for name, values in zip(names, spectra.unbind(), strict=True):
+                largest[name], effective[name], stable[name] = values[0], effective_rank(values), stable_rank(values)
+            if spectra.shape[1] >= self._min_tail:
+                _add_fits(tails, names, fit_power_law(spectra.square(), self._min_tail))
+        columns = {"spectral_norm": largest, "effective_rank": effective, "stable_rank": stable, **tails}
+        metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
+        return metrics | _means(columns)
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the norms, the ranks and the fit of the tail."""
+        return [
+            MetricInfo(
+                "total_norm",
+                "‖θ‖₂ over all trainable parameters",
+                "[0, ∞)",
+                "Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.",
+            ),
+            MetricInfo("norm/<parameter>", "‖W‖_F of one parameter", "[0, ∞)", "Which layers grow or decay."),
+            *_spectral_infos(),
+            *_tail_infos(),
+        ]
+
+
+def _over(values: Mapping[str, Tensor]) -> Tensor:
+    """Stack zero-dimensional tensors, which may lie on several devices, on the first one's."""
+    parts = list(values.values())
+    return torch.stack([part.to(parts[0].device) for part in parts])
+
+
+def _add_fits(tails: Mapping[str, dict[str, Tensor]], names: Sequence[str], fit: PowerLawFit) -> None:
+    columns = zip(tails.values(), (fit.exponent, fit.distance, fit.count), strict=True)
+    for column, numbers in columns:
+        column.update(zip(names, numbers.unbind(), strict=True))
+
+
+def _means(columns: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the means over the matrices that have a number; none at all if there is no matrix for it."""
+    averaged = ("spectral_norm", "effective_rank", "stable_rank", "alpha")
+    means = {f"mean_{column}": _over(columns[column]).nanmean() for column in averaged if columns[column]}
+    if alphas := columns["alpha"]:
+        largest = _over({name: columns["spectral_norm"][name] for name in alphas})
+        means["weighted_alpha"] = (_over(alphas) * largest.square().log10()).nanmean()
+    return means
+
+
+def _spectral_infos() -> list[MetricInfo]:
+    return [
+        MetricInfo(
+            "spectral_norm/<parameter>",
+            "‖W‖₂ = σ₁ (SNAPSHOT)",
+            "[0, ∞)",
+            "The most that the matrix stretches a vector. NaN here and below: an element is not finite.",
+        ),
+        MetricInfo(
+            "effective_rank/<parameter>",
+            "exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)",
+            "[1, n], n = min(out, everything else)",
+            "How many equally strong directions would have this entropy; falls as structure replaces noise. NaN: the "
+            "matrix is zero.",
+        ),
+        MetricInfo(
+            "stable_rank/<parameter>",
+            "‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT)",
+            "[1, n]",
+            "How many directions are as strong as the strongest; unlike the effective rank blind to small values.",
+        ),
+        MetricInfo(
+            "mean_spectral_norm", "mean over the matrices of ‖W‖₂ (SNAPSHOT)", "[0, ∞)", "The same for the whole model."
+        ),
+        MetricInfo(
+            "mean_effective_rank",
+            "mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT)",
+            "[1, ∞)",
+            "Whether the model as a whole becomes simpler.",
+        ),
+        MetricInfo(
+            "mean_stable_rank",
+            "mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT)",
+            "[1, ∞)",
+            "Whether a few directions come to dominate the model as a whole.",
+        ),
+    ]
+
+
+def _tail_infos() -> list[MetricInfo]:
+    return [
+        MetricInfo(
+            "alpha/<parameter>",
+            "α = 1 + n/Σ ln(λ/λ_min) over the n eigenvalues λ ≥ λ_min of WᵀW (SNAPSHOT)",
+            "(1, ∞)",
+            "2 to 6: the heavy tail of well-trained layers; below 2: few directions dominate, often overfit; large: no "
+            "heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Left out for a matrix with fewer "
+            "than min_tail eigenvalues, NaN if too few of them differ from zero and from each other.",
+        ),
+        MetricInfo(
+            "alpha_distance/<parameter>",
+            "min over λ_min of D = sup |S − P| over λ ≥ λ_min, S the distribution function of the tail, "
+            "P(λ) = 1 − (λ/λ_min)^(1−α) (SNAPSHOT)",
+            "[0, 1]",
+            "How badly the power law fits: above about 1/√alpha_tail it is no description of this tail.",
+        ),
+        MetricInfo(
+            "alpha_tail/<parameter>",
+            "n, the eigenvalues λ ≥ λ_min (SNAPSHOT)",
+            "[min_tail, min(out, everything else)]",
+            "How much of the spectrum the fit describes; near min_tail: little.",
+        ),
+        MetricInfo(
+            "mean_alpha",
+            "mean over the fitted matrices of α (SNAPSHOT)",
+            "(1, ∞)",
+            "Falls as training builds correlations into the weights.",
+        ),
+        MetricInfo(
+            "weighted_alpha",
+            "mean over the fitted matrices of α·log₁₀ λ₁ (Martin and Mahoney 2021; SNAPSHOT)",
+            "(−∞, ∞)",
+            "The exponent with the size of the weights; in models of one kind a smaller one goes with better tests.",
+        ),
+    ]
