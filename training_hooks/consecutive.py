@@ -1,0 +1,160 @@
+"""How much the gradient of one epoch agrees with that of the epoch before."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import trainable
+from framework.registry import HookRegistry
+from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
+
+
+def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Iterable[str]) -> dict[str, Tensor]:
+    """Return how two mean gradients agree, flat vectors both: the metrics of :class:`Consecutive`.
+
+    ``shared`` names the parameters that had a gradient both times, the ones with a cosine of their own.
+    """
+    products, squares, earlier = layout.dots(now, before), layout.dots(now, now), layout.dots(before, before)
+    product, square, square_before = products.sum(), squares.sum(), earlier.sum()
+    change = now - before
+    cosines = layout.by_name(products / (squares.sqrt() * earlier.sqrt()))
+    return {
+        "cosine": product / (square.sqrt() * square_before.sqrt()),
+        "norm_ratio": square.sqrt() / square_before.sqrt(),
+        "relative_change": layout.dot(change, change).sqrt() / square_before.sqrt(),
+        **{f"parameter_cosine/{name}": cosines[name] for name in layout.names if name in set(shared)},
+    }
+
+
+@HookRegistry.register
+class Consecutive(TrainingHook):
+    """Measure the cosine between the mean gradients of successive epochs, over all parameters and for each.
+
+    The mean gradient is that over the epoch's steps, as POST_BACKWARD saw it. In the step loop an epoch is one pass
+    over the data (or ``interval`` steps), and the report comes at POST_BACKWARD of its last step.
+
+    Assumes at least two epochs, and that the same parameters are trained in both; where that changes, the report is
+    left out. A parameter without gradient stands for zeros. Keeps the last mean gradient, in the step loop also the
+    sum that grows, in float32 or wider.
+
+    Args:
+        interval: in the step loop, the steps to a mean gradient; 0: one pass over the data.
+    """
+
+    name = "consecutive"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_BACKWARD})
+    loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
+    needs_grads = True
+
+    def __init__(self, *, interval: int = 0) -> None:
+        if interval < 0:
+            raise UsageError(f"consecutive.interval is {interval}; it must be 0 (one pass over the data) or more.")
+        self._interval = interval
+        self._memory = FlatMemory()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last mean gradient, and the sum towards the next."""
+        self._memory.clear()
+        self._owners: dict[str, list[str]] = {}
+        self._summed = 0
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a run that has no two epochs to compare; raises :class:`UnsuitableError`."""
+        length = run.steps_per_epoch if run.loop == "epoch" else self._interval or run.steps_per_epoch
+        if run.steps < 2 * length:
+            remedy = " Set --hook-config consecutive.interval=STEPS to a shorter one." if run.loop == "step" else ""
+            raise UnsuitableError(
+                f"Hook 'consecutive' compares the mean gradients of two intervals of {length} steps, and the run has "
+                f"{run.steps} steps.{remedy}"
+            )
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return how the finished epoch's mean gradient agrees with that before; nothing while there is only one."""
+        if ctx.hook_point is HookPoint.POST_BACKWARD:
+            return self._gather(ctx)
+        if not ctx.accumulated_grads:
+            self.reset()
+            return {}
+        layout = self._layout(ctx)
+        return self._compare(layout, layout.copy(ctx.accumulated_grads, layout.zeros()), list(ctx.accumulated_grads))
+
+    def _layout(self, ctx: RunDataContext) -> FlatLayout:
+        """Return the layout of the trained parameters; where these are others than before, begin anew."""
+        trained = trainable(ctx.model)
+        if self._memory.names == list(trained):
+            return self._memory.layout(ctx.model)
+        self.reset()
+        return self._memory.begin(trained)
+
+    def _compare(self, layout: FlatLayout, now: FlatVector, owners: list[str]) -> Metrics:
+        """Return how a mean gradient agrees with the last one, which it replaces; ``owners`` had a gradient."""
+        before = self._memory.vectors.get("before")
+        shared = [name for name in owners if name in self._owners.get("before", ())]
+        self._memory.vectors, self._owners = {"before": now}, {"before": owners}
+        return {} if before is None else agreement(layout, now.data, before.data, shared)
+
+    def _gather(self, ctx: RunDataContext) -> Metrics:
+        """Add a step's gradient to the sum, in the step loop; at the end of an interval compare the mean."""
+        layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
+        vectors, gradients = self._memory.vectors, layout.gradients()
+        if not self._summed:
+            vectors["sum"], self._owners["sum"] = layout.zeros(), []
+        layout.add(gradients, vectors["sum"])
+        self._owners["sum"] += [name for name in gradients if name not in self._owners["sum"]]
+        self._summed += 1
+        length = self._interval or len(ctx.loader)
+        if ctx.step % length:
+            return {}
+        steps, self._summed = self._summed, 0
+        if steps < length or not self._owners["sum"]:
+            self.reset()
+            return {}
+        vectors["sum"].data.div_(steps)
+        return self._compare(layout, vectors["sum"], self._owners["sum"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last mean gradient and the sum towards the next, with the parameters that had a gradient."""
+        return {"memory": self._memory.state_dict(), "owners": self._owners, "summed": self._summed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._memory.load_state_dict(state["memory"])
+        self._owners = {name: list(owners) for name, owners in state["owners"].items()}
+        self._summed = state["summed"]
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the agreement; ḡ is the mean gradient of the epoch, ḡ' that of the epoch before."""
+        return [
+            MetricInfo(
+                "cosine",
+                "ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before",
+                "[−1, 1]",
+                "Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0: "
+                "they contradict each other, as when overshooting a valley. NaN: one of the two is zero.",
+            ),
+            MetricInfo(
+                "norm_ratio",
+                "‖ḡ‖₂ / ‖ḡ'‖₂",
+                "[0, ∞]",
+                "Above 1: the gradient grows from epoch to epoch.",
+            ),
+            MetricInfo(
+                "relative_change",
+                "‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂",
+                "[0, ∞]",
+                "0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.",
+            ),
+            MetricInfo(
+                "parameter_cosine/<parameter>",
+                "ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs",
+                "[−1, 1]",
+                "Which layers still have a steady direction.",
+            ),
+        ]

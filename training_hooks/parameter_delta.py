@@ -1,0 +1,120 @@
+"""How much the parameters change over an epoch, as a whole and one by one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import trainable
+from framework.registry import HookRegistry
+from training_hooks.flat_shards import FlatLayout, FlatMemory
+
+
+def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]:
+    """Return how ``now`` differs from ``before``, flat vectors both: the metrics of :class:`ParameterDelta`."""
+    delta = now - before
+    squares, earlier = layout.dots(delta, delta), layout.dots(before, before)
+    largest = layout.maxima(delta)
+    metrics = {
+        "total_delta": squares.sum().sqrt(),
+        "total_relative_delta": (squares.sum() / earlier.sum()).sqrt(),
+        "max_abs_delta": largest.max(),
+        "changed_fraction": layout.nonzeros(delta) / layout.elements(),
+    }
+    each = {"delta": squares.sqrt(), "relative_delta": (squares / earlier).sqrt(), "max_abs": largest}
+    for metric, values in each.items():
+        metrics |= {f"{metric}/{name}": value for name, value in layout.by_name(values).items()}
+    return metrics
+
+
+@HookRegistry.register
+class ParameterDelta(TrainingHook):
+    """Measure how far the trained parameters have moved over an epoch, in the step loop from SNAPSHOT to SNAPSHOT.
+
+    The change is that between two reports (before the first: since the strategy began), whatever made it: updates,
+    weight decay, a hook that commits. It is the net change: what was taken back in between does not show.
+
+    Assumes that the same parameters are trained from one report to the next; where that changes, the next report is
+    left out. Keeps one copy of the parameters, in float32 or wider.
+    """
+
+    name = "parameter_delta"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
+
+    def __init__(self) -> None:
+        self._memory = FlatMemory()
+
+    def reset(self) -> None:
+        """Forget the parameters kept."""
+        self._memory.clear()
+
+    def start(self, run: RunInfo) -> None:
+        """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
+        if not self._memory.names:
+            self._memory.vectors = {"before": self._memory.begin(trainable(run.model)).values()}
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return the change since the last report, nothing if other parameters were trained then; keep what is now."""
+        trained = trainable(ctx.model)
+        if self._memory.names != list(trained):
+            self._memory.vectors = {"before": self._memory.begin(trained).values()}
+            return {}
+        layout = self._memory.layout(ctx.model)
+        now, before = layout.values(), self._memory.vectors["before"]
+        self._memory.vectors = {"before": now}
+        return change(layout, before.data, now.data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters at the last report."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._memory.load_state_dict(state)
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the change; Δ = θ − θ', θ' the parameters at the last report or, before the first, the start."""
+        return [
+            MetricInfo(
+                "total_delta",
+                "‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)",
+                "[0, ∞)",
+                "The net movement. Far below the sum of the steps (path_length): the steps cancel.",
+            ),
+            MetricInfo(
+                "total_relative_delta",
+                "‖Δ‖₂ / ‖θ'‖₂",
+                "[0, ∞]",
+                "Movement relative to the weights; near 0: training has settled or the learning rate has run out.",
+            ),
+            MetricInfo(
+                "max_abs_delta",
+                "max |Δᵢ| over all elements",
+                "[0, ∞)",
+                "Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.",
+            ),
+            MetricInfo(
+                "changed_fraction",
+                "elements with Δᵢ ≠ 0 / all elements",
+                "[0, 1]",
+                "Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low "
+                "precision.",
+            ),
+            MetricInfo(
+                "delta/<parameter>", "‖Δ_p‖₂ of one parameter", "[0, ∞)", "Which layers move; 0: it stands still."
+            ),
+            MetricInfo(
+                "relative_delta/<parameter>",
+                "‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter",
+                "[0, ∞]",
+                "Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.",
+            ),
+            MetricInfo(
+                "max_abs/<parameter>", "max |Δᵢ| over the parameter's elements", "[0, ∞)", "Finds the outlier's layer."
+            ),
+        ]

@@ -1,0 +1,247 @@
+"""The variance of successive gradients over windows of steps, and the signal that stands above it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import EVERY_STEP, HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import trainable
+from framework.registry import HookRegistry
+from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
+
+
+@dataclass
+class Chunk:
+    """What is kept of ``count`` successive gradients g: their mean, and how they scatter around it.
+
+    ``mean`` is a flat vector, ``scatter`` holds Σ‖g_t − mean‖² of each parameter, ``changes`` is Σ‖g_{t+1} − g_t‖²
+    over all parameters, ``link`` the squared change to the first gradient from the one before the chunk.
+    """
+
+    mean: Tensor
+    scatter: Tensor
+    changes: Tensor
+    link: Tensor
+    count: int
+    owners: list[str]
+
+    @classmethod
+    def empty(cls, layout: FlatLayout) -> "Chunk":
+        """Return a chunk without gradients."""
+        mean = layout.zeros().data
+        scatter = torch.zeros(len(layout.names), dtype=torch.float64, device=mean.device)
+        return cls(mean, scatter, scatter.new_zeros(()), scatter.new_zeros(()), 0, [])
+
+    def on(self, device: torch.device) -> "Chunk":
+        """Return the chunk on a device."""
+        mean, scatter, changes, link = (
+            tensor.to(device) for tensor in (self.mean, self.scatter, self.changes, self.link)
+        )
+        return replace(self, mean=mean, scatter=scatter, changes=changes, link=link)
+
+
+def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> None:
+    """Add a gradient to a chunk, in place, by Welford's recurrence; ``work`` is overwritten."""
+    chunk.count += 1
+    torch.sub(gradient, chunk.mean, out=work)
+    if chunk.count > 1:
+        chunk.scatter += layout.dots(work, work) * ((chunk.count - 1) / chunk.count)
+    chunk.mean.add_(work, alpha=1 / chunk.count)
+
+
+def joined(chunks: Sequence[Chunk], layout: FlatLayout) -> Chunk:
+    """Return successive chunks as one (Chan, Golub and LeVeque 1983, for more than two)."""
+    if len(chunks) == 1:
+        return chunks[0]
+    count = sum(chunk.count for chunk in chunks)
+    mean, whole = torch.zeros_like(chunks[0].mean), Chunk.empty(layout)
+    for chunk in chunks:
+        mean.add_(chunk.mean, alpha=chunk.count / count)
+    for chunk in chunks:
+        aside = chunk.mean - mean
+        whole.scatter += chunk.scatter + layout.dots(aside, aside) * chunk.count
+        whole.changes += chunk.changes + (0 if chunk is chunks[0] else chunk.link)
+    owners = [name for name in layout.names if any(name in chunk.owners for chunk in chunks)]
+    return replace(whole, mean=mean, count=count, link=chunks[0].link, owners=owners)
+
+
+def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
+    """Return the metrics of :class:`Variance` from a window's moments."""
+    count = window.count
+    signals, variances = layout.dots(window.mean, window.mean), window.scatter / (count - 1)
+    signal, variance = signals.sum(), variances.sum()
+    successive = window.changes / (2 * (count - 1))
+    metrics = {
+        "total_variance": variance,
+        "mean_norm": signal.sqrt(),
+        "signal_to_noise": signal / variance,
+        "unbiased_signal_to_noise": signal / variance - 1 / count,
+        "successive_variance": successive,
+        "successive_ratio": successive / variance,
+    }
+    each = {"parameter_variance": variances, "parameter_signal_to_noise": signals / variances}
+    for metric, values in each.items():
+        named = layout.by_name(values)
+        metrics |= {f"{metric}/{name}": named[name] for name in layout.names if name in window.owners}
+    return metrics
+
+
+@HookRegistry.register
+class Variance(TrainingHook):
+    """Measure the variance of the steps' gradients over windows of steps, and their signal-to-noise ratio.
+
+    The gradients are those of POST_BACKWARD. A window of ``window`` successive steps begins every ``every`` steps and
+    is reported at its last step: with ``every`` from ``window`` on, the windows are apart, and the steps between them
+    cost nothing; below, they slide by ``every`` steps.
+
+    Assumes that the gradients of a window are draws around one mean, though the parameters move meanwhile:
+    ``successive_ratio`` tells how far that holds. A parameter without gradient at a step counts as zero there. Keeps
+    three gradients in float32 or wider (mean, newest, one to work in), and ``window/every − 1`` more where windows
+    slide.
+
+    Args:
+        window: steps in a window.
+        every: steps from the beginning of a window to that of the next; below ``window`` it must divide it.
+    """
+
+    name = "variance"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+
+    def __init__(self, *, window: int = 20, every: int = 100) -> None:
+        if window < 2:
+            raise UsageError(f"variance.window is {window}; it must be at least 2.")
+        if every < 1 or (every < window and window % every):
+            raise UsageError(
+                f"variance.every is {every}; it must be a divisor of variance.window ({window}), or at least as long."
+            )
+        self._window = window
+        self._length = min(window, every)
+        apart = StepSchedule(mode="burst", every_n_steps=every, burst_length=window) if every > window else None
+        self.step_schedule = apart or EVERY_STEP
+        self._memory = FlatMemory()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients seen."""
+        self._memory.clear()
+        self._spare: FlatVector | None = None
+        self._chunks: list[Chunk] = []
+        self._last_step = 0
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a run that is shorter than a window; raises :class:`UnsuitableError`."""
+        if run.steps < self._window:
+            raise UnsuitableError(
+                f"Hook 'variance' measures over windows of {self._window} steps, and the run has {run.steps} steps. "
+                "Set --hook-config variance.window=STEPS to a shorter one."
+            )
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Take a step's gradient in; return the metrics of a window that it completes."""
+        if ctx.step != self._last_step + 1:
+            self.reset()
+        self._last_step = ctx.step
+        layout = self._extend(ctx)
+        if self._chunks[-1].count < self._length:
+            return {}
+        needed = self._window // self._length
+        complete = [chunk.on(layout.device) for chunk in self._chunks]
+        self._chunks = complete[1:] if len(complete) == needed else complete
+        return statistics(joined(complete, layout), layout) if len(complete) == needed else {}
+
+    def _layout(self, ctx: RunDataContext) -> FlatLayout:
+        """Return the layout of the trained parameters; a chunk begins with those of the moment."""
+        if self._chunks and self._chunks[-1].count < self._length:
+            return self._memory.layout(ctx.model)
+        trained = trainable(ctx.model)
+        if self._memory.names != list(trained):
+            self.reset()
+            self._memory.begin(trained)
+        layout = self._memory.layout(ctx.model)
+        self._chunks.append(Chunk.empty(layout))
+        return layout
+
+    def _extend(self, ctx: RunDataContext) -> FlatLayout:
+        """Add the step's gradient to the newest chunk, a new one if that is full."""
+        layout = self._layout(ctx)
+        gradients = layout.gradients()
+        now = layout.copy(gradients, self._spare or layout.zeros())
+        chunk = self._chunks[-1] = self._chunks[-1].on(layout.device)
+        chunk.owners += [name for name in gradients if name not in chunk.owners]
+        previous = self._memory.vectors.get("previous")
+        work = previous or layout.zeros()
+        if previous is not None:
+            change = torch.sub(now.data, previous.data, out=work.data)
+            (chunk.changes if chunk.count else chunk.link).add_(layout.dot(change, change))
+        extend(chunk, layout, now.data, work.data)
+        self._memory.vectors["previous"], self._spare = now, work
+        return layout
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest gradient and the moments of the windows under way."""
+        chunks = [dict(vars(chunk)) for chunk in self._chunks]
+        return {"memory": self._memory.state_dict(), "chunks": chunks, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.reset()
+        self._memory.load_state_dict(state["memory"])
+        self._chunks = [Chunk(**{**chunk, "owners": list(chunk["owners"])}) for chunk in state["chunks"]]
+        self._last_step = state["last_step"]
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the moments of the W gradients g_t of a window, with mean ḡ."""
+        return [
+            MetricInfo(
+                "total_variance",
+                "tr Σ̂ = Σ_t ‖g_t − ḡ‖² / (W − 1), g_t the W = window gradients, ḡ their mean",
+                "[0, ∞)",
+                "How much a step's gradient strays from the mean; falls in proportion to the batch size, if the "
+                "examples do not contradict each other over time.",
+            ),
+            MetricInfo("mean_norm", "‖ḡ‖₂", "[0, ∞)", "The part of the gradient that persists over the window."),
+            MetricInfo(
+                "signal_to_noise",
+                "‖ḡ‖² / tr Σ̂; NaN if all gradients are zero",
+                "[0, ∞]",
+                "Noise alone gives about 1/W. Above 1: the steps agree; far below: they wander.",
+            ),
+            MetricInfo(
+                "unbiased_signal_to_noise",
+                "‖ḡ‖² / tr Σ̂ − 1/W",
+                "[−1/W, ∞]",
+                "The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise.",
+            ),
+            MetricInfo(
+                "successive_variance",
+                "Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs",
+                "[0, ∞)",
+                "The variance without slow drift, which cancels in the differences.",
+            ),
+            MetricInfo(
+                "successive_ratio",
+                "successive_variance / total_variance (von Neumann's ratio / 2)",
+                "[0, 2]",
+                "About 1: independent draws around one mean, as assumed. Below: the mean drifts, and part of "
+                "total_variance is that drift. Above: the gradients alternate, as in an oscillation.",
+            ),
+            MetricInfo(
+                "parameter_variance/<parameter>",
+                "tr Σ̂ of one parameter that had a gradient in the window",
+                "[0, ∞)",
+                "Which layers' gradients are noisy. They add up to total_variance.",
+            ),
+            MetricInfo(
+                "parameter_signal_to_noise/<parameter>",
+                "‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero",
+                "[0, ∞]",
+                "Which layers still have a signal; noise alone gives about 1/W.",
+            ),
+        ]
