@@ -61,7 +61,7 @@ def lent_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float | torch.Tensor] | None) -> Iterator[None]:
+def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
     """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs)."""
     if rates is None:
         yield
@@ -69,7 +69,7 @@ def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float 
     before = [group["lr"] for group in groups]
     try:
         for group, held, rate in zip(groups, before, rates, strict=True):
-            group["lr"] = torch.full_like(held, float(rate)) if isinstance(held, torch.Tensor) else float(rate)
+            group["lr"] = torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate
         yield
     finally:
         for group, held in zip(groups, before, strict=True):

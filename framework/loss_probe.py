@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from framework.borrowing import (
 from framework.curvature import Method, central_difference, exact_product
 from framework.data import Batch
 from framework.errors import LoopscopeError
-from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable
+from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from framework.profiler import Profiler
 from framework.train_step import TrainingTask, forward_backward
 from framework.training_state import TrainingState
@@ -105,11 +106,15 @@ class LossProbe:
 
 def _mean_over_rows(measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:
     """Return the mean of a vector over batches, weighted by their rows, in float32 or wider."""
+    remaining = iter(batches)
+    ahead = list(islice(remaining, 2))
+    if not ahead:
+        raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
+    if len(ahead) == 1:
+        return widened(measure(ahead[0]))
     total: dict[str, Tensor] = {}
     count = 0
-    for batch in batches:
+    for batch in chain(ahead, remaining):
         total = accumulate(total, measure(batch), rows(batch))
         count += rows(batch)
-    if not count:
-        raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
     return scaled(1 / count, total)

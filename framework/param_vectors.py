@@ -132,6 +132,11 @@ def overwrite(targets: Vector, values: Vector) -> None:
         torch._foreach_copy_(local_shards([targets[name] for name in values]), local_shards(values.values()))
 
 
+def widened(vector: Vector) -> dict[str, Tensor]:
+    """Return a vector in float32 or wider: its own tensors where they are."""
+    return {name: _wide(value) for name, value in vector.items()}
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in WIDE else tensor.float()
 

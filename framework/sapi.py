@@ -172,9 +172,7 @@ class ModelDataContext:
                 stack.enter_context(lent_buffers(self.model))
             return self._train(loader, step=step)
 
-    def take_step(
-        self, batch: Batch | None = None, *, learning_rates: Sequence[float | Tensor] | None = None
-    ) -> Tensor:
+    def take_step(self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None) -> Tensor:
         """Train one step on a batch (default: the current one), as the loop does, and return its loss before the step.
 
         ``learning_rates`` has one for each of the optimizer's parameter groups; they hold for this step only, and the

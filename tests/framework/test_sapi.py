@@ -166,7 +166,7 @@ def test_a_parameter_outside_the_optimizer_does_not_pile_up_gradients():
 def test_a_batch_must_come_from_somewhere():
     ctx = context()
     ctx._state.loop.batch = None
-    for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients):
+    for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients, ctx.take_step):
         with pytest.raises(LoopscopeError, match="no current batch at this hook point; pass a batch"):
             verb()
 
@@ -206,6 +206,52 @@ def test_an_epoch_without_steps_moves_nothing_and_averages_the_gradients_of_its_
     each = [ctx.compute_batch_gradients(batch) for batch in ctx.loader.batches(0)]
     expected = {name: torch.stack([gradient[name] for gradient in each]).mean(dim=0) for name in each[0]}
     assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
+def test_steps_over_the_batches_of_an_epoch_are_the_training_epoch(loop, interval):
+    ctx, other = context(loop=loop, scheduler_interval=interval), context(loop=loop, scheduler_interval=interval)
+    seed_everything(5)
+    losses = [ctx.take_step(batch) for batch in ctx.loader.batches(0)]
+    seed_everything(5)
+    other.run_training_epoch(other.loader)
+    assert differing(other._state.digest(), ctx._state.digest()) == []
+    fresh = context()
+    seed_everything(5)
+    assert losses[0] == mean_loss(fresh.model, next(ctx.loader.batches(0)))
+    assert all(loss.ndim == 0 and not loss.requires_grad for loss in losses)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_learning_rates_given_with_a_step_hold_for_it_alone_and_leave_the_scheduler_where_it_is(tensor):
+    ctx, other = context(loop="step"), context(loop="step")
+    if tensor:
+        ctx._task.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
+    held, scheduler = ctx._task.optimizer.param_groups[0]["lr"], ctx._task.scheduler.state_dict()
+    with ctx._state.streams.isolated():
+        ctx.take_step(learning_rates=[0.3])
+    assert ctx._task.optimizer.param_groups[0]["lr"] is held
+    assert held == 0.05
+    assert ctx._task.scheduler.state_dict() == scheduler
+    other._task.optimizer.param_groups[0]["lr"] = 0.3
+    other.take_step()
+    assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
+
+
+def test_a_step_that_fails_gives_back_learning_rates_and_gradients():
+    ctx = context()
+    held = gradients(ctx.model)
+
+    def failing(model, batch):
+        raise ValueError("no loss")
+
+    ctx._task.compute_loss = failing
+    with pytest.raises(ValueError, match="no loss"):
+        ctx.take_step(learning_rates=[0.3])
+    assert ctx._task.optimizer.param_groups[0]["lr"] == 0.05
+    assert all(gradient is held[name] for name, gradient in gradients(ctx.model).items())
+    with pytest.raises(LoopscopeError, match="given 2 learning rates, but the optimizer has 1 parameter groups"):
+        ctx.take_step(learning_rates=[0.3, 0.3])
 
 
 def test_an_empty_loader_is_refused():
@@ -261,6 +307,7 @@ CHANGING = {
     "branch": lambda ctx: ctx.branch().__enter__(),
     "restore_pre_epoch": lambda ctx: ctx.restore_pre_epoch(),
     "apply_perturbation": lambda ctx: ctx.apply_perturbation(trainable(ctx.model), 1.0),
+    "take_step": lambda ctx: ctx.take_step(),
     "run_training_epoch": lambda ctx: ctx.run_training_epoch(ctx.loader),
     "finite_difference": lambda ctx: ctx.hessian_vector_product(trainable(ctx.model), method="finite_difference"),
 }
