@@ -1,0 +1,166 @@
+"""The gradient noise scale against closed forms, exhaustive averages and gradients taken row by row."""
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.data import TensorLoader, fixed_order
+from framework.digest import described
+from framework.errors import UsageError
+from framework.loops import step_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import Case, RecordingSink, train
+from training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
+
+
+def estimates(gradients: Tensor, sizes: list[int]) -> tuple[float, float]:
+    """Return signal and noise from row gradients, shape (rows, dimensions), split into parts of these sizes."""
+    gathered = PartNorms()
+    for part in gradients.split(sizes):
+        gathered.add({"w": part.mean(dim=0)}, len(part))
+    signal, noise = signal_and_noise(gathered.squared_norms(), gathered.rows / gathered.parts, gathered.rows)
+    return signal.item(), noise.item()
+
+
+def regression_gradients(count: int, error: Tensor, label_noise: float) -> Tensor:
+    """Draw gradients of ½(w·x − y)² with x ~ N(0, I), y = w*·x + N(0, label_noise²), error = w − w*."""
+    x = torch.randn(count, len(error), dtype=torch.float64)
+    return (x @ error - label_noise * torch.randn(count, dtype=torch.float64))[:, None] * x
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [8, 5, 3], [3, 13], [4] * 4])
+def test_linear_regression_gives_its_known_signal_and_noise_within_four_standard_errors(sizes):
+    torch.manual_seed(len(sizes))
+    error, label_noise = torch.tensor([0.5, -1.0, 0.3], dtype=torch.float64), 0.7
+    energy = error.square().sum().item()
+    known = (energy, 3 * (energy + label_noise**2) + energy)
+    draws = [estimates(regression_gradients(16, error, label_noise), sizes) for _ in range(2000)]
+    for values, expected in zip(zip(*draws, strict=True), known, strict=True):
+        scatter = torch.tensor(values, dtype=torch.float64)
+        standard_error = scatter.std() / math.sqrt(len(scatter))
+        assert abs(scatter.mean() - expected) < 4 * standard_error < 0.2 * expected
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1], [2, 1, 1], [3, 3]])
+def test_over_all_orders_of_the_rows_the_means_are_exact(sizes):
+    gradients = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    orders = list(itertools.permutations(range(6), sum(sizes)))
+    found = torch.tensor([estimates(gradients[list(order)], sizes) for order in orders], dtype=torch.float64).mean(0)
+    noise = gradients.var(dim=0).sum()
+    assert found[1] == pytest.approx(noise.item(), rel=1e-9)
+    assert found[0] == pytest.approx((gradients.mean(0).square().sum() - noise / 6).item(), rel=1e-9)
+
+
+def test_gradients_that_agree_have_no_noise_and_opposite_ones_no_signal():
+    agreeing = torch.tensor([[3.0, 4.0]], dtype=torch.float64).repeat(4, 1)
+    assert estimates(agreeing, [2, 2]) == (25, 0)
+    assert estimates(agreeing * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), [2, 2]) == (-25, 100)
+
+
+def square_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0])[:, 0] - batch[1]).square().mean() / 2
+
+
+def regression_task(batch_size: int, *, lr: float = 0.05, **settings: int) -> TrainingTask:
+    """Make a float64 regression on 22 rows."""
+    torch.manual_seed(4)
+    model = nn.Linear(3, 1, bias=False).double()
+    data = (torch.randn(22, 3, dtype=torch.float64), torch.randn(22, dtype=torch.float64))
+    loader = TensorLoader(data, batch_size, fixed_order(torch.arange(22)))
+    return TrainingTask(model, torch.optim.SGD(model.parameters(), lr=lr), loader, square_loss, **settings)
+
+
+def measured(task: TrainingTask, hook: GradientNoiseScale, start: dict[str, int] | None = None) -> list[dict]:
+    """Run the step loop and return what the hook reports, a dict for each fire with its step."""
+    state, sink, rows = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink(), {}
+    vars(state.loop).update(start or {})
+    step_loop(task, HookManager([hook], task, state, loop="step", sinks=[sink], audit=True))
+    for name, _, step, value in sink.rows("gradient_noise_scale"):
+        rows.setdefault(step, {"step": step})[name.removeprefix("gradient_noise_scale/")] = value
+    return list(rows.values())
+
+
+@pytest.mark.parametrize(("parts", "sizes"), [(2, [[5, 5], [5, 5], [1, 1]]), (3, [[4, 4, 2], [4, 4, 2], [1, 1]])])
+def test_in_a_run_each_estimate_is_that_of_the_gradients_row_by_row(parts, sizes):
+    task = regression_task(10, lr=0.0, length=3)
+    reports = measured(task, GradientNoiseScale(every_n_steps=1, parts=parts, decay=0.0))
+    weight = task.model.weight.detach()[0]
+    for report, (x, y), split in zip(reports, task.loader.batches(0), sizes, strict=True):
+        signal, noise = estimates((x @ weight - y)[:, None] * x, split)
+        expected = {"signal": signal, "noise": noise, "noise_scale": noise / signal, "batch_rows": sum(split)}
+        expected |= {"signal_estimate": signal, "noise_estimate": noise, "step": report["step"]}
+        assert report == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 1.0])
+def test_signal_and_noise_are_averaged_each_by_itself_before_they_are_divided(decay):
+    reports = measured(regression_task(6, length=12), GradientNoiseScale(every_n_steps=2, decay=decay))
+    assert [report["step"] for report in reports] == [1, 3, 5, 7, 9, 11]
+    for count, report in enumerate(reports, start=1):
+        weights = [decay**age for age in reversed(range(count))]
+        for name in ("signal", "noise"):
+            values = [earlier[f"{name}_estimate"] for earlier in reports[:count]]
+            average = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+            assert report[name] == pytest.approx(average, rel=1e-9)
+        assert report["noise_scale"] == pytest.approx(report["noise"] / report["signal"], rel=1e-12)
+
+
+def test_a_batch_of_one_row_is_left_out():
+    assert {report["step"] for report in measured(regression_task(7, length=8), every_step())} == {1, 2, 3, 5, 6, 7}
+
+
+def every_step() -> GradientNoiseScale:
+    return GradientNoiseScale(every_n_steps=1)
+
+
+def test_a_hook_that_was_saved_half_way_goes_on_as_if_it_had_not_been():
+    whole, task, first = (
+        measured(regression_task(6, length=8), every_step()),
+        regression_task(6, length=4),
+        every_step(),
+    )
+    measured(task, first)
+    file, second = io.BytesIO(), every_step()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    task.length = 8
+    assert measured(task, second, {"step": 4, "epoch": 1}) == whole[4:]
+    second.reset()
+    assert described(second.state_dict()) == described(every_step().state_dict())
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_micro_batches_of_the_run_change_nothing(accumulation_steps):
+    (row,) = measured(regression_task(10, length=1, accumulation_steps=accumulation_steps), GradientNoiseScale())
+    (plain,) = measured(regression_task(10, length=1), GradientNoiseScale())
+    assert row == pytest.approx(plain, rel=1e-9)
+
+
+def test_a_network_with_batch_norm_and_dropout_is_measured_without_a_trace():
+    run, bare = train(Case(), [every_step()], steps=6), train(Case(), steps=6)
+    assert len(run.sink.rows("gradient_noise_scale/noise_estimate")) == 6
+    assert all(row[3] >= 0 for row in run.sink.rows("gradient_noise_scale/noise_estimate"))
+    assert run.digests == bare.digests
+    assert run.manager.profiler.passes == {"gradient_noise_scale": {"forward_backward": 2 * 6}}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"parts": 1}, "gradient_noise_scale.parts is 1; two sizes"),
+        ({"decay": 1.5}, "gradient_noise_scale.decay is 1.5; it must lie in 0..1"),
+        ({"decay": math.nan}, "gradient_noise_scale.decay is nan"),
+        ({"every_n_steps": 0}, "every_n_steps is 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, reason):
+    with pytest.raises(UsageError, match=reason):
+        GradientNoiseScale(**options)

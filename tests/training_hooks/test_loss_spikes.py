@@ -1,0 +1,169 @@
+"""The spikes of planted series against NumPy, and of a real run with one bad batch."""
+
+import io
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.data import TensorLoader, fixed_order
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import Case, RecordingSink, train
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks.grad_clip import GradClip
+from training_hooks.loss_spikes import LossSpikes
+
+Report = dict[str, float]
+
+
+def watch(hook: LossSpikes, losses: list[float], norms: list[float] | None = None) -> list[Report]:
+    """Let a hook see one step for each loss, with a gradient of the given norm."""
+    model, reports = nn.Linear(1, 1, bias=False), []
+    for step, (loss, norm) in enumerate(zip(losses, norms or losses, strict=True), start=1):
+        model.weight.grad = torch.tensor([[norm]])
+        point = {"hook_point": HookPoint.POST_BACKWARD, "step": step}
+        metrics = hook.compute(epoch_end(model, loss=torch.tensor(loss, dtype=torch.float64), **point))
+        reports.append({name: value.item() for name, value in metrics.items()})
+    return reports
+
+
+def spiking_steps(reports: list[Report], signal: str = "loss") -> list[int]:
+    """Return the positions at which the count of spikes grew."""
+    counts = [report.get(f"{signal}_spike_count", 0) for report in reports]
+    return [index for index, (before, now) in enumerate(zip([0, *counts], counts, strict=False)) if now > before]
+
+
+def noise(count: int, seed: int = 0) -> list[float]:
+    return np.random.default_rng(seed).normal(2.0, 0.1, count).tolist()
+
+
+def by_the_rule(series: list[float], window: int, threshold: float) -> list[int]:
+    """Apply the formula to every step that has a full window before it."""
+    found = []
+    for index in range(window, len(series)):
+        previous = np.array(series[index - window : index])
+        if previous.std() >= 1e-10 and series[index] > previous.mean() + threshold * previous.std():
+            found.append(index)
+    return found
+
+
+@given(st.integers(0, 10**6), st.integers(2, 12), st.floats(0.5, 3), st.sets(st.integers(0, 39), max_size=4))
+def test_spikes_and_deviations_are_those_of_the_formula(seed, window, threshold, planted):
+    series = [value + 5 * (index in planted) for index, value in enumerate(noise(40, seed))]
+    reports = watch(LossSpikes(window=window, threshold=threshold), series, series[::-1])
+    assert spiking_steps(reports) == by_the_rule(series, window, threshold)
+    for index in range(window, 40):
+        previous = np.array(series[index - window : index])
+        expected = (series[index] - previous.mean()) / previous.std()
+        assert reports[index]["loss_deviation"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_spike_is_found_by_the_defaults_and_only_where_it_was_planted():
+    series = noise(400)
+    series[100], series[300] = 9.0, 2.0 + 0.1 * 8
+    reports = watch(LossSpikes(), series)
+    assert spiking_steps(reports) == spiking_steps(reports, "grad_norm") == [300]
+    assert all(report == {} for report in reports[:128])
+    assert reports[-1]["loss_spike_count"] == 1
+
+
+def test_loss_and_gradient_norm_are_watched_each_by_itself():
+    losses, norms = noise(60), noise(60, 1)
+    losses[30], norms[40] = 4.0, 4.0
+    reports = watch(LossSpikes(window=20), losses, norms)
+    assert (spiking_steps(reports), spiking_steps(reports, "grad_norm")) == ([30], [40])
+
+
+def test_a_lasting_rise_is_a_spike_at_its_beginning_only():
+    reports = watch(LossSpikes(window=20), noise(40) + [value + 2 for value in noise(40)])
+    assert spiking_steps(reports) == [40]
+
+
+def test_nothing_is_a_spike_while_the_values_do_not_scatter():
+    reports = watch(LossSpikes(window=8), [0.1] * 20 + [50.0])
+    assert spiking_steps(reports) == []
+    assert math.isnan(reports[-1]["loss_deviation"])
+
+
+@pytest.mark.parametrize(("overflow", "spikes"), [(math.inf, [30, 35]), (math.nan, [35])])
+def test_an_overflow_does_not_hide_the_spike_after_it(overflow, spikes):
+    series = noise(60)
+    series[30], series[35] = overflow, 4.0
+    assert spiking_steps(watch(LossSpikes(window=20), series)) == spikes
+
+
+def test_a_hook_that_was_saved_half_way_goes_on_as_if_it_had_not_been():
+    series = [*noise(30), 5.0, *noise(30, 1), 6.0, *noise(10)]
+    first, second, file = LossSpikes(window=20), LossSpikes(window=20), io.BytesIO()
+    whole = watch(LossSpikes(window=20), series)
+    watch(first, series[:40])
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert watch(second, series[40:]) == whole[40:]
+    second.reset()
+    assert watch(second, series[:40]) == whole[:40]
+
+
+def frozen_regression(bad_row: int) -> TrainingTask:
+    """Make a task that learns nothing from 40 rows of loss about 1, one of which is 400 times that."""
+    targets = (
+        torch.randn(40, 1, generator=torch.Generator().manual_seed(3)).sign() + torch.linspace(0, 0.1, 40)[:, None]
+    )
+    targets[bad_row] = 20.0
+    model = nn.Linear(1, 1, bias=False)
+    loader = TensorLoader((torch.ones(40, 1), targets), 1, fixed_order(torch.arange(40)))
+    return TrainingTask(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loader,
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        length=2,
+    )
+
+
+def test_a_bad_batch_is_warned_of_by_step_and_kind_each_time_it_comes():
+    task, sink = frozen_regression(bad_row=30), RecordingSink()
+    state = TrainingState(task.model, task.optimizer, RandomStreams(1))
+    with pytest.warns(UserWarning, match="spiked at step") as caught:
+        epoch_loop(task, HookManager([GradClip(), LossSpikes(window=16)], task, state, sinks=[sink]))
+    begins = [f"The {kind} spiked at step {step}: it was" for step in (31, 71) for kind in ("loss", "gradient norm")]
+    assert [str(warning.message)[: len(begin)] for warning, begin in zip(caught, begins, strict=True)] == begins
+    assert [row[3] for row in sink.rows("loss_spikes/grad_norm_spike_count")] == [0] * 14 + [1] * 40 + [2] * 10
+    assert [row[2] for row in sink.rows("loss_spikes/loss_deviation")] == list(range(17, 81))
+
+
+def test_without_spikes_nobody_is_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = train(Case("transformer"), [LossSpikes(window=10)], steps=60)
+    assert {row[3] for row in run.sink.rows("loss_spikes/loss_spike_count")} == {0}
+
+
+def test_a_run_that_ends_before_the_window_is_full_is_refused():
+    for steps, window in ((12, 12), (12, 128)):
+        with pytest.raises(
+            UnsuitableError, match=f"with the {window} before it, and the run has {steps} steps; choose"
+        ):
+            train(Case(), [LossSpikes(window=window)], steps=steps)
+    assert len(train(Case(), [LossSpikes(window=11)], steps=12).sink.rows("loss_spikes/loss_deviation")) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"threshold": 0.0}, {"threshold": math.inf}, {"threshold": math.nan}]
+)
+def test_options_that_cannot_work_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(UsageError, match=f"loss_spikes.{name} is {value}; "):
+        LossSpikes(**options)

@@ -1,0 +1,225 @@
+"""The diagnostics against NumPy on planted series, and against copies of the weights in real runs."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.commits import StatePart
+from framework.contexts import RunDataContext
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.param_vectors import norm
+from tests.support import OPTIMIZERS, ActingHook, Case, Run, SpyHook, at, train
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks.grad_clip import GradClip
+from training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
+
+
+class Log(at(SpyHook, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)):
+    """Keeps losses, gradient norms and the weights around each update, in float64."""
+
+    name = "log"
+
+    def __init__(self) -> None:
+        self.losses, self.norms, self.before, self.after = [], [], [], []
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        weights = torch.cat([value.detach().double().flatten() for value in ctx.model.parameters()])
+        if ctx.hook_point is HookPoint.POST_STEP:
+            self.after.append(weights)
+            return {}
+        self.before.append(weights)
+        self.losses.append(ctx.loss.item())
+        self.norms.append(torch.cat([value.grad.double().flatten() for value in ctx.model.parameters()]).norm().item())
+        return {}
+
+    def ratios(self) -> list[float]:
+        return [((b - a).norm() / a.norm()).item() for a, b in zip(self.before, self.after, strict=True)]
+
+
+def reports(run: Run) -> list[dict[str, float]]:
+    """Return what the hook reported where no step was under way, one dict for each fire."""
+    points = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+    return [
+        {name.removeprefix("training_diagnostics/"): value for name, value in metrics.items()}
+        for metrics, _, point, _ in run.sink.emitted
+        if point in points
+    ]
+
+
+def by_numpy(losses: list[float], norms: list[float], lags: int) -> dict[str, float]:
+    expected = {
+        "window_steps": len(losses),
+        "loss_volatility": np.std(losses),
+        "grad_norm_mean": np.mean(norms),
+        "grad_norm_variation": np.std(norms) / np.mean(norms),
+    }
+    if len(losses) > 2:
+        expected["loss_change_volatility"] = np.std(np.diff(losses))
+    centred = np.array(losses) - np.mean(losses)
+    for lag in range(1, min(lags, len(losses) // 4) + 1):
+        pairs = zip(centred, centred[lag:], strict=False)
+        expected[f"loss_autocorrelation_lag_{lag}"] = sum(a * b for a, b in pairs) / sum(centred**2)
+    return expected
+
+
+@pytest.mark.parametrize("case", [Case(), Case("tied", "sgd_momentum"), Case("transformer", loop="step")], ids=str)
+def test_every_report_is_that_of_the_newest_steps(case):
+    log = Log()
+    run = train(case, [log, TrainingDiagnostics(window=9, lags=2, update_every=1)], steps=12)
+    ends = [3, 6, 9, 12] if case.loop == "epoch" else [2, 4, 6, 8, 10, 12]
+    for end, report in zip(ends, reports(run), strict=True):
+        newest = slice(max(0, end - 9), end)
+        expected = by_numpy(log.losses[newest], log.norms[newest], lags=2)
+        expected["update_ratio_mean"] = np.mean(log.ratios()[newest])
+        assert report == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_update_ratio_is_that_of_copies_of_the_weights_on_the_steps_asked_for(optimizer):
+    log = Log()
+    run = train(Case("transformer", optimizer), [log, TrainingDiagnostics(update_every=4)], steps=9)
+    rows = run.sink.rows("training_diagnostics/update_ratio")
+    series = {step: value for name, point, step, value in rows if point is HookPoint.POST_STEP}
+    assert series == pytest.approx({step: log.ratios()[step - 1] for step in (1, 5, 9)}, rel=1e-5)
+
+
+def test_under_plain_sgd_it_is_the_rate_times_the_gradient_and_under_adamw_it_is_not():
+    found = {}
+    for optimizer in ("sgd_momentum", "adamw_foreach"):
+        log = Log()
+        rows = train(Case("transformer", optimizer), [log, TrainingDiagnostics()], steps=2).sink.rows()
+        (ratio,) = [row[3] for row in rows if row[0] == "training_diagnostics/update_ratio"]
+        rate = {"sgd_momentum": 1e-1, "adamw_foreach": 1e-2}[optimizer]
+        found[optimizer] = ratio / (rate * log.norms[0] / log.before[0].norm().item())
+    assert found["sgd_momentum"] == pytest.approx(1, rel=1e-5)
+    assert found["adamw_foreach"] > 5
+
+
+def test_a_change_of_the_weights_that_another_hook_commits_is_no_update():
+    def blend(ctx, model_ctx):
+        model_ctx.blend_parameters({name: torch.ones_like(p) for name, p in ctx.model.named_parameters()}, 0.5)
+
+    points = (HookPoint.POST_BACKWARD, HookPoint.POST_STEP)
+    acting = at(ActingHook, *points, mutates=False, commits={StatePart.PARAMETERS}, needs_pre_epoch_state=False)
+    log = Log()
+    run = train(Case(), [TrainingDiagnostics(update_every=1), acting(blend), log], steps=3)
+    rows = run.sink.rows("training_diagnostics/update_ratio")
+    assert [row[3] for row in rows if row[1] is HookPoint.POST_STEP] == pytest.approx(log.ratios(), rel=1e-5)
+
+
+def test_the_gradient_norm_is_the_clipped_one():
+    run = train(Case(), [GradClip(max_norm=1e-3), TrainingDiagnostics()])
+    (report,) = [report for report in reports(run) if "grad_norm_mean" in report]
+    assert report["grad_norm_mean"] == pytest.approx(1e-3, rel=1e-2)
+    assert report["grad_norm_variation"] < 1e-2
+
+
+def test_the_ratio_of_half_precision_weights_is_taken_in_float32():
+    before = {"w": torch.full((4096,), 1.0)}
+    after = {"w": torch.full((4096,), 1.0 + 2**-7, dtype=torch.bfloat16)}
+    assert update_ratio(before, after).item() == pytest.approx(2**-7, rel=1e-6)
+    assert norm({"w": torch.full((4096,), 3e4)}) > torch.finfo(torch.float16).max
+    grown = {"w": torch.full((4096,), 3e4 + 16, dtype=torch.float16)}
+    assert update_ratio({"w": torch.full((4096,), 3e4)}, grown).item() == pytest.approx(16 / 3e4, rel=1e-4)
+
+
+def test_the_autocorrelation_of_an_autoregression_falls_by_its_coefficient():
+    draws = np.random.default_rng(0).normal(size=20000)
+    series = [draws[0]]
+    for draw in draws[1:]:
+        series.append(0.8 * series[-1] + draw)
+    for lag in (1, 2, 5):
+        assert autocorrelation(torch.tensor(series), lag).item() == pytest.approx(0.8**lag, abs=0.03)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=4, max_size=30).filter(lambda values: np.std(values) > 1e-3))
+def test_autocorrelation_is_that_of_numpy_and_knows_neither_scale_nor_level(values):
+    series = torch.tensor(values, dtype=torch.float64)
+    expected = by_numpy(values, [1.0] * len(values), lags=1)["loss_autocorrelation_lag_1"]
+    assert autocorrelation(series, 1).item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    for lag in (1, 2):
+        moved = autocorrelation(3 - 2 * series, lag)
+        torch.testing.assert_close(moved, autocorrelation(series, lag), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_values_have_no_scatter_and_no_autocorrelation():
+    equal = torch.full((7,), 0.1, dtype=torch.float64)
+    assert spread(equal) == 0
+    assert autocorrelation(equal, 1).isnan()
+
+
+def feed(hook: TrainingDiagnostics, steps: range) -> list[dict[str, float]]:
+    """Let a hook see steps of a model whose weight moves by 1/step; return what it reports after each."""
+    found = []
+    for step in steps:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 2.0)
+        model.weight.grad = torch.full((1, 1), float(step % 5))
+        fields = {"step": step, "loss": torch.tensor(math.sin(step))}
+        hook.compute(epoch_end(model, hook_point=HookPoint.PRE_UPDATE, **fields))
+        hook = through_a_file(hook) if step == 8 else hook
+        with torch.no_grad():
+            model.weight += 1 / step
+        hook.compute(epoch_end(model, hook_point=HookPoint.POST_STEP, **fields))
+        found.append({name: float(value) for name, value in hook.compute(epoch_end(model)).items()})
+    return found
+
+
+def through_a_file(hook: TrainingDiagnostics) -> TrainingDiagnostics:
+    file, fresh = io.BytesIO(), TrainingDiagnostics(window=8, lags=2, update_every=1)
+    torch.save(hook.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    return fresh
+
+
+def test_a_hook_that_was_saved_within_a_step_goes_on_as_if_it_had_not_been():
+    hook = TrainingDiagnostics(window=8, lags=2, update_every=1)
+    found = feed(hook, range(1, 14))
+    losses, norms = [math.sin(step) for step in range(6, 14)], [step % 5 for step in range(6, 14)]
+    expected = by_numpy(losses, norms, lags=2)
+    expected["update_ratio_mean"] = np.mean([1 / step / 2 for step in range(6, 14)])
+    assert found[-1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_reset_forgets_everything():
+    hook = TrainingDiagnostics(window=8, lags=2, update_every=1)
+    first = feed(hook, range(1, 7))
+    hook.reset()
+    assert hook.compute(epoch_end(nn.Linear(1, 1))) == {}
+    assert feed(hook, range(1, 7)) == first
+
+
+def test_what_one_step_cannot_tell_is_left_out():
+    hook = TrainingDiagnostics(update_every=2)
+    first, second, third, fourth = feed(hook, range(1, 5))
+    assert first.keys() == {"update_ratio_mean"}
+    assert second.keys() - first.keys() == {"window_steps", "loss_volatility", "grad_norm_mean", "grad_norm_variation"}
+    assert third.keys() - second.keys() == {"loss_change_volatility"}
+    assert fourth.keys() - third.keys() == {"loss_autocorrelation_lag_1"}
+
+
+def test_a_run_of_one_step_is_refused():
+    with pytest.raises(UnsuitableError, match="'training_diagnostics' measures how steps differ, and the run has 1 "):
+        train(Case(loop="step"), [TrainingDiagnostics()], steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"window": 1}, "window is 1; a standard deviation needs at least 2"),
+        ({"lags": 26}, r"lags is 26; it must lie in 0\.\.25, a quarter of the window"),
+        ({"window": 12, "lags": -1}, r"lags is -1; it must lie in 0\.\.3"),
+        ({"update_every": 0}, "update_every is 0; it must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, reason):
+    with pytest.raises(UsageError, match=f"training_diagnostics.{reason}"):
+        TrainingDiagnostics(**options)

@@ -1,0 +1,210 @@
+"""How steadily training runs: scatter and memory of the loss, scatter of the gradient norm, size of the updates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import Vector, accumulate, norm, trainable
+from framework.registry import HookRegistry
+from training_hooks.step_window import StepWindow, column
+
+EPSILON = 1e-12
+VALUES_PER_LAG = 4
+
+
+def spread(series: Tensor) -> Tensor:
+    """Return the population standard deviation of a series, exactly zero if all values are equal."""
+    return (series - series[:1]).std(correction=0)
+
+
+def autocorrelation(series: Tensor, lag: int) -> Tensor:
+    """Return Σ_t (x_t − x̄)(x_{t+lag} − x̄) / Σ_t (x_t − x̄)²; NaN if all values are equal.
+
+    The biased estimate of Box and Jenkins (Time Series Analysis, 2.1.5), both sums divided by the same n.
+
+    >>> import torch
+    >>> autocorrelation(torch.tensor([1.0, -1.0, 1.0, -1.0]), 1)
+    tensor(-0.7500)
+    """
+    shifted = series - series[:1]  # equal values then give exact zeros, not the rounding of their mean
+    centred = shifted - shifted.mean()
+    products: Tensor = (centred[lag:] * centred[: len(series) - lag]).sum()
+    return products / centred.square().sum()
+
+
+def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
+    """Return ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12), zero-dimensional; writes the difference to ``before``."""
+    size = norm(before)
+    return norm(accumulate(before, after, -1)) / (size + EPSILON)
+
+
+@HookRegistry.register
+class TrainingDiagnostics(TrainingHook):
+    """Measure loss volatility and autocorrelation, the variation of the gradient norm, and the true update ratio.
+
+    Losses and gradient norms of every step are kept for the last ``window`` steps, across epochs, and reduced at
+    POST_EPOCH, in the step loop at SNAPSHOT; a window that is not full is reduced as far as it goes, and
+    ``window_steps`` says how far. The gradient norm is that of PRE_UPDATE, as the optimizer uses it: after clipping.
+    The update ratio is measured from the weights before and after ``optimizer.step()``, weight decay included.
+
+    Assumes that loss and gradient norm scatter about a level that is steady over a window. A trend adds to the
+    volatility and pulls the autocorrelation towards 1; the volatility of changes hardly sees it.
+
+    Args:
+        window: steps over which loss and gradient norm are reduced.
+        lags: report the autocorrelation at the lags 1 to this; each once the window holds 4 values per lag.
+        update_every: measure the update ratio at one step in so many, which copies the parameters for that step.
+    """
+
+    name = "training_diagnostics"
+    hook_points = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {
+        "epoch": frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.POST_EPOCH}),
+        "step": frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.SNAPSHOT}),
+    }
+    _before: dict[str, Tensor] | None
+
+    def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
+        if window < 2:
+            raise UsageError(f"training_diagnostics.window is {window}; a standard deviation needs at least 2 steps.")
+        if not 0 <= lags <= window // VALUES_PER_LAG:
+            raise UsageError(
+                f"training_diagnostics.lags is {lags}; it must lie in 0..{window // VALUES_PER_LAG}, a quarter of the "
+                "window: fewer values say nothing about a correlation."
+            )
+        if update_every < 1:
+            raise UsageError(f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
+        self.window = window
+        self.lags = lags
+        self._updates = StepSchedule(mode="stride", every_n_steps=update_every)
+        self.reset()
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a run of one step."""
+        if run.steps < 2:
+            raise UnsuitableError(
+                f"Hook 'training_diagnostics' measures how steps differ, and the run has {run.steps} of them; at least "
+                "2 are needed."
+            )
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Collect at PRE_UPDATE, return the update ratio at POST_STEP and the rest where no step is under way."""
+        if ctx.hook_point is HookPoint.PRE_UPDATE:
+            self._collect(ctx)
+            return {}
+        if ctx.hook_point is HookPoint.POST_STEP:
+            return self._finish_update(ctx)
+        return self._reduced()
+
+    def _collect(self, ctx: RunDataContext) -> None:
+        self._steps.push(column(ctx.loss, ctx.grad_norm()))
+        if self._updates.is_due(ctx.step):
+            self._before = accumulate(None, trainable(ctx.model))
+
+    def _finish_update(self, ctx: RunDataContext) -> Metrics:
+        if self._before is None:
+            return {}
+        after = trainable(ctx.model)
+        before = {name: value.to(after[name].device) for name, value in self._before.items()}
+        self._before = None
+        ratio = update_ratio(before, after)
+        self._ratios.push(column(ratio))
+        return {"update_ratio": ratio}
+
+    def _reduced(self) -> Metrics:
+        metrics: dict[str, Any] = {}
+        losses, norms = self._steps.ordered
+        if len(losses) > 1:
+            metrics["window_steps"] = len(losses)
+            metrics["loss_volatility"] = spread(losses)
+            metrics["grad_norm_mean"] = norms.mean()
+            metrics["grad_norm_variation"] = spread(norms) / norms.mean()
+        if len(losses) > 2:
+            metrics["loss_change_volatility"] = spread(losses.diff())
+        for lag in range(1, min(self.lags, len(losses) // VALUES_PER_LAG) + 1):
+            metrics[f"loss_autocorrelation_lag_{lag}"] = autocorrelation(losses, lag)
+        if self._ratios.count:
+            metrics["update_ratio_mean"] = self._ratios.unordered.mean()
+        return metrics
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        self._steps = StepWindow(2, self.window)
+        self._ratios = StepWindow(1, -(-self.window // self._updates.every_n_steps))
+        self._before = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, the update ratios within it and, between PRE_UPDATE and POST_STEP, the weights before."""
+        state: dict[str, Any] = {"steps": self._steps.state_dict(), "ratios": self._ratios.state_dict()}
+        return state if self._before is None else {**state, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._steps.load_state_dict(state["steps"])
+        self._ratios.load_state_dict(state["ratios"])
+        self._before = state.get("before")
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the metrics; L and ‖g‖ are the n losses and gradient norms in the window."""
+        return [
+            MetricInfo(
+                "loss_volatility",
+                "population standard deviation of the step losses L in the window",
+                "[0, ∞)",
+                "Scatter between batches plus any trend; rising while the loss stays: training becomes unstable.",
+            ),
+            MetricInfo(
+                "loss_change_volatility",
+                "population standard deviation of L_{t+1} − L_t in the window",
+                "[0, ∞)",
+                "About √2 times loss_volatility: batches scatter independently. Far below it: the loss moves slowly, "
+                "by a trend. Above it: the loss alternates.",
+            ),
+            *[_autocorrelation_info(lag) for lag in range(1, self.lags + 1)],
+            MetricInfo(
+                "grad_norm_mean",
+                "mean of ‖g‖₂ over the window, g all gradients as the optimizer uses them",
+                "[0, ∞)",
+                "Its trend shows whether a clipping threshold fits; at the threshold itself every step is clipped.",
+            ),
+            MetricInfo(
+                "grad_norm_variation",
+                "population standard deviation of ‖g‖₂ / its mean, over the window",
+                "[0, √(n − 1)]",
+                "The coefficient of variation. Above about 1 a few steps have most of the gradient. NaN: no gradient.",
+            ),
+            MetricInfo(
+                "update_ratio",
+                "‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters",
+                "[0, ∞)",
+                "About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.",
+            ),
+            MetricInfo(
+                "update_ratio_mean",
+                "mean of the newest ⌈window / update_every⌉ values of update_ratio",
+                "[0, ∞)",
+                "The same over the window.",
+            ),
+            MetricInfo(
+                "window_steps",
+                "n, the steps in the window",
+                "2..window",
+                "Below `window` in the beginning: the other values then rest on fewer steps.",
+            ),
+        ]
+
+
+def _autocorrelation_info(lag: int) -> MetricInfo:
+    return MetricInfo(
+        f"loss_autocorrelation_lag_{lag}",
+        f"Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window",
+        "[−1, 1]",
+        "Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and come back. "
+        "NaN: all losses are equal.",
+    )
