@@ -1,174 +1,238 @@
-"""The Fourier spectrum of a token embedding: which frequencies a model of modular arithmetic computes with."""
+"""The Fourier spectra of embedding, decoder and neurons: which frequencies a model of modular arithmetic uses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError, unknown
+from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import whole
 from framework.registry import HookRegistry
+from training_hooks.concentration import entropy_of_shares, gini
+from training_hooks.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
+from training_hooks.fourier_metrics import FOURIER_METRICS
+from training_hooks.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
+from training_hooks.periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
+
+NEURON_ROWS = 4
+LOGITS_AT_ONCE = 2**24
+PAIRS_AT_ONCE = 4096
 
 
-def one_sided_power(signal: Tensor) -> Tensor:
-    """Return the power of a real signal at the frequencies 1..n//2, summed over columns; shape (n // 2,), float64.
+def spectrum(power: Tensor, top_k: int) -> dict[str, Any]:
+    """Return the ``top_k`` strongest frequencies of a one-sided spectrum, fewer if it has fewer, and their shares."""
+    fractions = power / power.sum()
+    top = fractions.topk(min(top_k, len(power)))
+    return {
+        "key_frequencies": list(top.indices + 1),
+        "key_fractions": list(top.values),
+        "top_k_fraction": top.values.sum(),
+        "gini": gini(power),
+    }
 
-    ``signal`` has shape (n, columns) and runs along its rows. A frequency and its conjugate are one, so its power is
-    2|X_k|²/n (|X_k|²/n at n/2, which is its own conjugate), X the discrete Fourier transform. The mean is left out:
-    the powers add up to the squared distance of the signal from its mean (Parseval).
 
-    >>> wave = torch.cos(2 * torch.pi * 3 * torch.arange(8) / 8)
-    >>> one_sided_power(wave[:, None]).round().tolist()
-    [0.0, 0.0, 4.0, 0.0]
+def prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``prefix`` before every name."""
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def acquisition(since: Tensor, is_key: Tensor, epoch: int) -> Tensor:
+    """Return since which epoch each frequency is a key frequency without a break, NaN if it is none in ``epoch``.
+
+    ``since`` is what this returned at the fire before, ``is_key`` tells which are now; both of shape (F,).
     """
-    length = signal.shape[0]
-    centred = signal.double() - signal[:1]  # equal rows then give exact zeros, not the rounding of their mean
-    power: Tensor = torch.fft.rfft(centred, dim=0).abs().square().sum(dim=1)[1:] * (2 / length)
-    if length % 2 == 0:
-        power[-1] /= 2
-    return power
+    return torch.where(is_key, since.nan_to_num(nan=float(epoch)), torch.nan)
 
 
-def gini(values: Tensor) -> Tensor:
-    """Return the Gini coefficient of n non-negative values: 0 if all are equal, 1 − 1/n if one has everything.
+def neuron_spectra(activations: Sequence[Tensor], p: int) -> Tensor:
+    """Return the power of every neuron along b, summed over a and token positions; shape (p // 2, neurons).
 
-    Σᵢ (2i − n − 1)·xᵢ / (n·Σᵢ xᵢ) over the values in ascending order, i from 1; NaN if all are zero.
-
-    >>> gini(torch.tensor([1.0, 0.0, 0.0, 0.0])).item()
-    0.75
+    ``activations`` are those of each layer on :func:`rows_of_pairs`, of shape (rows·p, ..., neurons).
     """
-    count = values.numel()
-    ranks = torch.arange(1, count + 1, device=values.device, dtype=values.dtype)
-    differences: Tensor = ((2 * ranks - count - 1) * values.sort().values).sum()
-    return differences / (count * values.sum())
-
-
-def spectral_entropy(fractions: Tensor) -> Tensor:
-    """Return the entropy −Σ f ln f of fractions that add up to 1, in nats, with 0·ln 0 = 0."""
-    terms: Tensor = torch.special.entr(fractions)
-    return terms.sum()
+    spectra = []
+    for layer in activations:
+        neurons = layer.shape[-1]
+        along_b = layer.reshape(-1, p, layer[0].numel()).transpose(0, 1)
+        power = power_of_columns(along_b.reshape(p, -1))
+        spectra.append(power.view(len(power), -1, neurons).sum(dim=1))
+    return torch.cat(spectra, dim=1)
 
 
 @HookRegistry.register
 class Fourier(TrainingHook):
-    """Measure the one-sided Fourier spectrum of the token embedding along the vocabulary.
+    """Measure the one-sided Fourier spectra of embedding, decoder and neurons along the vocabulary.
+
+    Assumes that the rows of the embedding are the residues 0..n − 1 in this order. The decoder is left out where no
+    linear layer has a row per token or it is tied to the embedding; the neurons where the training inputs are no pairs
+    of tokens or no layer widens and narrows again; the losses where the targets are not (a + b) mod n with n classes,
+    which is read from the first batch of the run.
 
     Args:
-        top_k: how many key frequencies to report.
+        top_k: how many key frequencies to report, at most.
         embedding: name of the embedding's parameter; empty: the weight of the model's first ``nn.Embedding``.
-        period: use the embedding's first ``period`` rows, the numbers 0..period − 1; 0: all rows.
+        decoder: name of the output projection's parameter; empty: the last ``nn.Linear`` with a row for each token.
+        period: use the first ``period`` rows of both, the numbers 0..period − 1; 0: all rows.
+        stride: s of the data's order by a mod s; 0: that of the configuration, if it has ``p`` and ``stride``.
+        key_factor: a frequency is acquired while it has at least this many times the even share 1/F of the power.
+        rows: values of a, drawn anew at each SNAPSHOT, that the losses are measured at with every b; 0: no losses.
     """
 
     name = "fourier"
-    hook_points = frozenset({HookPoint.POST_EPOCH})
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
 
-    def __init__(self, *, top_k: int = 5, embedding: str = "", period: int = 0) -> None:
-        if top_k < 1:
-            raise UsageError(f"top_k is {top_k}; it must be at least 1.")
+    def __init__(
+        self,
+        *,
+        top_k: int = 5,
+        embedding: str = "",
+        decoder: str = "",
+        period: int = 0,
+        stride: int = 0,
+        key_factor: float = 2.0,
+        rows: int = 16,
+    ) -> None:
+        for option, value, least in (("top_k", top_k, 1), ("stride", stride, 0), ("rows", rows, 0)):
+            if value < least:
+                raise UsageError(f"{option} is {value}; it must be at least {least}.")
         if period < 0 or period == 1:
             raise UsageError(f"period is {period}; it must be 0 (all rows) or at least 2.")
+        if not key_factor > 0:
+            raise UsageError(f"key_factor is {key_factor}; it must be positive.")
         self._top_k = top_k
         self._embedding = embedding
+        self._decoder = decoder
         self._period = period
+        self._stride = stride
+        self._key_factor = key_factor
+        self._rows = rows
+        self._loop = "epoch"
+        self._since: Tensor | None = None
+        self._adds: bool | None = None
+        """Whether the training targets are sums; found out at the first SNAPSHOT."""
 
     def start(self, run: RunInfo) -> None:
         """Find the embedding; raises :class:`UnsuitableError` if there is none that fits the options."""
-        name = self._embedding or first_embedding(run.model)
-        parameters = dict(run.model.named_parameters())
-        if name not in parameters:
-            raise unknown("parameter", name, parameters)
-        shape = tuple(parameters[name].shape)
-        if len(shape) != 2:
+        self._loop = run.loop
+        name = self._embedding or first_embedding(run.model, self.name)
+        length = self._checked_length(run.model, name, "embedding")
+        if self._decoder:
+            self._checked_length(run.model, self._decoder, "decoder")
+        if self._stride > length // 2:
             raise UnsuitableError(
-                f"fourier.embedding is {name!r}, of shape {shape}; it must be a matrix (rows are tokens)."
+                f"fourier.stride is {self._stride}, but {length} rows have {length // 2} frequencies; it must be at "
+                "most that."
             )
-        length = self._period or shape[0]
-        if not 2 <= length <= shape[0]:
+
+    def _checked_length(self, model: nn.Module, name: str, option: str) -> int:
+        rows = len(matrix_named(model, name, f"fourier.{option}"))
+        length = self._period or rows
+        if not 2 <= length <= rows:
             raise UnsuitableError(
-                f"fourier.period is {self._period}, but {name!r} has {shape[0]} rows; at least 2 are needed."
+                f"fourier.period is {self._period}, but {name!r} has {rows} rows; at least 2 are needed."
             )
-        if self._top_k > length // 2:
-            raise UnsuitableError(
-                f"fourier.top_k is {self._top_k}, but a signal of {length} rows has {length // 2} frequencies."
-            )
+        return length
+
+    def reset(self) -> None:
+        """Forget when frequencies were acquired, and what kind of data there is."""
+        self._since = self._adds = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return since when each frequency is a key frequency, and whether the targets are sums."""
+        return {"since": self._since, "adds": self._adds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._since, self._adds = state["since"], state["adds"]
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the spectrum's key frequencies and how concentrated it is."""
-        table = whole(ctx.model.get_parameter(self._embedding or first_embedding(ctx.model)))
-        power = one_sided_power(table[: self._period or None])
+        """Return the spectra of the weights after an epoch, those of the neurons and the losses at SNAPSHOT."""
+        name = self._embedding or first_embedding(ctx.model, self.name)
+        table = whole(ctx.model.get_parameter(name))[: self._period or None]
+        power = one_sided_power(table)
+        metrics: dict[str, Any] = {}
+        if ctx.hook_point is HookPoint.POST_EPOCH or self._loop == "step":
+            metrics |= self._of_the_embedding(power, ctx.epoch) | self._of_the_decoder(ctx.model, name, len(table))
+            metrics |= self._of_the_stride(power, self._stride or data_stride(ctx.config, len(table)), len(table))
+        if ctx.hook_point is HookPoint.SNAPSHOT:
+            metrics |= self._of_pairs(ctx, power, len(table))
+        return metrics
+
+    def _of_the_embedding(self, power: Tensor, epoch: int) -> dict[str, Any]:
+        metrics = spectrum(power, self._top_k)
         fractions = power / power.sum()
-        top = fractions.topk(self._top_k)
-        entropy = spectral_entropy(fractions)
-        return {
+        entropy = entropy_of_shares(fractions)
+        before = torch.full_like(power, torch.nan) if self._since is None else self._since.to(power.device)
+        self._since = acquisition(before, fractions * len(power) >= self._key_factor, epoch)
+        keys = torch.stack(metrics["key_frequencies"]) - 1
+        return metrics | {
             "total_power": power.sum(),
-            "key_frequencies": list(top.indices + 1),
-            "key_fractions": list(top.values),
-            "top_k_fraction": top.values.sum(),
-            "gini": gini(power),
             "entropy": entropy,
             "effective_frequencies": entropy.exp(),
+            "acquired_epochs": list(self._since[keys]),
+            "acquired_count": (~self._since.isnan()).sum(),
         }
 
+    def _of_the_decoder(self, model: nn.Module, embedding: str, length: int) -> dict[str, Any]:
+        name = self._decoder or output_projection(model, embedding)
+        if not name:
+            return {}
+        matrix = whole(model.get_parameter(name))[:length]
+        return prefixed("decoder_", spectrum(one_sided_power(matrix), self._top_k))
+
+    def _of_the_stride(self, power: Tensor, stride: int, length: int) -> dict[str, Any]:
+        harmonics = stride_harmonics(length, stride) if stride else []
+        if not harmonics:
+            return {}
+        share = power[[frequency - 1 for frequency in harmonics]].sum() / power.sum()
+        return {"stride_share": share, "stride_excess": share * (len(power) / len(harmonics))}
+
+    def _of_pairs(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
+        """Return what is measured on pairs of tokens, nothing if the training inputs are none."""
+        first_batch = token_pairs(next(ctx.loader.batches(ctx.epoch), None))
+        if first_batch is None:
+            return {}
+        if self._adds is None:
+            pairs, targets = first_batch
+            self._adds = torch.equal(pairs.sum(dim=1) % p, targets)
+        metrics = self._of_the_neurons(ctx, p, power.device)
+        if self._adds and self._rows:
+            metrics |= self._losses(ctx, power, p)
+        return metrics
+
+    def _of_the_neurons(self, ctx: RunDataContext, p: int, device: torch.device) -> dict[str, Any]:
+        layers = feed_forward_inputs(ctx.model)
+        if not layers:
+            return {}
+        pairs = rows_of_pairs(sampled_rows(p, NEURON_ROWS).to(device), p)
+        captured = ctx.forward(pairs, capture=layers).captured
+        power = neuron_spectra([captured[layer] for layer in layers], p)
+        purity = (power.max(dim=0).values / power.sum(dim=0)).nanmean()
+        return prefixed("neuron_", spectrum(power.sum(dim=1), self._top_k) | {"purity": purity})
+
+    def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
+        """Return the losses with the present key frequencies kept and removed, if the model has p classes."""
+        pairs = rows_of_pairs(sampled_rows(p, self._rows).to(power.device), p)
+        size = max(1, min(PAIRS_AT_ONCE, LOGITS_AT_ONCE // p))
+        pieces: tuple[Tensor, ...] = pairs.split(size)  # type: ignore[no-untyped-call]
+        logits = ctx.forward(pieces[0]).output
+        if not isinstance(logits, Tensor) or logits.shape != (len(pieces[0]), p):
+            return {}
+        first = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+        def sweep() -> Iterator[tuple[Tensor, Tensor]]:
+            yield pieces[0], first
+            for piece in pieces[1:]:
+                yield piece, ctx.forward(piece).output.to(first.dtype)
+
+        training = [found[0] for batch in ctx.loader.batches(ctx.epoch) if (found := token_pairs(batch)) is not None]
+        frequencies = power.topk(min(self._top_k, len(power))).indices + 1
+        return ablated_losses(sweep, p, frequencies, torch.cat(training).to(power.device))
+
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the spectrum; P_k is :func:`one_sided_power`, f_k = P_k / ΣP, F the number of frequencies."""
-        return [
-            MetricInfo(
-                "total_power",
-                "ΣP, P_k = 2|X_k|²/n summed over the embedding's dimensions (|X_k|²/n at k = n/2), k = 1..F, F = ⌊n/2⌋",
-                "[0, ∞)",
-                "Squared distance of the embedding's rows from their mean; 0: all tokens are embedded alike, and the "
-                "other metrics are NaN.",
-            ),
-            MetricInfo(
-                "key_frequencies",
-                "the top_k frequencies k with the largest P_k, largest first",
-                "1..F",
-                "In cycles per n tokens; a model that has generalised keeps the same few of them.",
-            ),
-            MetricInfo(
-                "key_fractions",
-                "f_k = P_k / ΣP of the key frequencies",
-                "[0, 1], descending",
-                "The share of power at each key frequency.",
-            ),
-            MetricInfo(
-                "top_k_fraction",
-                "Σ f_k over the key frequencies",
-                "[top_k/F, 1]",
-                "Near top_k/F: no structure; near 1: the embedding consists of these waves (grokked).",
-            ),
-            MetricInfo(
-                "gini",
-                "Σᵢ (2i − F − 1)·P₍ᵢ₎ / (F·ΣP), P₍ᵢ₎ ascending",
-                "[0, 1 − 1/F]",
-                "0: power is spread evenly; near 1: a few frequencies have all of it. Rises as the model generalises.",
-            ),
-            MetricInfo(
-                "entropy",
-                "−Σ f_k ln f_k",
-                "[0, ln F] nats",
-                "Falls as power gathers in few frequencies.",
-            ),
-            MetricInfo(
-                "effective_frequencies",
-                "exp(entropy)",
-                "[1, F]",
-                "How many equally strong frequencies would have this entropy.",
-            ),
-        ]
-
-
-def first_embedding(model: nn.Module) -> str:
-    """Return the name of the first ``nn.Embedding``'s weight, or raise :class:`UnsuitableError`."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            return f"{name}.weight" if name else "weight"
-    kinds = ", ".join(f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name)
-    raise UnsuitableError(
-        f"Hook 'fourier' needs a token embedding, and the model has no nn.Embedding. Its modules: "
-        f"{kinds or type(model).__name__}. Name a parameter with --hook-config fourier.embedding=NAME."
-    )
+        """Describe the spectra and the losses."""
+        return FOURIER_METRICS

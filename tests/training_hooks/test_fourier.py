@@ -12,7 +12,10 @@ from torch import nn
 from framework.errors import UsageError
 from tests.support import Case, TiedModel, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.fourier import Fourier, first_embedding, gini, one_sided_power, spectral_entropy
+from training_hooks.concentration import entropy_of_shares, gini
+from training_hooks.embeddings import first_embedding
+from training_hooks.fourier import Fourier
+from training_hooks.periodograms import one_sided_power
 
 signals = st.builds(
     lambda rows, columns, seed: torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)),
@@ -101,13 +104,13 @@ def test_gini_of_nothing_is_undefined():
 def test_entropy_lies_between_one_and_all_frequencies(values):
     fractions = torch.tensor(values, dtype=torch.float64) / sum(values)
     by_hand = -sum(float(f) * math.log(f) for f in fractions if f > 0)
-    entropy = spectral_entropy(fractions)
+    entropy = entropy_of_shares(fractions)
     assert math.isclose(entropy, by_hand, abs_tol=1e-12)
     assert -1e-12 <= entropy <= math.log(len(values)) + 1e-12
 
 
 def test_equal_shares_give_as_many_effective_frequencies():
-    assert math.isclose(spectral_entropy(torch.full((6,), 1 / 6, dtype=torch.float64)).exp(), 6, rel_tol=1e-12)
+    assert math.isclose(entropy_of_shares(torch.full((6,), 1 / 6, dtype=torch.float64)).exp(), 6, rel_tol=1e-12)
 
 
 def embed_waves(model: nn.Module, amplitudes: dict[int, float]) -> None:
@@ -138,7 +141,7 @@ def test_the_hook_finds_planted_frequencies_and_their_shares():
 
 def test_the_period_leaves_extra_tokens_out():
     run = train(Case("tied"), [Fourier(period=6, top_k=3)])
-    ((metrics, *_),) = run.sink.emitted
+    metrics, *_ = run.sink.emitted[0]
     expected = one_sided_power(run.task.model.embedding.weight.detach()[:6])
     assert metrics["fourier/total_power"] == expected.sum().item()
     assert sorted(metrics["fourier/key_frequencies"]) == [1, 2, 3]
@@ -146,7 +149,7 @@ def test_the_period_leaves_extra_tokens_out():
 
 def test_a_parameter_can_be_named_instead_of_the_first_embedding():
     run = train(Case("tied"), [Fourier(embedding="mix.weight", top_k=1)])
-    ((metrics, *_),) = run.sink.emitted
+    metrics, *_ = run.sink.emitted[0]
     assert metrics["fourier/total_power"] == one_sided_power(run.task.model.mix.weight.detach()).sum().item()
 
 
@@ -160,8 +163,8 @@ def test_a_constant_embedding_has_no_spectrum():
 
 
 def test_the_first_embedding_is_found_wherever_it_sits():
-    assert first_embedding(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Embedding(3, 2)))) == "1.0.weight"
-    assert first_embedding(nn.Embedding(3, 2)) == "weight"
+    assert first_embedding(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Embedding(3, 2))), "x") == "1.0.weight"
+    assert first_embedding(nn.Embedding(3, 2), "x") == "weight"
 
 
 def test_a_model_without_embedding_is_refused_before_the_run_naming_its_modules():
@@ -175,8 +178,8 @@ def test_a_model_without_embedding_is_refused_before_the_run_naming_its_modules(
         ({"embedding": "embeding.weight"}, "Did you mean 'embedding.weight'"),
         ({"embedding": "mix.bias"}, "must be a matrix"),
         ({"period": 8}, "has 7 rows"),
-        ({"top_k": 4}, "a signal of 7 rows has 3 frequencies"),
-        ({"top_k": 3, "period": 4}, "a signal of 4 rows has 2 frequencies"),
+        ({"stride": 4}, "7 rows have 3 frequencies"),
+        ({"decoder": "mix.bias"}, "fourier.decoder is 'mix.bias', of shape"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused_before_the_run(options, sentence):
@@ -184,7 +187,9 @@ def test_options_that_do_not_fit_the_model_are_refused_before_the_run(options, s
         train(Case("tied"), [Fourier(**{"top_k": 1, **options})])
 
 
-@pytest.mark.parametrize("options", [{"top_k": 0}, {"period": 1}, {"period": -3}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 0}, {"period": 1}, {"period": -3}, {"stride": -1}, {"rows": -1}, {"key_factor": 0}]
+)
 def test_options_out_of_range_are_refused_at_construction(options):
     with pytest.raises(UsageError, match=f"{next(iter(options))} is {next(iter(options.values()))}"):
         Fourier(**options)

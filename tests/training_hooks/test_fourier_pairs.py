@@ -1,0 +1,357 @@
+"""What the Fourier hook finds on pairs of tokens, and when: against numpy's transforms and planted models."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from framework.data import TensorLoader, fixed_order
+from framework.hook_points import HookPoint
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import (
+    BATCH,
+    ROWS,
+    TOKENS,
+    Case,
+    RecordingSink,
+    TiedModel,
+    TokenConfig,
+    data_for,
+    mean_loss,
+    run_info,
+    train,
+    transformer,
+)
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks import fourier
+from training_hooks.concentration import gini
+from training_hooks.embeddings import feed_forward_inputs, output_projection
+from training_hooks.fourier import Fourier, acquisition, neuron_spectra
+from training_hooks.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs, waves
+from training_hooks.periodograms import data_stride, one_sided_power, stride_harmonics
+
+LOSSES = ("restricted_loss", "excluded_loss", "full_loss", "full_train_loss")
+
+
+def grid(p):
+    return rows_of_pairs(torch.arange(p), p)
+
+
+def noise(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def measure(pairs, logits, p, frequencies, training_pairs, pieces=1):
+    parts = list(zip(pairs.chunk(pieces), logits.chunk(pieces), strict=True))
+    found = ablated_losses(lambda: parts, p, torch.tensor(frequencies), training_pairs)
+    return {name: value.item() for name, value in found.items()}
+
+
+def part_by_numpy(logits, p, frequencies):
+    """Keep of the two-dimensional transform of logits on the whole grid only (k, k) and (−k, −k)."""
+    transform = np.fft.fft2(logits.numpy().reshape(p, p, p), axes=(0, 1))
+    kept = np.zeros_like(transform)
+    for k in frequencies:
+        for index in {k, p - k}:
+            kept[index, index] = transform[index, index]
+    return torch.from_numpy(np.fft.ifft2(kept, axes=(0, 1)).real.reshape(p * p, p))
+
+
+@pytest.mark.parametrize(("p", "frequencies", "pieces"), [(7, [1, 3], 1), (8, [4, 1, 2], 3), (11, [5], 4), (2, [1], 1)])
+def test_the_losses_are_those_of_logits_masked_in_numpys_transform(p, frequencies, pieces):
+    pairs, logits, trained = grid(p), noise(p * p, p), torch.arange(p * p) % 3 == 0
+    part, sums = part_by_numpy(logits, p, frequencies), pairs.sum(dim=1) % p
+    restricted = functional.cross_entropy(logits.mean(dim=0) + part, sums)
+    excluded = functional.cross_entropy((logits - part)[trained], sums[trained])
+    assert measure(pairs, logits, p, frequencies, pairs[trained], pieces) == pytest.approx(
+        {
+            "restricted_loss": restricted.item(),
+            "excluded_loss": excluded.item(),
+            "full_loss": functional.cross_entropy(logits, sums).item(),
+            "full_train_loss": functional.cross_entropy(logits[trained], sums[trained]).item(),
+        }
+    )
+
+
+def clock(pairs, p, frequencies, height=3.0):
+    """Logits of a model that adds on circles: Σ_k height·cos(2πk(a + b − c)/p)."""
+    turns = pairs.sum(dim=1)[:, None] - torch.arange(p)
+    return sum(height * torch.cos(2 * math.pi * k * turns.double() / p) for k in frequencies)
+
+
+def test_a_model_that_computes_with_the_frequencies_loses_nothing_with_them_and_all_without():
+    pairs = grid(13)
+    losses = measure(pairs, clock(pairs, 13, [2, 5]), 13, [2, 5], pairs[::2])
+    assert losses["restricted_loss"] == pytest.approx(losses["full_loss"])
+    assert losses["excluded_loss"] == pytest.approx(math.log(13))
+
+
+def test_a_model_that_computes_with_other_frequencies_is_left_as_it_is_by_exclusion():
+    pairs = grid(13)
+    losses = measure(pairs, clock(pairs, 13, [2, 5]), 13, [1, 3], pairs)
+    assert losses["restricted_loss"] == pytest.approx(math.log(13))
+    assert losses["excluded_loss"] == pytest.approx(losses["full_train_loss"])
+
+
+def test_a_memorising_model_hardly_notices_the_exclusion():
+    pairs = grid(31)
+    sums = pairs.sum(dim=1) % 31
+    trained = torch.rand(len(pairs), generator=torch.Generator().manual_seed(1)) < 0.3
+    logits = 8 * functional.one_hot(sums, 31).double() * trained[:, None]
+    losses = measure(pairs, logits, 31, [3], pairs[trained])
+    assert losses["full_train_loss"] < losses["excluded_loss"] < losses["full_train_loss"] + 0.02
+    assert losses["restricted_loss"] > 3
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sets(st.integers(0, 12), min_size=1))
+def test_logits_that_depend_on_the_sum_alone_have_the_same_losses_on_any_rows(rows):
+    some, table = rows_of_pairs(torch.tensor(sorted(rows)), 13), noise(13, 13)
+    on_some, on_all = (measure(pairs, table[pairs.sum(dim=1) % 13], 13, [2, 6], pairs) for pairs in (some, grid(13)))
+    assert on_some == pytest.approx(on_all)
+
+
+def test_without_a_training_pair_in_the_sample_there_is_no_excluded_loss():
+    losses = measure(grid(5), noise(25, 5), 5, [1], torch.empty(0, 2, dtype=torch.long))
+    assert math.isnan(losses["excluded_loss"])
+    assert losses["full_loss"] > 0
+
+
+@given(st.integers(2, 30).flatmap(lambda p: st.tuples(st.just(p), st.sets(st.integers(1, p // 2), min_size=1))))
+def test_the_waves_are_orthonormal_and_have_no_mean(case):
+    p, frequencies = case
+    columns = waves(p, torch.tensor(sorted(frequencies)))
+    lengths = torch.tensor([1.0] * (2 * len(frequencies)), dtype=torch.float64)
+    lengths[-1] = 0 if 2 * max(frequencies) == p else 1
+    assert torch.allclose(columns.T @ columns, lengths.diag(), atol=1e-12)
+    assert torch.allclose(columns.sum(dim=0), torch.zeros(()).double(), atol=1e-12)
+
+
+def test_rows_are_drawn_without_replacement_and_all_of_them_if_they_fit():
+    assert sampled_rows(5, 9).tolist() == sampled_rows(5, 5).tolist() == [0, 1, 2, 3, 4]
+    drawn = sampled_rows(100, 30).tolist()
+    assert drawn == sorted(set(drawn))
+    assert len(drawn) == 30
+
+
+def test_neurons_are_transformed_along_b_one_by_one():
+    layers = [noise(3 * 7, 2, 4), noise(3 * 7, 5, seed=1)]
+    expected = []
+    for layer in layers:
+        by_row = layer.view(3, 7, -1, layer.shape[-1]).numpy()
+        energy = (np.abs(np.fft.fft(by_row, axis=1)) ** 2 / 7).sum(axis=(0, 2))
+        expected.append(energy[1:4] + energy[:3:-1])
+    assert np.allclose(neuron_spectra(layers, 7).numpy(), np.concatenate(expected, axis=1))
+
+
+class Circles(nn.Module):
+    """An MLP on pairs whose neurons are planted waves of b: the first half of one frequency, the rest of another."""
+
+    def __init__(self, p=11, frequencies=(2, 5)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(p, 4)
+        self.up, self.down, self.decoder = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, p)
+        angles = 2 * math.pi * torch.outer(torch.arange(p), torch.tensor(frequencies)) / p
+        with torch.no_grad():
+            self.embedding.weight.copy_(torch.cat([angles.cos(), angles.sin()], dim=1))
+            self.up.weight.copy_(torch.eye(4).repeat(2, 1))
+            self.up.weight[0] *= 3
+
+    def forward(self, pairs):
+        return self.decoder(self.down(functional.relu(self.up(self.embedding(pairs).sum(dim=1)))))
+
+
+def all_pairs(p=11, width=2, operation=torch.add):
+    """All p² pairs, in batches; a width of 3 repeats the first token."""
+    pairs = grid(p)
+    inputs = torch.cat([pairs, pairs[:, :1]], dim=1)[:, :width]
+    return TensorLoader((inputs, operation(pairs[:, 0], pairs[:, 1]) % p), 16, fixed_order(torch.arange(p * p)))
+
+
+def reported(model, loader, point=HookPoint.SNAPSHOT, *, config=None, **options):
+    """Return what the hook reports at one point of a run that has not taken a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    task = TrainingTask(model, optimizer, loader, mean_loss, length=1, config=config)
+    sink = RecordingSink()
+    state = TrainingState(model, optimizer, RandomStreams(7))
+    manager = HookManager([Fourier(top_k=2, **options)], task, state, sinks=[sink], audit=True)
+    manager.start(run_info(task, manager, "epoch"))
+    manager.fire(point)
+    manager.end("completed")
+    return {name.removeprefix("fourier/"): value for emitted in sink.emitted for name, value in emitted[0].items()}
+
+
+def test_planted_neurons_are_pure_and_show_their_frequencies():
+    metrics = reported(Circles(), all_pairs())
+    assert metrics["neuron_key_frequencies"] == [2, 5]
+    assert metrics["neuron_key_fractions"] == pytest.approx([12 / 16, 4 / 16])
+    assert [metrics["neuron_top_k_fraction"], metrics["neuron_purity"]] == pytest.approx([1, 1])
+    assert metrics["neuron_gini"] == pytest.approx((4 * 12 + 2 * 4) / (5 * 16))
+
+
+@pytest.mark.parametrize("piece", [16, 10**6])
+def test_the_hook_reports_the_losses_of_the_models_logits_on_all_pairs(piece, monkeypatch):
+    monkeypatch.setattr(fourier, "PAIRS_AT_ONCE", piece)
+    model, loader = Circles().double(), all_pairs()
+    metrics = reported(model, loader)
+    with torch.no_grad():
+        expected = measure(grid(11), model(grid(11)), 11, [2, 5], grid(11))
+    assert {name: metrics[name] for name in LOSSES} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loader", "options"),
+    [
+        (all_pairs(operation=torch.mul), {}),
+        (all_pairs(), {"rows": 0}),
+        (all_pairs(), {"period": 10}),
+    ],
+    ids=["products", "no rows", "a period that is not the number of classes"],
+)
+def test_losses_are_left_out_where_they_are_not_defined(loader, options):
+    metrics = reported(Circles(), loader, **options)
+    assert "neuron_purity" in metrics
+    assert not set(LOSSES) & set(metrics)
+
+
+def test_on_inputs_that_are_no_pairs_only_weights_are_measured():
+    assert reported(Circles(), all_pairs(width=3)) == {}
+    assert "decoder_gini" in reported(Circles(), all_pairs(width=3), HookPoint.POST_EPOCH)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(4, 2),
+        (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)),
+        (torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
+        (torch.zeros(4, 2, dtype=torch.long), torch.zeros(4)),
+        (torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long)),
+        {"inputs": torch.zeros(4, 2, dtype=torch.long)},
+    ],
+)
+def test_only_integer_pairs_with_one_integer_target_each_are_pairs_of_tokens(batch):
+    assert token_pairs(batch) is None
+
+
+def teach_sums(task, state):
+    inputs, _ = data_for("transformer")
+    task.loader = TensorLoader((inputs, inputs.sum(dim=1) % TOKENS), BATCH, fixed_order(torch.arange(ROWS)))
+
+
+@pytest.mark.parametrize("model", ["transformer", "tied"])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_run_on_sums_has_the_same_bytes_with_the_hook(model, loop):
+    case = Case(model, loop=loop)
+    bare, hooked = (train(case, hooks, steps=6, introduce=teach_sums) for hooks in ([], [Fourier()]))
+    assert hooked.digests == bare.digests
+    assert {f"fourier/{name}" for name in LOSSES} <= {name for name, *_ in hooked.sink.rows("fourier/")}
+
+
+def test_the_decoder_is_measured_like_the_embedding():
+    model = Circles()
+    with torch.no_grad():
+        model.decoder.weight.copy_(torch.roll(model.embedding.weight, 3, dims=0))
+        model.decoder.weight[:, 1::2] *= 2
+    metrics = reported(model, all_pairs(), HookPoint.POST_EPOCH)
+    assert metrics["decoder_key_frequencies"] == [5, 2]
+    assert metrics["decoder_key_fractions"] == pytest.approx([0.8, 0.2])
+    assert metrics["decoder_top_k_fraction"] == pytest.approx(1)
+
+
+def test_the_decoder_is_the_last_layer_with_a_row_for_each_token_unless_it_is_tied():
+    assert output_projection(Circles(), "embedding.weight") == "decoder.weight"
+    assert output_projection(TiedModel(), "embedding.weight") == ""
+    run = train(Case("tied"), [Fourier(decoder="mix.weight")])
+    expected = gini(one_sided_power(run.task.model.mix.weight.detach()[:7]))
+    assert run.sink.emitted[0][0]["fourier/decoder_gini"] == expected.item()
+
+
+def test_feed_forward_layers_are_found_by_their_shapes():
+    assert feed_forward_inputs(transformer()) == ["blocks.0.ff_in"]
+    assert feed_forward_inputs(nn.TransformerEncoderLayer(8, 2, dim_feedforward=16)) == ["linear1"]
+    assert feed_forward_inputs(TiedModel()) == []
+
+
+flags = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=12)
+
+
+@given(flags)
+def test_a_frequency_is_dated_by_the_start_of_its_last_unbroken_series(history):
+    since = torch.full((3,), math.nan, dtype=torch.float64)
+    for epoch, now in enumerate(history):
+        since = acquisition(since, torch.tensor(now), 10 + epoch)
+    for k in range(3):
+        series = [now[k] for now in history]
+        length = len(series) if all(series) else series[::-1].index(False)
+        assert since[k].isnan() if length == 0 else since[k] == 10 + len(series) - length
+
+
+def plant(model, *strong):
+    """Make an embedding whose noise is spread evenly, with the frequencies in ``strong`` far above it."""
+    tokens = torch.arange(97)
+    waves_of = [torch.cos(2 * math.pi * k * tokens / 97) * (10 if k in strong else 1) for k in range(1, 49)]
+    with torch.no_grad():
+        model.weight.copy_(torch.stack(waves_of, dim=1))
+    return model
+
+
+@torch.no_grad()
+def test_planted_frequencies_are_acquired_and_lost_at_the_planted_epochs():
+    model, hook = nn.Embedding(97, 48), Fourier(top_k=2)
+    for epoch, strong in enumerate([(), (5,), (5, 7), (7,), (7, 9), (7, 9)]):
+        metrics = hook.compute(epoch_end(plant(model, *strong), epoch=epoch))
+        found = dict(zip(map(int, metrics["key_frequencies"]), map(float, metrics["acquired_epochs"]), strict=True))
+        assert metrics["acquired_count"] == len(strong)
+        assert {k: found[k] for k in strong} == {k: {5: 1, 7: 2, 9: 4}[k] for k in strong}
+    fresh = Fourier(top_k=2)
+    fresh.load_state_dict(hook.state_dict())
+    assert str(fresh.compute(epoch_end(model, epoch=6))) == str(hook.compute(epoch_end(model, epoch=6)))
+    hook.reset()
+    assert set(map(float, hook.compute(epoch_end(model, epoch=8))["acquired_epochs"])) == {8.0}
+
+
+@pytest.mark.parametrize(("p", "stride"), [(97, 9), (113, 10), (101, 4)])
+def test_the_harmonics_are_the_strongest_frequencies_of_every_residue_class(p, stride):
+    harmonics = stride_harmonics(p, stride)
+    assert len(harmonics) == stride // 2
+    for first in range(stride):
+        members = (torch.arange(p) % stride == first).double()[:, None]
+        strongest = one_sided_power(members).topk(len(harmonics)).indices + 1
+        assert sorted(strongest.tolist()) == harmonics
+
+
+@pytest.mark.parametrize(("strong", "excess"), [((11, 22, 32, 43), 12), ((1, 2, 3, 4), 0)])
+@torch.no_grad()
+def test_power_at_the_harmonics_of_the_order_is_told_from_power_beside_them(strong, excess):
+    model = plant(nn.Embedding(97, 48), *strong)
+    model.weight.sub_(plant(nn.Embedding(97, 48)).weight)
+    for hook, config in ((Fourier(stride=9), None), (Fourier(), Data(97)), (Fourier(), Data(97, 9))):
+        metrics = hook.compute(replace(epoch_end(model), config=config))
+        assert metrics["stride_share"] == pytest.approx(excess / 12, abs=1e-6)
+        assert metrics["stride_excess"] == pytest.approx(excess, abs=1e-5)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A configuration of strided data."""
+
+    p: int
+    stride: int | None = None
+
+
+def test_a_stride_of_other_data_or_of_none_is_not_taken_for_the_tokens():
+    assert data_stride(Data(97), 97) == 9
+    assert data_stride(Data(97, 5), 97) == 5
+    assert data_stride(Data(113), 97) == data_stride(TokenConfig(), 7) == data_stride(None, 7) == 0
+    assert stride_harmonics(7, 2) == [3]
+    assert stride_harmonics(7, 1) == []

@@ -1,0 +1,146 @@
+"""The phases hook on planted trajectories whose transitions are known."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.errors import UsageError
+from tests.support import Case, train
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks.phases import Phases
+
+GROKKING = [
+    # train_acc, val_acc, weight norm
+    (0.30, 0.02, 5.0),
+    (0.94, 0.10, 8.0),
+    (0.97, 0.17, 9.0),  # 2: memorised, the gap is 0.80
+    (1.00, 0.20, 10.0),
+    (1.00, 0.70, 10.0),  # 4: the gap is narrow, but the norm has not left its maximum
+    (1.00, 0.55, 9.5),  # 5: the norm has, but the gap is wide again
+    (1.00, 0.61, 9.9),  # 6: both
+    (0.90, 0.89, 9.0),  # 7: no gap, but no longer memorised
+    (0.99, 0.95, 8.0),  # 8: generalised
+    (0.80, 0.20, 9.9),  # 9: what is over stays over
+]
+
+
+class Weight(nn.Module):
+    """A model whose weight norm is planted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def of_norm(self, length: float) -> "Weight":
+        with torch.no_grad():
+            self.weight.fill_(length / 2)
+        return self
+
+
+def follow(hook, trajectory, first=0):
+    """Show a trajectory to a hook, one evaluation per epoch, and return its metrics with numbers for tensors."""
+    model, seen = Weight(), []
+    for epoch, (train_acc, val_acc, length) in enumerate(trajectory, start=first):
+        context = epoch_end(model.of_norm(length), epoch=epoch, train_acc=train_acc, val_acc=val_acc)
+        with torch.no_grad():
+            seen.append({name: float(value) for name, value in hook.compute(context).items()})
+    return seen
+
+
+def test_a_planted_run_goes_through_its_phases_at_the_planted_epochs():
+    seen = follow(Phases(), GROKKING)
+    assert [metrics["phase"] for metrics in seen] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 3]
+    dates = {name: seen[-1][name] for name in ("memorised_epoch", "cleanup_epoch", "generalised_epoch")}
+    assert dates == {"memorised_epoch": 2, "cleanup_epoch": 6, "generalised_epoch": 8}
+
+
+def test_a_date_is_left_out_until_it_is_known_and_nan_while_clean_up_is_awaited():
+    seen = follow(Phases(), GROKKING)
+    dated = [[name for name in metrics if name.endswith("_epoch")] for metrics in seen]
+    assert dated[1] == []
+    assert dated[2] == dated[7] == ["memorised_epoch", "cleanup_epoch"]
+    assert [metrics["cleanup_epoch"] != metrics["cleanup_epoch"] for metrics in seen[2:]] == [True] * 4 + [False] * 4
+
+
+def test_gap_norm_and_drop_are_what_they_say():
+    metrics = follow(Phases(), GROKKING)[5]
+    assert metrics["generalisation_gap"] == pytest.approx(0.45)
+    assert metrics["weight_norm"] == pytest.approx(9.5)
+    assert metrics["norm_drop"] == pytest.approx(0.05)
+
+
+def test_a_model_that_generalises_as_it_learns_has_no_clean_up():
+    seen = follow(Phases(), [(0.5, 0.5, 1.0), (0.96, 0.95, 2.0), (1.0, 1.0, 1.0)])
+    assert [metrics["phase"] for metrics in seen] == [0, 3, 3]
+    assert seen[1]["memorised_epoch"] == seen[1]["generalised_epoch"] == 1
+    assert "cleanup_epoch" not in seen[2]
+
+
+def test_a_model_that_only_memorises_stays_in_the_first_phase_after_it():
+    seen = follow(Phases(), [(0.9, 0.1, 1.0), (1.0, 0.1, 2.0), (1.0, 0.12, 1.0), (1.0, 0.1, 0.5)])
+    assert [metrics["phase"] for metrics in seen] == [0, 1, 1, 1]
+
+
+def test_clean_up_and_generalisation_may_fall_on_one_evaluation():
+    last = follow(Phases(), [(1.0, 0.1, 2.0), (1.0, 1.0, 1.0)])[-1]
+    assert (last["phase"], last["cleanup_epoch"], last["generalised_epoch"]) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "phases"),
+    [
+        ({"memorised": 0.98}, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]),
+        ({"norm_drop": 0.0}, [0, 0, 1, 1, 2, 2, 2, 2, 3, 3]),
+        ({"norm_drop": 0.04, "gap_share": 0.6}, [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]),
+        ({"closed": 0.31}, [0, 0, 1, 1, 3, 3, 3, 3, 3, 3]),
+    ],
+)
+def test_the_thresholds_move_the_transitions(options, phases):
+    assert [metrics["phase"] for metrics in follow(Phases(**options), GROKKING)] == phases
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 10)), min_size=1, max_size=12))
+def test_a_phase_never_falls_and_dates_come_in_their_order(trajectory):
+    seen = follow(Phases(), trajectory)
+    phases = [metrics["phase"] for metrics in seen]
+    assert phases == sorted(phases)
+    dates = [seen[-1].get(f"{name}_epoch") for name in ("memorised", "cleanup", "generalised")]
+    known = [date for date in dates if date is not None and date == date]
+    assert known == sorted(known)
+
+
+@pytest.mark.parametrize("cut", range(1, len(GROKKING)))
+def test_a_run_cut_anywhere_and_resumed_reports_the_same(cut):
+    hook, resumed = Phases(), Phases()
+    follow(hook, GROKKING[:cut])
+    resumed.load_state_dict(hook.state_dict())
+    rest = follow(resumed, GROKKING[cut:], first=cut)
+    assert str(rest) == str(follow(Phases(), GROKKING)[cut:])
+
+
+def test_a_reset_hook_knows_nothing_of_the_run_before():
+    hook = Phases()
+    follow(hook, GROKKING)
+    hook.reset()
+    assert str(follow(hook, GROKKING)) == str(follow(Phases(), GROKKING))
+
+
+@pytest.mark.parametrize("missing", ["train_acc", "val_acc"])
+def test_without_both_accuracies_nothing_is_reported(missing):
+    accuracies = {"train_acc": 0.9, "val_acc": 0.1, missing: None}
+    assert Phases().compute(epoch_end(Weight(), **accuracies)) == {}
+
+
+def test_only_epochs_with_an_evaluation_are_reported():
+    run = train(Case(), [Phases()], steps=12, eval_every=2)
+    assert [step for name, _, step, _ in run.sink.rows("phases/phase")] == [6, 12]
+
+
+@pytest.mark.parametrize("options", [{"memorised": 0.0}, {"gap_share": 1.5}, {"closed": -0.1}, {"norm_drop": 1.0}])
+def test_thresholds_out_of_range_are_refused(options):
+    ((option, value),) = options.items()
+    with pytest.raises(UsageError, match=f"{option} is {value}; it must lie in"):
+        Phases(**options)

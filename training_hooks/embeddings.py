@@ -1,0 +1,63 @@
+"""Finding, by shape alone, the token embedding of a model, its output projection and its feed-forward neurons."""
+
+from torch import nn
+
+from framework.errors import UnsuitableError, unknown
+
+
+def first_embedding(model: nn.Module, hook: str) -> str:
+    """Return the name of the first ``nn.Embedding``'s weight, or raise :class:`UnsuitableError` for ``hook``."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            return f"{name}.weight" if name else "weight"
+    kinds = ", ".join(f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name)
+    raise UnsuitableError(
+        f"Hook {hook!r} needs a token embedding, and the model has no nn.Embedding. Its modules: "
+        f"{kinds or type(model).__name__}. Name a parameter with --hook-config {hook}.embedding=NAME."
+    )
+
+
+def matrix_named(model: nn.Module, name: str, option: str) -> nn.Parameter:
+    """Return the matrix that ``option`` names; raises :class:`UsageError` if there is none of that name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        raise unknown("parameter", name, parameters)
+    shape = tuple(parameters[name].shape)
+    if len(shape) != 2:
+        raise UnsuitableError(f"{option} is {name!r}, of shape {shape}; it must be a matrix (rows are tokens).")
+    return parameters[name]
+
+
+def first_name(model: nn.Module, name: str) -> str:
+    """Return the name under which a parameter, here called ``name``, comes first: the one that gradients go by."""
+    parameter = model.get_parameter(name)
+    return next(first for first, other in model.named_parameters() if other is parameter)
+
+
+def output_projection(model: nn.Module, embedding: str) -> str:
+    """Return the name of the last ``nn.Linear``'s weight that has a row for each token, empty if there is none.
+
+    A projection tied to the embedding does not count: it is the same matrix.
+    """
+    table = model.get_parameter(embedding)
+    found = ""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and len(module.weight) == len(table) and module.weight is not table:
+            found = f"{name}.weight" if name else "weight"
+    return found
+
+
+def feed_forward_inputs(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers that widen, and whose widening a linear layer beside them takes back.
+
+    >>> feed_forward_inputs(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(2, 5)))
+    ['0']
+    """
+    found = []
+    for name, module in model.named_modules():
+        layers = {child: layer for child, layer in module.named_children() if isinstance(layer, nn.Linear)}
+        shapes = {(layer.in_features, layer.out_features) for layer in layers.values()}
+        for child, layer in layers.items():
+            if layer.out_features > layer.in_features and (layer.out_features, layer.in_features) in shapes:
+                found.append(f"{name}.{child}" if name else child)
+    return found

@@ -1,0 +1,91 @@
+"""Modular addition: pairs of tokens, and the loss of a model with frequencies of a + b kept or removed."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Sweep = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Goes once through pairs of shape (n, 2) with their logits of shape (n, p)."""
+
+
+def token_pairs(batch: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the pairs (n, 2) and the targets (n,) of a batch of two-token inputs, ``None`` for any other batch."""
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
+        return None
+    pairs, targets = batch
+    if (
+        pairs.is_floating_point()
+        or targets.is_floating_point()
+        or targets.ndim != 1
+        or pairs.shape != (len(targets), 2)
+    ):
+        return None
+    return pairs, targets
+
+
+def sampled_rows(p: int, count: int) -> Tensor:
+    """Draw ``count`` of the residues 0..p − 1 without replacement, in ascending order; all of them if p ≤ count."""
+    return torch.arange(p) if count >= p else torch.randperm(p)[:count].sort().values
+
+
+def rows_of_pairs(first: Tensor, p: int) -> Tensor:
+    """Return the pairs of every a in ``first`` with every b in 0..p − 1, shape (len(first)·p, 2)."""
+    return torch.cartesian_prod(first, torch.arange(p, device=first.device)).view(-1, 2)
+
+
+def waves(p: int, frequencies: Tensor) -> Tensor:
+    """Return orthonormal columns that span cos(2πks/p) and sin(2πks/p) for every given k, shape (p, 2K), float64.
+
+    The sine of k = p/2 vanishes; its column is zero.
+    """
+    turns = torch.outer(torch.arange(p, device=frequencies.device), frequencies) % p
+    angles = turns.double() * (2 * torch.pi / p)
+    columns = torch.cat([angles.cos(), angles.sin()], dim=1)
+    lengths = columns.norm(dim=0)
+    return torch.where(lengths > 1e-6, columns / lengths, 0.0)
+
+
+def ablated_losses(sweep: Sweep, p: int, frequencies: Tensor, training_pairs: Tensor) -> dict[str, Tensor]:
+    """Return the mean cross-entropies of logits with frequencies of s = (a + b) mod p kept or removed.
+
+    ``sweep`` goes through whole rows: for each of its a, all b. Then the waves in s are orthogonal on the sample, and
+    the part of the logits at the frequencies is their projection onto :func:`waves`. ``restricted_loss`` is that of the
+    mean logits plus this part, over all pairs; ``excluded_loss`` that of the logits minus this part, over those pairs
+    of the sample that are among ``training_pairs`` (n, 2), NaN if none is (Nanda et al. 2023, arXiv 2301.05217,
+    section 5.1). ``full_loss`` and ``full_train_loss`` are those of the logits as they are, over the same pairs.
+    """
+    mean, part = _projection(sweep, p, waves(p, frequencies))
+    training_keys = _keys(training_pairs, p)
+    totals = torch.zeros(5, dtype=torch.float64, device=part.device)
+    for pairs, logits in sweep():
+        sums = pairs.sum(dim=1) % p
+        trained = torch.isin(_keys(pairs, p), training_keys)
+        full = functional.cross_entropy(logits, sums, reduction="none").double()
+        excluded = functional.cross_entropy(logits - part[sums], sums, reduction="none").double()
+        columns = [torch.ones_like(full), full, trained, full * trained, excluded * trained]
+        totals += torch.stack([column.double() for column in columns]).sum(dim=1)
+    count, full_sum, trained_count, full_train_sum, excluded_sum = totals
+    return {
+        "restricted_loss": functional.cross_entropy(mean + part, torch.arange(p, device=part.device)),
+        "excluded_loss": excluded_sum / trained_count,
+        "full_loss": full_sum / count,
+        "full_train_loss": full_train_sum / trained_count,
+    }
+
+
+def _projection(sweep: Sweep, p: int, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean logits (p,), and the part of the logits in the span of ``basis`` as a table (sums, p)."""
+    count, total, inner = 0, torch.zeros(()), torch.zeros(())
+    for pairs, logits in sweep():
+        rows = basis.to(logits.dtype)[pairs.sum(dim=1) % p]
+        count += len(pairs)
+        total = logits.sum(dim=0) + total.to(logits.device)
+        inner = rows.T @ logits + inner.to(logits.device)
+    return total / count, basis.to(inner.dtype) @ (inner * (p / count))
+
+
+def _keys(pairs: Tensor, p: int) -> Tensor:
+    return pairs[:, 0] * p + pairs[:, 1]

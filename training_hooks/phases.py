@@ -1,0 +1,174 @@
+"""The phases of grokking (memorisation, circuit formation, clean-up) from the train/test gap and the weight norm."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import norm, trainable
+from framework.registry import HookRegistry
+
+MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
+
+
+def first_time(moment: Tensor, happens: Tensor, epoch: int) -> Tensor:
+    """Return the epoch of an event that is to be dated once: ``moment`` unless NaN, else ``epoch`` if it happens now.
+
+    >>> first_time(torch.tensor(torch.nan), torch.tensor(True), 7).item()
+    7.0
+    """
+    return torch.where(moment.isnan() & happens, float(epoch), moment)
+
+
+@HookRegistry.register
+class Phases(TrainingHook):
+    """Tell the phases of grokking apart, and date the transitions between them.
+
+    Assumes that the evaluation reports ``train_acc`` and ``val_acc``; where one of them is missing, nothing is
+    reported. A transition is dated at the first evaluation that meets its condition and never taken back: circuit
+    formation begins when the training set is memorised with a gap to held-out data, clean-up when that gap has shrunk
+    and the weight norm has left its maximum behind, and both are over when the gap has closed. The names are those of
+    Nanda et al. 2023 (arXiv 2301.05217), who tell the phases apart by restricted and excluded loss: hook ``fourier``.
+
+    Args:
+        memorised: the training accuracy from which on the training set counts as memorised.
+        closed: the gap train_acc − val_acc, in accuracy, at which a memorised model counts as generalised.
+        gap_share: clean-up needs a gap of at most this share of the widest since memorisation.
+        norm_drop: clean-up needs a weight norm this fraction below its maximum over the evaluations; 0: any.
+    """
+
+    name = "phases"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
+
+    def __init__(
+        self, *, memorised: float = 0.95, closed: float = 0.05, gap_share: float = 0.5, norm_drop: float = 0.005
+    ) -> None:
+        for option, value in (("memorised", memorised), ("gap_share", gap_share)):
+            if not 0 < value <= 1:
+                raise UsageError(f"{option} is {value}; it must lie in (0, 1].")
+        for option, value in (("closed", closed), ("norm_drop", norm_drop)):
+            if not 0 <= value < 1:
+                raise UsageError(f"{option} is {value}; it must lie in [0, 1).")
+        self._memorised = memorised
+        self._closed = closed
+        self._gap_share = gap_share
+        self._norm_drop = norm_drop
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the phases of the run before."""
+        self._epochs: dict[str, int] = {}
+        self._widest_gap = 0.0
+        self._largest_norm: Tensor | None = None
+        self._cleanup_epoch: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dates of the transitions, the widest gap and the largest norm."""
+        return {
+            "epochs": dict(self._epochs),
+            "widest_gap": self._widest_gap,
+            "largest_norm": self._largest_norm,
+            "cleanup_epoch": self._cleanup_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._epochs = dict(state["epochs"])
+        self._widest_gap = state["widest_gap"]
+        self._largest_norm = state["largest_norm"]
+        self._cleanup_epoch = state["cleanup_epoch"]
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return the phase, the gap, the weight norm and the dates so far; nothing without both accuracies."""
+        if ctx.train_acc is None or ctx.val_acc is None:
+            return {}
+        gap = ctx.train_acc - ctx.val_acc
+        length = norm(trainable(ctx.model))
+        earlier = length if self._largest_norm is None else self._largest_norm.to(length.device)
+        self._largest_norm = torch.maximum(length, earlier)
+        drop = 1 - length / self._largest_norm
+        phase = self._advance(ctx.train_acc, gap, drop, ctx.epoch)
+        dates = {} if self._cleanup_epoch is None else {"cleanup_epoch": self._cleanup_epoch}
+        return {
+            "phase": phase,
+            "generalisation_gap": gap,
+            "weight_norm": length,
+            "norm_drop": drop,
+            **self._epochs,
+            **dates,
+        }
+
+    def _advance(self, train_acc: float, gap: float, drop: Tensor, epoch: int) -> int | Tensor:
+        """Date the transitions of this evaluation and return the phase it is in."""
+        if "generalised_epoch" in self._epochs:
+            return GENERALISED
+        closed = train_acc >= self._memorised and gap <= self._closed
+        if "memorised_epoch" not in self._epochs:
+            if train_acc < self._memorised:
+                return MEMORISATION
+            self._epochs["memorised_epoch"] = epoch
+            if not closed:
+                self._cleanup_epoch = drop.new_full((), torch.nan)
+        self._widest_gap = max(self._widest_gap, gap)
+        if self._cleanup_epoch is not None:
+            narrow = gap <= self._gap_share * self._widest_gap
+            self._cleanup_epoch = first_time(
+                self._cleanup_epoch.to(drop.device), (drop >= self._norm_drop) & narrow, epoch
+            )
+        if closed:
+            self._epochs["generalised_epoch"] = epoch
+        if closed or self._cleanup_epoch is None:
+            return GENERALISED
+        return torch.where(self._cleanup_epoch.isnan(), CIRCUIT_FORMATION, CLEAN_UP)
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe phase, gap, norm and dates."""
+        return [
+            MetricInfo(
+                "phase",
+                "0 memorisation, until train_acc ≥ memorised; 1 circuit formation, until the condition of "
+                "cleanup_epoch; 2 clean-up, until that of generalised_epoch; 3 generalised",
+                "{0, 1, 2, 3}, never falls",
+                "Straight from 0 to 3: the model generalised as it learned; 1 to the end: it only memorised.",
+            ),
+            MetricInfo(
+                "generalisation_gap",
+                "train_acc − val_acc of the evaluation",
+                "[−1, 1]",
+                "Wide while the training set is memorised, about 0 once the model generalises.",
+            ),
+            MetricInfo("weight_norm", "‖θ‖₂ over all trainable parameters", "[0, ∞)", "Falls during clean-up."),
+            MetricInfo(
+                "norm_drop",
+                "1 − ‖θ‖₂ / max ‖θ‖₂ over the evaluations up to now",
+                "[0, 1)",
+                "0: the weights still grow; above the option norm_drop: what clean-up needs.",
+            ),
+            MetricInfo(
+                "memorised_epoch",
+                "the first epoch with train_acc ≥ memorised",
+                "0, 1, 2, ...",
+                "When memorisation ended and circuit formation began; left out until then.",
+            ),
+            MetricInfo(
+                "cleanup_epoch",
+                "the first epoch, from memorised_epoch to generalised_epoch, with gap ≤ gap_share · (widest gap since "
+                "memorised_epoch) and norm_drop ≥ the option norm_drop",
+                "0, 1, 2, ..., NaN",
+                "When clean-up began; NaN: not yet, or never. Left out if there was no gap when the training set was "
+                "memorised.",
+            ),
+            MetricInfo(
+                "generalised_epoch",
+                "the first epoch, from memorised_epoch on, with train_acc ≥ memorised and gap ≤ closed",
+                "0, 1, 2, ...",
+                "When the model generalised; left out until then.",
+            ),
+        ]
