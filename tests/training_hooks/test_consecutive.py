@@ -1,0 +1,161 @@
+"""The agreement of successive epochs' gradients against brute force in float64, and its refusals."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from framework.digest import described
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.param_vectors import gradients
+from tests.support import (
+    CASES,
+    MODELS,
+    STEPS_PER_EPOCH,
+    Case,
+    SpyHook,
+    assert_same_bytes,
+    at,
+    train,
+)
+from tests.training_hooks.epoch_end import epoch_end
+from tests.training_hooks.reloading import reloading
+from training_hooks.consecutive import Consecutive
+
+Vector = dict[str, torch.Tensor]
+
+
+class GradientLog(at(SpyHook, HookPoint.POST_BACKWARD)):
+    """Keeps every step's gradients in float64."""
+
+    def compute(self, ctx):
+        self.seen.append({name: value.double() for name, value in gradients(ctx.model).items()})
+        return {}
+
+    def means(self, length: int) -> list[Vector]:
+        intervals = [self.seen[first : first + length] for first in range(0, len(self.seen), length)]
+        return [{name: sum(step[name] for step in steps) / length for name in steps[0]} for steps in intervals]
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return functional.cosine_similarity(a.flatten(), b.flatten(), dim=0, eps=0).item()
+
+
+def expected(before: Vector, now: Vector) -> dict[str, float]:
+    a, b = (torch.cat([value.flatten() for value in vector.values()]) for vector in (now, before))
+    metrics = {
+        "cosine": cosine(a, b),
+        "norm_ratio": float(a.norm() / b.norm()),
+        "relative_change": float((a - b).norm() / b.norm()),
+    }
+    metrics |= {f"parameter_cosine/{name}": cosine(now[name], before[name]) for name in now}
+    return {f"consecutive/{name}": value for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("loop", "options"), [("epoch", {}), ("step", {}), ("step", {"interval": 2})])
+def test_the_metrics_are_those_of_the_mean_gradients(loop, options, model):
+    log, length = GradientLog(), options.get("interval", STEPS_PER_EPOCH)
+    run = train(Case(model, loop=loop), [log, Consecutive(**options)], steps=9, scheduler=None)
+    rows = run.sink.rows("consecutive/")
+    means = log.means(length)[: 9 // length]
+    for number, (before, now) in enumerate(pairwise(means), start=2):
+        found = {name: value for name, _, step, value in rows if step == number * length}
+        assert found == pytest.approx(expected(before, now), rel=1e-4, abs=1e-5)
+    assert {row[2] for row in rows} == {number * length for number in range(2, len(means) + 1)}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.optimizer in ("adamw_fused", "adafactor")], ids=str)
+def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_run_alone(case):
+    whole = train(case, [Consecutive()], steps=9)
+    parts = train(case, [reloading(Consecutive)], steps=9)
+    assert whole.sink.rows("consecutive/")
+    assert described(parts.sink.rows("consecutive/")) == described(whole.sink.rows("consecutive/"))
+    assert_same_bytes(whole, case, 9)
+
+
+def report(hook: Consecutive, model: nn.Module, **gradient: list[float]) -> dict[str, float]:
+    """Return as numbers what an epoch with this mean gradient reports."""
+    vector = {name: torch.tensor(value) for name, value in gradient.items()}
+    found = hook.compute(epoch_end(model, accumulated_grads=vector))
+    return {name: float(value) for name, value in found.items()}
+
+
+def pair() -> nn.Module:
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    return model
+
+
+def test_the_first_epoch_reports_nothing_and_neither_does_the_first_after_a_reset():
+    hook, model = Consecutive(), pair()
+    assert report(hook, model, a=[1.0, 0.0]) == {}
+    assert report(hook, model, a=[1.0, 0.0])["cosine"] == 1
+    hook.reset()
+    assert report(hook, model, a=[1.0, 0.0]) == {}
+
+
+def test_the_same_direction_the_opposite_and_a_right_angle_are_told_apart():
+    hook, model = Consecutive(), pair()
+    report(hook, model, a=[3.0, 0.0], b=[0.0, 4.0])
+    longer = report(hook, model, a=[6.0, 0.0], b=[0.0, 8.0])
+    assert (longer["cosine"], longer["norm_ratio"], longer["relative_change"]) == (1, 2, 1)
+    assert report(hook, model, a=[-6.0, 0.0], b=[0.0, -8.0])["cosine"] == -1
+    turned = report(hook, model, a=[0.0, 8.0], b=[6.0, 0.0])
+    assert turned["cosine"] == turned["parameter_cosine/a"] == 0
+    assert turned["relative_change"] == pytest.approx(math.sqrt(2))
+
+
+def test_a_parameter_without_gradient_counts_as_zeros_and_has_no_cosine_of_its_own():
+    hook, model = Consecutive(), pair()
+    report(hook, model, a=[1.0, 0.0])
+    both = report(hook, model, a=[1.0, 0.0], b=[1.0, 0.0])
+    assert both["cosine"] == pytest.approx(math.sqrt(0.5))
+    assert set(both) == {"cosine", "norm_ratio", "relative_change", "parameter_cosine/a"}
+    assert "parameter_cosine/b" not in report(hook, model, a=[1.0, 0.0])
+
+
+def test_a_zero_gradient_has_no_direction():
+    hook, model = Consecutive(), pair()
+    report(hook, model, a=[0.0, 0.0])
+    found = report(hook, model, a=[1.0, 0.0])
+    assert math.isnan(found["cosine"])
+    assert found["norm_ratio"] == math.inf
+
+
+def test_what_comes_after_an_epoch_without_gradients_has_nothing_before_it():
+    hook, model = Consecutive(), pair()
+    report(hook, model, a=[1.0, 0.0])
+    assert report(hook, model) == {}
+    assert report(hook, model, a=[1.0, 0.0]) == {}
+
+
+def test_the_gradient_kept_is_no_alias_of_the_loops():
+    hook, gradient = Consecutive(), {"weight": torch.ones(1, 2)}
+    model = nn.Linear(2, 1, bias=False)
+    hook.compute(epoch_end(model, accumulated_grads=gradient))
+    gradient["weight"].neg_()
+    assert float(hook.compute(epoch_end(model, accumulated_grads=gradient))["cosine"]) == pytest.approx(-1)
+
+
+def test_where_other_parameters_are_trained_the_comparison_begins_anew():
+    hook, model = Consecutive(), pair()
+    report(hook, model, a=[1.0, 0.0], b=[1.0, 0.0])
+    model.b.requires_grad_(False)
+    assert report(hook, model, a=[1.0, 0.0]) == {}
+    assert report(hook, model, a=[1.0, 0.0])["cosine"] == 1
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_run_of_one_epoch_is_refused(loop):
+    with pytest.raises(UnsuitableError, match="two intervals of 3 steps, and the run has 3 steps"):
+        raise train(Case(loop=loop), [Consecutive()], steps=3, raises=UnsuitableError).error
+
+
+def test_an_interval_of_fewer_than_no_steps_is_refused():
+    with pytest.raises(UsageError, match=r"consecutive.interval is -1; it must be 0 .* or more"):
+        Consecutive(interval=-1)
