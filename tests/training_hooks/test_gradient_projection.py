@@ -1,0 +1,175 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from framework.errors import UnsuitableError
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from tests.support import Case, assert_same_bytes, build, train
+from tests.training_hooks.reloading import reloading
+from training_hooks.flat_shards import FlatLayout
+from training_hooks.gradient_projection import GradientProjection, downhill, journey
+
+PLACES = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)
+
+
+def plane(size: int = 2) -> FlatLayout:
+    return FlatLayout({"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))})
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def test_a_walk_in_the_plane_is_split_along_the_route_and_across_it():
+    found = numbers(journey(plane(), vector(1, 1), vector(3, 2), vector(5, 1)))
+    assert found == pytest.approx(
+        {
+            "distance": math.sqrt(5),
+            "relative_distance": math.sqrt(5) / 4,
+            "progress": 0.5,
+            "orthogonal": 0.25,
+            "displacement_cosine": 2 / math.sqrt(5),
+            "parameter_progress/w": 0.5,
+        }
+    )
+
+
+def test_a_gradient_that_points_away_uphill_leads_to_the_reference_downhill():
+    found = numbers(downhill(plane(), vector(-3, -4), vector(2, 0)))
+    assert found == pytest.approx({"gradient_cosine": 0.6, "gradient_projection": 3.0})
+    assert downhill(plane(), vector(3, 4), vector(2, 0))["gradient_cosine"].item() == pytest.approx(-0.6)
+
+
+@given(PLACES)
+def test_what_remains_is_the_hypotenuse_of_what_remains_along_and_what_lies_aside(places):
+    start, here, reference = vector(*places).view(3, 2)
+    found = numbers(journey(plane(), start, here, reference))
+    if torch.dist(start, reference) < 1e-3:
+        return
+    hypotenuse = math.hypot(1 - found["progress"], found["orthogonal"])
+    assert found["relative_distance"] == pytest.approx(hypotenuse, rel=1e-6, abs=1e-6)
+
+
+def test_each_parameter_has_the_progress_of_its_own_elements():
+    layout = FlatLayout({name: nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "ab"})
+    found = numbers(journey(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4)))
+    assert found["parameter_progress/a"] == pytest.approx(0.5)
+    assert found["parameter_progress/b"] == pytest.approx(0.75)
+    assert found["progress"] == pytest.approx((2 + 12) / 20)
+
+
+class Path(TrainingHook):
+    """Keeps the parameters and the mean gradient of every epoch."""
+
+    name = "path"
+    hook_points = frozenset({HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    needs_grads = True
+
+    def __init__(self) -> None:
+        self.places: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def compute(self, ctx):
+        if ctx.hook_point is HookPoint.PRE_EPOCH and not self.places:
+            self.places.append(flat({name: value.detach() for name, value in ctx.model.named_parameters()}))
+        if ctx.hook_point is HookPoint.POST_EPOCH:
+            self.places.append(flat({name: value.detach() for name, value in ctx.model.named_parameters()}))
+            self.gradients.append(flat(ctx.accumulated_grads))
+        return {}
+
+    def describe_metrics(self):
+        return []
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten().double() for value in tensors.values()])
+
+
+def some_reference(case: Case) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return {
+        name: value.detach() + torch.randn(value.shape, generator=generator)
+        for name, value in build(case)[0].model.named_parameters()
+    }
+
+
+def found(run) -> list[dict[str, float]]:
+    """Return the metrics of the hook, fire by fire."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, _, step, value in run.sink.rows("gradient_projection/"):
+        rows.setdefault(step, {})[name.removeprefix("gradient_projection/")] = value
+    return [rows[step] for step in sorted(rows)]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return torch.cosine_similarity(a, b, dim=0).item()
+
+
+@pytest.mark.parametrize("case", [Case("transformer"), Case("tied", "sgd_momentum")], ids=str)
+def test_a_run_reports_the_projections_of_its_own_path(case):
+    path, reference = Path(), some_reference(case)
+    run = train(case, [GradientProjection(), path], steps=9, reference_weights=reference)
+    goal, start = flat(reference), path.places[0]
+    assert len(found(run)) == 3
+    for row, here, gradient in zip(found(run), path.places[1:], path.gradients, strict=True):
+        way, route = goal - here, goal - start
+        assert row["gradient_cosine"] == pytest.approx(cosine(-gradient, way), abs=1e-6)
+        assert row["gradient_projection"] == pytest.approx((-gradient @ way / way.norm()).item(), rel=1e-4)
+        assert row["distance"] == pytest.approx(way.norm().item(), rel=1e-5)
+        assert row["relative_distance"] == pytest.approx((way.norm() / route.norm()).item(), rel=1e-5)
+        progress = (here - start) @ route / (route @ route)
+        assert row["progress"] == pytest.approx(progress.item(), rel=1e-3, abs=1e-6)
+        aside = (here - start - progress * route).norm() / route.norm()
+        assert row["orthogonal"] == pytest.approx(aside.item(), rel=1e-4)
+
+
+def test_a_run_whose_reference_is_its_own_end_arrives_there():
+    case = Case("tied", "sgd_momentum")
+    end = {name: value.detach().clone() for name, value in train(case, steps=12).task.model.named_parameters()}
+    rows = found(train(case, [GradientProjection()], steps=12, reference_weights=end))
+    assert rows[-1]["progress"] == pytest.approx(1.0)
+    assert rows[-1]["orthogonal"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[-1]["distance"] == 0.0
+    assert math.isnan(rows[-1]["gradient_cosine"])
+    assert rows[0]["gradient_cosine"] > 0
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_it_leaves_the_run_as_it_is_and_reports_in_both_loops(loop):
+    case = Case("batchnorm_mlp", "adamw_fused", loop)
+    run = train(case, [GradientProjection()], steps=6, reference_weights=some_reference(case))
+    assert_same_bytes(run, case, 6)
+    points = {row[1] for row in run.sink.rows("gradient_projection/progress")}
+    assert points == {HookPoint.POST_EPOCH if loop == "epoch" else HookPoint.SNAPSHOT}
+    infos = GradientProjection().describe_metrics()
+    assert all(any(info.describes(name) for info in infos) for row in found(run) for name in row)
+
+
+def test_a_hook_that_goes_through_a_file_at_every_fire_reports_the_same():
+    case = Case("tied")
+    options = {"steps": 9, "reference_weights": some_reference(case), "audit": False}
+    assert found(train(case, [reloading(GradientProjection)], **options)) == found(
+        train(case, [GradientProjection()], **options)
+    )
+
+
+def test_a_new_strategy_starts_anew():
+    hook, case = GradientProjection(), Case("tied")
+    first = found(train(case, [hook], steps=3, reference_weights=some_reference(case)))
+    hook.reset()
+    assert hook.state_dict() == GradientProjection().state_dict()
+    assert found(train(case, [hook], steps=3, reference_weights=some_reference(case))) == first
+
+
+def test_without_a_reference_it_is_refused():
+    with pytest.raises(UnsuitableError, match="'gradient_projection' measures against a reference solution"):
+        train(Case("tied"), [GradientProjection()])
