@@ -198,7 +198,7 @@ class Fourier(TrainingHook):
             return {}
         if self._adds is None:
             pairs, targets = first_batch
-            self._adds = torch.equal(pairs.sum(dim=1) % p, targets)
+            self._adds = bool((pairs.sum(dim=1) % p == targets).all())
         metrics = self._of_the_neurons(ctx, p, power.device)
         if self._adds and self._rows:
             metrics |= self._losses(ctx, power, p)

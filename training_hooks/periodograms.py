@@ -17,7 +17,7 @@ def power_of_columns(signal: Tensor) -> Tensor:
     length = signal.shape[0]
     centred = signal.double() - signal[:1]  # equal rows then give exact zeros, not the rounding of their mean
     waves = torch.fft.rfft(centred, dim=0)[1:]
-    power = (waves.real.square() + waves.imag.square()) * (2 / length)
+    power: Tensor = (waves.real.square() + waves.imag.square()) * (2 / length)
     if length % 2 == 0:
         power[-1] /= 2
     return power
