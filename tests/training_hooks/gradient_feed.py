@@ -1,0 +1,33 @@
+"""Feeding gradients that are known to a hook which reads them at POST_BACKWARD."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from tests.training_hooks.epoch_end import epoch_end
+
+
+def planted(size: int) -> nn.Module:
+    """A model with one parameter of this many elements."""
+    return nn.Linear(size, 1, bias=False)
+
+
+def feed(hook: TrainingHook, gradients: Iterable[Tensor], *, first: int = 1) -> dict[int, dict[str, Any]]:
+    """Give a hook one gradient per step from step ``first`` on where it is due; return what it reported, by step."""
+    reports, model = {}, None
+    for step, gradient in enumerate(gradients, start=first):
+        if hook.step_schedule.is_due(step):
+            model = model or planted(len(gradient))
+            model.weight.grad = gradient.reshape(1, -1).to(model.weight.dtype).clone()
+            metrics = hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
+            if metrics:
+                reports[step] = {name: torch.as_tensor(value).item() for name, value in metrics.items()}
+    return reports
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,146 @@
+"""The history of gradients against numpy in float64: its products, its ring, its spectrum."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.errors import UnsuitableError
+from training_hooks.count_sketch import count_sketch
+from training_hooks.gradient_history import GradientHistory, refuse_above, row_products, spectrum, width_of
+
+
+class Vector(nn.Module):
+    """A model of one parameter, whose gradient is set by hand."""
+
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def with_gradient(self, gradient: torch.Tensor) -> "Vector":
+        self.weight.grad = gradient
+        return self
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numpy_gram(rows: torch.Tensor) -> np.ndarray:
+    wide = rows.double().numpy()
+    return wide @ wide.T
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_the_gram_matrix_is_that_of_the_newest_gradients_in_order_however_often_it_is_asked_for(capacity, pauses):
+    gradients = noise(sum(pauses), 30)
+    model, history, taken = Vector(30), GradientHistory(capacity), 0
+    for pause in pauses:
+        for gradient in gradients[taken : taken + pause]:
+            history.append(model.with_gradient(gradient))
+        taken += pause
+        expected = numpy_gram(gradients[max(0, taken - capacity) : taken])
+        np.testing.assert_allclose(history.gram().numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_over_many_columns_keep_the_precision_of_float32():
+    rows = noise(12, 200_000) + 1
+    expected = numpy_gram(rows)
+    np.testing.assert_allclose(row_products(rows[:1], rows).numpy(), expected[:1], rtol=1e-6)
+    np.testing.assert_allclose(row_products(rows, rows).numpy(), expected, rtol=1e-6)
+
+
+def test_the_rows_are_copies_of_the_gradients():
+    model, history = Vector(5), GradientHistory(2)
+    history.append(model.with_gradient(torch.ones(5)))
+    model.weight.grad.zero_()
+    assert history.gram().item() == 5
+
+
+def test_parameters_without_gradient_are_zeros_and_frozen_ones_left_out():
+    model = nn.Sequential(nn.Linear(3, 1), nn.Linear(2, 1))
+    model[1].bias.requires_grad_(False)
+    model[0].weight.grad = torch.full((1, 3), 2.0)
+    history = GradientHistory(2)
+    history.append(model)
+    assert history.gram().item() == 12
+    assert history.state_dict()["rows"].shape == (2, 6)
+    assert width_of(model) == 6
+
+
+def test_gradients_of_another_width_start_anew():
+    model, history = nn.Linear(3, 1), GradientHistory(4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    history.append(model)
+    model.bias.requires_grad_(False)
+    history.append(model)
+    assert history.count == 1
+    assert history.gram().tolist() == [[3.0]]
+
+
+def test_low_precision_gradients_are_kept_in_float32_and_float64_in_float64():
+    for dtype, kept in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        history = GradientHistory(2)
+        history.append(Vector(3, dtype).with_gradient(torch.ones(3, dtype=dtype)))
+        assert history.state_dict()["rows"].dtype == kept
+        assert history.resolution == torch.finfo(kept).eps
+
+
+def test_a_projected_history_keeps_sketches():
+    gradients = noise(3, 5000)
+    model, history = Vector(5000), GradientHistory(3, projection=256)
+    for gradient in gradients:
+        history.append(model.with_gradient(gradient))
+    sketches = torch.stack([count_sketch(gradient, 256) for gradient in gradients])
+    assert history.state_dict()["rows"].shape == (3, 256)
+    np.testing.assert_allclose(history.gram().numpy(), numpy_gram(sketches), rtol=1e-4)
+
+
+def test_a_history_continues_from_its_state_with_waiting_gradients_and_after_going_round():
+    gradients = noise(9, 20)
+    model, history = Vector(20), GradientHistory(4)
+    for number, gradient in enumerate(gradients):
+        if number in (2, 7):
+            state, history = history.state_dict(), GradientHistory(4)
+            history.load_state_dict(state)
+        if number == 4:
+            history.gram()
+        history.append(model.with_gradient(gradient))
+    np.testing.assert_allclose(history.gram().numpy(), numpy_gram(gradients[5:]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_cleared_history_holds_no_memory():
+    history = GradientHistory(4)
+    history.append(Vector(3).with_gradient(torch.ones(3)))
+    history.clear()
+    assert history.state_dict()["rows"] is None
+    assert len(history) == 0
+
+
+def test_the_spectrum_is_that_of_the_rows_and_rounding_noise_is_zero():
+    rows = (noise(12, 3, seed=1) @ noise(3, 50_000, seed=2)).float()
+    values, vectors = spectrum(row_products(rows, rows), torch.finfo(torch.float32).eps)
+    expected = np.linalg.svd(rows.double().numpy(), compute_uv=False) ** 2
+    np.testing.assert_allclose(values[:3].numpy(), expected[:3], rtol=1e-5)
+    assert values[3:].tolist() == [0.0] * 9
+    np.testing.assert_allclose((vectors.T @ vectors).numpy(), np.eye(12), atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_gives_nan_instead_of_an_error():
+    gram = torch.eye(3, dtype=torch.float64)
+    gram[1, 1] = torch.inf
+    assert spectrum(gram, 1e-7)[0].isnan().all()
+
+
+def test_a_model_beyond_the_memory_is_refused_with_the_way_out():
+    model = nn.Linear(2**18, 1, bias=False)
+    refuse_above("some", 10, 10, model, 0)
+    refuse_above("some", 10, 40, model, 2**16)
+    with pytest.raises(UnsuitableError, match=r"'some' keeps 11 gradients, which takes 11 MiB .*projection=16384"):
+        refuse_above("some", 10, 11, model, 0)
+    with pytest.raises(UnsuitableError, match="takes 12 MiB"):
+        refuse_above("some", 10, 6, model.double(), 0)

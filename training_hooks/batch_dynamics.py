@@ -1,0 +1,190 @@
+"""How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.registry import HookRegistry
+from training_hooks.count_sketch import check_dimensions
+from training_hooks.gradient_history import GradientHistory, refuse_above, spectrum
+from training_hooks.spectra import effective_rank, leading_share
+
+LAGS = (1, 2, 5, 10, 20, 50)
+WINDOWS = (5, 10, 20, 50)
+LENGTHS = frozenset({lag + 1 for lag in LAGS} | set(WINDOWS))
+"""Numbers of consecutive gradients at which a lag or a window can be measured for the first time."""
+INTERVAL = 10
+
+
+def autocorrelation(gram: Tensor, lag: int) -> Tensor:
+    """Return the mean of cos(g_t, g_(t−lag)) over all pairs, zero-dimensional; NaN if a gradient is zero.
+
+    ``gram`` has shape (k, k), k > lag: the inner products of k consecutive gradients in their order.
+
+    >>> from torch import tensor
+    >>> autocorrelation(tensor([[4.0, 1.0], [1.0, 1.0]]), 1).item()
+    0.5
+    """
+    norms = gram.diagonal().sqrt()
+    return (gram.diagonal(lag) / (norms[lag:] * norms[:-lag])).mean()
+
+
+def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
+    """Return ‖Σg‖/Σ‖g‖ over the newest ``window`` gradients, zero-dimensional; NaN if all of them are zero.
+
+    ``gram`` is that of :func:`autocorrelation`, k ≥ window: ‖Σg‖² is the sum of its entries.
+
+    >>> from torch import eye
+    >>> accumulation_efficiency(eye(4), 4).item()
+    0.5
+    """
+    newest = gram[-window:, -window:]
+    return newest.sum().clamp(min=0).sqrt() / newest.diagonal().sqrt().sum()
+
+
+@HookRegistry.register
+class BatchDynamics(TrainingHook):
+    """Measure how the gradients of consecutive steps relate: autocorrelation, accumulation efficiency and rank.
+
+    Gradients of up to ``history`` consecutive steps, as POST_BACKWARD sees them (before clipping), are kept during a
+    burst and forgotten after it. A burst reports when a lag or a window first has enough gradients, then every 10
+    steps and at its end; until then that lag or window is left out.
+
+    Memory: ``history`` × n × 4 bytes while a burst lasts, n the number of trainable elements (113 MiB for 60 gradients
+    of half a million), and one gradient more while it is taken; a model for which that exceeds ``memory`` is refused.
+    With ``projection`` = d it is ``history`` × d × 4 bytes: each gradient is replaced by a count sketch, the same in
+    every run. A cosine c then has a standard error of (1 − c²)/√d (0.0078 at c = 0 and d = 16384), a norm one of
+    1/√(2d) of itself, and singular values lie within a factor of about 1 ± √(history/d) of the true ones.
+
+    Assumes that the weights move little within a burst: the gradients then differ by their batches, and the numbers say
+    what larger batches would give; where they move much, they say how fast the landscape turns. Large gradients weigh
+    more in efficiency and rank, not in the autocorrelation.
+
+    Args:
+        history: consecutive gradients that are kept, and steps of a burst.
+        every: steps from the beginning of one burst to that of the next.
+        projection: dimensions of the random projection, a power of two; 0: the gradients themselves.
+        memory: MiB that the kept gradients may take.
+    """
+
+    name = "batch_dynamics"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+
+    def __init__(self, *, history: int = 60, every: int = 1000, projection: int = 0, memory: int = 1024) -> None:
+        if history < 2:
+            raise UsageError(f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
+        if every < history:
+            raise UsageError(
+                f"batch_dynamics.every is {every}; it must be at least batch_dynamics.history, the steps of one burst "
+                f"({history})."
+            )
+        check_dimensions("batch_dynamics.projection", projection)
+        self.memory = memory
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=history)
+        self._history = GradientHistory(history, projection)
+        self._step = 0
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a run without two steps in a row, and a model whose gradients exceed the memory."""
+        due = self.step_schedule.is_due
+        if not any(due(step) and due(step + 1) for step in range(1, run.steps)):
+            raise UnsuitableError(
+                f"Hook 'batch_dynamics' compares the gradients of consecutive steps, and it sees no two in a row in "
+                f"the {run.steps} steps of this run under {self.step_schedule}."
+            )
+        refuse_above(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
+
+    def reset(self) -> None:
+        """Forget the gradients."""
+        self._history.clear()
+        self._step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients of the burst under way and its last step."""
+        return {"history": self._history.state_dict(), "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        self._history.load_state_dict(state["history"])
+        self._step = state["step"]
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Keep this step's gradient; return what the burst so far says, at the steps at which it reports."""
+        if ctx.step != self._step + 1:
+            self._history.clear()
+        self._history.append(ctx.model)
+        self._step = ctx.step
+        last = not self.step_schedule.is_due(ctx.step + 1)
+        count = self._history.count
+        metrics = self._measured() if count > 1 and (last or count in LENGTHS or count % INTERVAL == 0) else {}
+        if last:
+            self._history.clear()
+        return metrics
+
+    def _measured(self) -> Metrics:
+        gram = self._history.gram()
+        values = spectrum(gram, self._history.resolution)[0].sqrt()
+        lags = {f"autocorrelation_lag_{lag}": autocorrelation(gram, lag) for lag in LAGS if lag < len(gram)}
+        windows = {
+            f"accumulation_efficiency_{window}": accumulation_efficiency(gram, window)
+            for window in WINDOWS
+            if window <= len(gram)
+        }
+        ranks = {"effective_rank": effective_rank(values), "leading_share": leading_share(values)}
+        return {**lags, **windows, **ranks, "gradients": len(gram)}
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the lags, the windows and the rank; k is the number of gradients g at hand."""
+        return [
+            *(_describe_lag(lag) for lag in LAGS),
+            *(_describe_window(window) for window in WINDOWS),
+            MetricInfo(
+                "effective_rank",
+                "exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts as "
+                "0, ε the rounding error of their dtype",
+                "[1, k]",
+                "How many directions the gradients of successive batches have. Near k: each batch pulls its own way; "
+                "far below: they share a few directions. Compare at equal k.",
+            ),
+            MetricInfo(
+                "leading_share",
+                "max σ² / Σσ²",
+                "[1/k, 1]",
+                "The share of the gradients' energy along one direction. Near 1: every batch says the same.",
+            ),
+            MetricInfo(
+                "gradients",
+                "k",
+                "[2, history]",
+                "How many consecutive gradients the numbers of this step rest on.",
+            ),
+        ]
+
+
+def _describe_lag(lag: int) -> MetricInfo:
+    if lag == 1:
+        contrast = "Negative: each step overshoots, and the next one pulls back."
+    else:
+        contrast = f"Below lag 1: the gradient turns within {lag} steps. Negative: it swings back after so many."
+    return MetricInfo(
+        f"autocorrelation_lag_{lag}",
+        f"mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients",
+        "[−1, 1]",
+        f"About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}",
+    )
+
+
+def _describe_window(window: int) -> MetricInfo:
+    return MetricInfo(
+        f"accumulation_efficiency_{window}",
+        f"‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients",
+        "[0, 1]",
+        f"1: all point one way. 1/√{window} = {window**-0.5:.2f}: they are orthogonal, as noise is, and accumulating "
+        "them averages it out. Below that: they cancel.",
+    )

@@ -1,0 +1,141 @@
+"""The newest gradients of a run as rows of a matrix, their inner products, and what those say of the rows' span."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.errors import UnsuitableError
+from framework.param_vectors import gradients, trainable
+from training_hooks.count_sketch import count_sketch
+from training_hooks.flat_vectors import FlatSpace
+
+COLUMNS = 8192
+MIB = 2**20
+
+
+@torch.no_grad()
+def row_products(some: Tensor, rows: Tensor) -> Tensor:
+    """Return the inner products of ``some`` (m, n) with ``rows`` (k, n): shape (m, k), float64.
+
+    They are formed in the dtype of the rows over at least 8192 columns at a time and added up in float64, which keeps
+    float32 products to about 1e-7 of the largest.
+    """
+    width = rows.shape[1]
+    step = max(COLUMNS, width // 1024)
+    total = rows.new_zeros(len(some), len(rows), dtype=torch.float64)
+    for start in range(0, width, step):
+        total += some[:, start : start + step] @ rows[:, start : start + step].T
+    return total
+
+
+class GradientHistory:
+    """A ring of the newest gradients, each one row, and their Gram matrix, which grows by a row with every gradient.
+
+    Memory: ``capacity`` × width × 4 bytes (8 for float64 gradients), the width being the number of trainable elements,
+    or ``projection`` if that is not 0. Parameters without a gradient count as zeros; sharded ones are gathered.
+    """
+
+    def __init__(self, capacity: int, projection: int = 0) -> None:
+        """Make room for ``capacity`` gradients; none is taken before the first one comes.
+
+        Args:
+            capacity: the number of rows.
+            projection: dimensions of a :func:`count_sketch` that stands for each gradient; 0: the gradient itself.
+        """
+        self.capacity = capacity
+        self.projection = projection
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every gradient and give their memory back."""
+        self._rows: Tensor | None = None
+        self._gram = torch.zeros(self.capacity, self.capacity, dtype=torch.float64)
+        self.count = 0
+        """Gradients taken since the last :meth:`clear`, those overwritten since included."""
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return min(self.count, self.capacity)
+
+    def append(self, model: nn.Module) -> None:
+        """Copy the model's live gradients into the next row; gradients of another width than before start anew."""
+        row = FlatSpace(trainable(model)).flat(gradients(model))
+        if self.projection:
+            row = count_sketch(row, self.projection)
+        if self._rows is None or self._rows.shape[1] != len(row):
+            self.clear()
+            self._rows = row.new_zeros(self.capacity, len(row))
+        self._rows = self._rows.to(row.device)
+        self._rows[self.count % self.capacity] = row
+        self.count += 1
+        self._waiting = min(self._waiting + 1, self.capacity)
+
+    def gram(self) -> Tensor:
+        """Return the inner products of the gradients, oldest first: shape (k, k), float64.
+
+        Only the products with gradients that came since the last call are computed, all in one matrix product.
+        """
+        self._multiply_waiting()
+        if self.count <= self.capacity:
+            return self._gram[: self.count, : self.count]
+        start = self.count % self.capacity
+        return self._gram.roll((-start, -start), dims=(0, 1))
+
+    @property
+    def resolution(self) -> float:
+        """The rounding error of the rows' dtype, relative."""
+        return torch.finfo(torch.float32 if self._rows is None else self._rows.dtype).eps
+
+    def _multiply_waiting(self) -> None:
+        if self._rows is None or not self._waiting:
+            return
+        rows = self._rows[: len(self)]
+        places = [place % self.capacity for place in range(self.count - self._waiting, self.count)]
+        first, last = places[0], places[-1] + 1
+        waiting = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
+        products = row_products(waiting, rows)
+        self._gram = self._gram.to(products.device)
+        self._gram[places, : len(self)] = products
+        self._gram[: len(self), places] = products.T
+        self._waiting = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows, their products and how many there are."""
+        return {"rows": self._rows, "gram": self._gram, "count": self.count, "waiting": self._waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        self._rows, self._gram = state["rows"], state["gram"]
+        self.count, self._waiting = state["count"], state["waiting"]
+
+
+def width_of(model: nn.Module) -> int:
+    """Return the number of trainable elements."""
+    return sum(parameter.numel() for parameter in trainable(model).values())
+
+
+def refuse_above(hook: str, memory: int, rows: int, model: nn.Module, projection: int) -> None:
+    """Raise :class:`UnsuitableError` if that many gradients of a model take more than ``memory`` MiB."""
+    size = 4 if projection else FlatSpace(trainable(model)).dtype.itemsize
+    needed = rows * (projection or width_of(model)) * size / MIB
+    if needed > memory:
+        raise UnsuitableError(
+            f"Hook {hook!r} keeps {rows} gradients, which takes {needed:,.0f} MiB for this model, and {hook}.memory "
+            f"allows {memory}; project them with --hook-config {hook}.projection=16384 ({rows / 16:.1f} MiB), or raise "
+            f"the limit with --hook-config {hook}.memory=N."
+        )
+
+
+def spectrum(gram: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of a Gram matrix, largest first, shape (k,), and its eigenvectors as columns (k, k).
+
+    Eigenvalues up to k·``resolution`` of the largest are rounding noise of the rows and are returned as zero, as in
+    ``numpy.linalg.matrix_rank``. All are NaN if a gradient was not finite.
+    """
+    finite = gram.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, gram, 0.0))
+    values, vectors = values.flip(0), vectors.flip(1)
+    values = torch.where(values > len(gram) * resolution * values[0], values, 0.0)
+    return torch.where(finite, values, torch.nan), vectors
