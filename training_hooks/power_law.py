@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 2**16
+BLOCK_ELEMENTS = 2**17
 """Distances that are computed at once: few enough to stay in a processor's cache."""
 
 

@@ -1,0 +1,101 @@
+"""Attention written in several ways, and a softmax in float64 to compare them all with."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, HEADS = 12, 3
+
+
+class Fused(nn.Module):
+    """Attention from one projection, by ``scaled_dot_product_attention``."""
+
+    def __init__(self, *, causal: bool = False, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.causal, self.mask = causal, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (by_head(part, HEADS) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = functional.scaled_dot_product_attention(query, key, value, self.mask, is_causal=self.causal)
+        return self.proj(joined(mixed))
+
+
+class WrittenOut(nn.Module):
+    """Attention from three projections, with a softmax and a mask of −10⁹ written out."""
+
+    def __init__(self, *, causal: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (by_head(part(x), HEADS) for part in (self.query, self.key, self.value))
+        scores = query @ key.mT / math.sqrt(WIDTH // HEADS)
+        if self.causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -1e9)
+        return self.dense(joined(functional.softmax(scores, dim=-1) @ value))
+
+
+class Grouped(nn.Module):
+    """Attention whose four heads share two heads of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, 16)
+        self.k_proj, self.v_proj = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+        self.o_proj = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = by_head(self.q_proj(x), 4), by_head(self.k_proj(x), 2), by_head(self.v_proj(x), 2)
+        return self.o_proj(joined(functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)))
+
+
+class Around(nn.Module):
+    """A module around a call of attention with arguments of its own."""
+
+    def __init__(self, inner: nn.Module, call) -> None:
+        super().__init__()
+        self.inner = inner
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def brute_rows(query: Tensor, key: Tensor, visible: np.ndarray, heads: int, bias: float = 0.0) -> list[dict]:
+    """Loop over samples, heads and queries; ``query`` and ``key`` are (batch, tokens, heads · head_dim).
+
+    ``visible`` broadcasts to (batch, queries, keys).
+    """
+    query, key = (part.detach().double().numpy() for part in (query, key))
+    visible = np.broadcast_to(visible, (len(query), query.shape[1], key.shape[1]))
+    width, results = query.shape[2] // heads, []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        entropies, shares, scores = [], [], []
+        for sample in range(len(query)):
+            for place in range(query.shape[1]):
+                seen = key[sample][visible[sample, place], part]
+                if len(seen):
+                    score = seen @ query[sample, place, part] / math.sqrt(width) + bias
+                    p = np.exp(score - score.max())
+                    p /= p.sum()
+                    entropies.append(-sum(one * math.log(one) for one in p if one > 0))
+                    shares += [entropies[-1] / math.log(len(seen))] if len(seen) > 1 else []
+                    scores.append(score.max())
+        results.append({"entropy": np.mean(entropies), "share": np.mean(shares), "largest": max(scores)})
+    return results

@@ -1,0 +1,259 @@
+"""Attention heads: how sharply each one looks on fixed samples, and the structure of its circuits."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import LoopscopeError, UsageError, unknown
+from framework.hook_points import HookPoint
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.registry import HookRegistry
+from training_hooks.attention_layers import AttentionLayer, HeadWeights, find_attention
+from training_hooks.attention_scores import AttentionCall, reading
+from training_hooks.circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum
+
+
+def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
+    """Return the model's inputs of the first ``rows`` samples of a batch.
+
+    They are the batch itself if it is a tensor, its first item if it is a tuple or list (several inputs if that is a
+    tuple), its item ``entry`` if it is a mapping.
+    """
+    if isinstance(batch, Tensor):
+        return batch[:rows]
+    if isinstance(batch, Mapping):
+        if entry not in batch:
+            raise unknown("attention.entry", entry, map(str, batch))
+        return probe_inputs(batch[entry], rows)
+    if not isinstance(batch, (tuple, list)) or not len(batch):
+        raise LoopscopeError(
+            f"Hook 'attention' needs batches that are tensors, tuples, lists or mappings, not {type(batch).__name__}."
+        )
+    first = batch[0]
+    return tuple(item[:rows] for item in first) if isinstance(first, (tuple, list)) else probe_inputs(first, rows)
+
+
+@HookRegistry.register
+class Attention(TrainingHook):
+    """Measure each attention head: entropy and largest score of its rows, and the structure of its circuits.
+
+    Entropy and scores after every epoch (step loop: at SNAPSHOT), from a forward pass in eval mode over the first
+    samples of the first batch of epoch 0, the same ones in every fire; read from the calls that the layers make of
+    ``nn.MultiheadAttention``, ``scaled_dot_product_attention`` or a softmax over (batch, heads, queries, keys), masks
+    included, and recomputed in float32 or wider. The circuits W_QᵀW_K (which pairs of residuals a head scores) and
+    W_O W_V (what it moves) at SNAPSHOT, from QR decompositions (Elhage et al. 2021).
+
+    Assumes layers that are ``nn.MultiheadAttention``, or modules with ``nn.Linear`` submodules for queries, keys,
+    values and output under usual names (``q_proj``, ``query``, ``wq``, fused ``qkv``, ``c_attn``, ... and ``out_proj``,
+    ``o_proj``, ``out``, ``proj``, ...; otherwise ``projections`` names them); rows of a fused projection that are all
+    queries, all keys, all values, each head after head; batches that start with the model's input. The circuits leave
+    out biases, the gain of norms, rotary and other positions. What a layer computes otherwise (flex attention, nested
+    tensors) is not seen: it is left out with one warning.
+
+    Args:
+        rows: samples in the forward pass, at most.
+        projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
+        entry: the entry of a batch that is the model's input, where batches are mappings.
+        spectrum: how many singular values of each circuit to report.
+    """
+
+    name = "attention"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+
+    def __init__(self, *, rows: int = 16, projections: str = "", entry: str = "", spectrum: int = 4) -> None:
+        for option, value in (("rows", rows), ("spectrum", spectrum)):
+            if value < 1:
+                raise UsageError(f"attention.{option} is {value}; it must be at least 1.")
+        self._rows = rows
+        self._projections = projections
+        self._entry = entry
+        self._spectrum = spectrum
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the layers, the samples and the calls read from them."""
+        self._layers: dict[str, AttentionLayer] = {}
+        self._inputs: Any = None
+        self._calls: Mapping[str, AttentionCall] = {}
+        self._read_at: int | None = None
+        self._missed: set[str] = set()
+
+    def start(self, run: RunInfo) -> None:
+        """Find the layers; raises :class:`UnsuitableError` if there are none."""
+        self._layers = find_attention(run.model, self._projections)
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""
+        self._layers = self._layers or find_attention(ctx.model, self._projections)
+        metrics: dict[str, Any] = {}
+        if self._read_at != ctx.step:
+            self._read(ctx)
+            metrics |= _row_metrics(self._calls)
+        if ctx.hook_point is HookPoint.SNAPSHOT:
+            metrics |= self._circuits()
+        return metrics
+
+    def _read(self, ctx: RunDataContext) -> None:
+        # A function of the loader alone, so it is kept without being part of the hook's state.
+        if self._inputs is None:
+            inputs = probe_inputs(next(iter(ctx.loader.batches(0))), self._rows, self._entry)
+            device = next(ctx.model.parameters()).device
+            self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+        with reading({name: layer.module for name, layer in self._layers.items()}) as reader:
+            ctx.forward(self._inputs)
+        self._calls, self._read_at = reader.calls, ctx.step
+        self._miss({name for name in self._layers if name not in reader.calls}, "make no call of attention")
+
+    def _circuits(self) -> dict[str, Any]:
+        weights: dict[str, HeadWeights] = {}
+        for name, call in self._calls.items():
+            split = self._layers[name].weights(call.heads)
+            if split is not None and call.head_dim in (None, split.query.shape[1]):
+                weights[name] = split
+        self._miss({name for name in self._calls if name not in weights}, "have projections unlike their heads")
+        return _circuit_metrics(weights, self._spectrum)
+
+    def _miss(self, names: set[str], reason: str) -> None:
+        fresh = sorted(names - self._missed)
+        if fresh:
+            self._missed |= names
+            warnings.warn(
+                f"Hook 'attention' leaves out what it cannot see: {', '.join(fresh)} {reason} that it can read.",
+                stacklevel=2,
+            )
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the rows and the circuits; a head is its layer and its number, as in ``blocks.0.attention.2``."""
+        return [*_row_infos(), *_circuit_infos("qk", "W_QᵀW_K"), *_circuit_infos("ov", "W_O W_V"), *_copying_infos()]
+
+
+def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
+    """Name the values of a layer's heads; a value of several numbers is a list."""
+    if values.ndim == 1:
+        return {f"{column}/{layer}.{head}": value for head, value in enumerate(values.unbind())}
+    return {f"{column}/{layer}.{head}": list(value.unbind()) for head, value in enumerate(values.unbind())}
+
+
+def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for layer, call in calls.items():
+        metrics |= _by_head("entropy", layer, call.statistics.entropy)
+        metrics |= _by_head("normalised_entropy", layer, call.statistics.normalised_entropy)
+        metrics |= _by_head("max_logit", layer, call.statistics.largest)
+    if calls:
+        found = [call.statistics for call in calls.values()]
+        metrics["mean_entropy"] = _joined([each.entropy for each in found]).mean()
+        metrics["mean_normalised_entropy"] = _joined([each.normalised_entropy for each in found]).nanmean()
+        metrics["largest_logit"] = _joined([each.largest for each in found]).max()
+    return metrics
+
+
+def _circuit_metrics(weights: Mapping[str, HeadWeights], count: int) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    ranks: dict[str, list[Tensor]] = {"qk": [], "ov": [], "copying": []}
+    for layer, split in weights.items():
+        for kind, values in (("qk", query_key_spectrum(split)), ("ov", output_value_spectrum(split))):
+            summary = CircuitSpectrum.of(values)
+            metrics |= _by_head(f"{kind}_spectrum", layer, values[:, :count])
+            metrics |= _by_head(f"{kind}_norm", layer, summary.norm)
+            metrics |= _by_head(f"{kind}_effective_rank", layer, summary.effective_rank)
+            metrics |= _by_head(f"{kind}_leading_share", layer, summary.leading_share)
+            ranks[kind].append(summary.effective_rank)
+        if split.output.shape[1] == split.value.shape[2]:
+            copying = copying_score(split.output, split.value)
+            metrics |= _by_head("ov_copying", layer, copying)
+            ranks["copying"].append(copying)
+    names = {"qk": "mean_qk_effective_rank", "ov": "mean_ov_effective_rank", "copying": "mean_ov_copying"}
+    return metrics | {names[kind]: _joined(parts).nanmean() for kind, parts in ranks.items() if parts}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join the heads of all layers, which may lie on several devices, on the first one's."""
+    return torch.cat([part.to(parts[0]) for part in parts])
+
+
+def _row_infos() -> list[MetricInfo]:
+    return [
+        MetricInfo(
+            "entropy/<parameter>",
+            "mean over samples and queries of −Σ p ln p, p the attention of one head (<parameter>: layer.head) over "
+            "its keys; rows that see no key left out",
+            "[0, ln keys] nats",
+            "0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes "
+            "before instability (Zhai et al. 2023).",
+        ),
+        MetricInfo(
+            "normalised_entropy/<parameter>",
+            "mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n",
+            "[0, 1]",
+            "The same, comparable between lengths and under a causal mask. NaN: no row has a choice.",
+        ),
+        MetricInfo(
+            "max_logit/<parameter>",
+            "max over samples, queries and visible keys of the score before the softmax, scale and biases included",
+            "(−∞, ∞)",
+            "Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).",
+        ),
+        MetricInfo("mean_entropy", "mean over all heads of entropy", "[0, ∞) nats", "Sharpness of the whole model."),
+        MetricInfo(
+            "mean_normalised_entropy",
+            "mean over all heads, NaNs left out, of normalised_entropy",
+            "[0, 1]",
+            "1: no head has learnt where to look.",
+        ),
+        MetricInfo("largest_logit", "max over all heads of max_logit", "(−∞, ∞)", "The one number to watch."),
+    ]
+
+
+def _circuit_infos(kind: str, product: str) -> list[MetricInfo]:
+    return [
+        MetricInfo(
+            f"{kind}_spectrum/<parameter>",
+            f"the largest singular values σ of {product} of one head (<parameter>: layer.head), descending (SNAPSHOT)",
+            "[0, ∞)",
+            "A gap after the k-th: the head works in k directions.",
+        ),
+        MetricInfo(f"{kind}_norm/<parameter>", f"‖{product}‖_F (SNAPSHOT)", "[0, ∞)", "How strong the circuit is."),
+        MetricInfo(
+            f"{kind}_effective_rank/<parameter>",
+            f"exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values (SNAPSHOT)",
+            "[1, head_dim]",
+            "In how many directions it works; falls as the head finds its task. NaN: the circuit is zero.",
+        ),
+        MetricInfo(
+            f"{kind}_leading_share/<parameter>",
+            f"σ₁²/Σσ² of {product} (SNAPSHOT)",
+            "[1/head_dim, 1]",
+            "1: a single direction is the whole circuit.",
+        ),
+        MetricInfo(
+            f"mean_{kind}_effective_rank",
+            f"mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT)",
+            "[1, ∞)",
+            "The same for the whole model.",
+        ),
+    ]
+
+
+def _copying_infos() -> list[MetricInfo]:
+    return [
+        MetricInfo(
+            "ov_copying/<parameter>",
+            "Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)",
+            "[−1, 1]",
+            "1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the "
+            "residual stream, not in tokens. Left out where W_O W_V is not square.",
+        ),
+        MetricInfo(
+            "mean_ov_copying",
+            "mean over all heads, NaNs left out, of ov_copying (SNAPSHOT)",
+            "[−1, 1]",
+            "Whether the model's attention mostly copies.",
+        ),
+    ]

@@ -1,0 +1,245 @@
+"""The scores of attention as a forward pass computes them: read from its calls, reduced to numbers for each head."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+HIDDEN = -5e3
+"""A score at or below this belongs to a hidden key: additive masks are made of −∞, or of −10⁴ and less."""
+BLOCK_ELEMENTS = 2**22
+"""Scores that are held at once."""
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What the rows of a softmax look like, for each head; shape (heads,), float32 or wider."""
+
+    entropy: Tensor
+    """Mean over the rows of −Σ p ln p, in nats."""
+    normalised_entropy: Tensor
+    """Mean of the same over ln(visible keys), over the rows that see two keys or more; NaN if there is none."""
+    largest: Tensor
+    """The largest score of a visible key."""
+
+
+def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
+    """Reduce scores, in blocks of shape (batch, heads, queries, keys), by head; rows that see no key are left out."""
+    sums, maxima = [], []
+    for scores in blocks:
+        hidden = scores <= HIDDEN
+        visible = scores.masked_fill(hidden, -torch.inf)
+        keys = (~hidden).sum(dim=-1)
+        entropy = torch.special.entr(visible.softmax(dim=-1)).sum(dim=-1).where(keys > 0, 0)
+        share = (entropy / keys.to(entropy.dtype).log()).where(keys > 1, 0)
+        parts = [entropy, (keys > 0).to(entropy.dtype), share, (keys > 1).to(entropy.dtype)]
+        sums.append(torch.stack([part.sum(dim=(0, 2)) for part in parts]))
+        maxima.append(visible.amax(dim=(0, 2, 3)))
+    entropy, rows, share, choices = torch.stack(sums).sum(dim=0)
+    largest = torch.stack(maxima).amax(dim=0)
+    return RowStatistics(entropy / rows, share / choices, largest.masked_fill(rows == 0, torch.nan))
+
+
+def score_blocks(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Iterator[Tensor]:
+    """Yield scale·q·k + bias in float32 or wider for a few samples at a time.
+
+    Args:
+        query: shape (batch, heads, queries, head_dim).
+        key: shape (batch, heads, keys, head_dim), or a divisor of as many heads, each shared by neighbouring ones.
+        bias: broadcasts to (batch, heads, queries, keys); −∞ where a key is hidden.
+        scale: usually 1/√head_dim.
+    """
+    query, key = _wide(query), _wide(key)
+    if key.shape[1] < query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if bias is not None:
+        bias = _wide(bias).expand(*query.shape[:-1], key.shape[-2])
+    samples = max(1, BLOCK_ELEMENTS // max(1, query[0, ..., 0].numel() * key.shape[-2]))
+    for first in range(0, len(query), samples):
+        part = slice(first, first + samples)
+        scores = query[part] @ key[part].mT * scale
+        yield scores if bias is None else scores + bias[part]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def additive(mask: Tensor, *, hides: bool) -> Tensor:
+    """Return a mask as a bias: −∞ where a boolean mask is ``hides``, a mask of numbers as it is."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask if hides else ~mask, -torch.inf)
+
+
+def causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the bias that hides key j from query i for j > i, as ``is_causal`` does; shape (queries, keys)."""
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(diagonal=1)
+    return additive(hidden, hides=True)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention: how many heads of which width it has, and what their rows look like."""
+
+    heads: int
+    head_dim: int | None
+    """``None`` where only the scores are seen."""
+    statistics: RowStatistics
+
+
+def read_scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall | None:
+    """Read a call of :func:`torch.nn.functional.scaled_dot_product_attention` on (batch, heads, tokens, head_dim)."""
+    if query.ndim != 4 or query.is_nested:
+        return None
+    bias = None if attn_mask is None else additive(attn_mask, hides=False)
+    if is_causal:
+        bias = causal(query.shape[-2], key.shape[-2], query.device)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    statistics = row_statistics(score_blocks(query, key, bias, scale))
+    return AttentionCall(query.shape[1], query.shape[-1], statistics)
+
+
+def read_softmax(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> AttentionCall | None:
+    """Read a softmax over the keys of (batch, heads, queries, keys); any other is none of attention."""
+    if input.ndim != 4 or dim not in (-1, 3):
+        return None
+    return AttentionCall(input.shape[1], None, row_statistics(iter([_wide(input)])))
+
+
+SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
+
+
+def read_multi_head(*args: Any, **kwargs: Any) -> AttentionCall | None:
+    """Read a call of :func:`torch.nn.functional.multi_head_attention_forward`, what ``nn.MultiheadAttention`` makes."""
+    bound = SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, heads = given["query"], given["key"], given["num_heads"]
+    if query.is_nested or given["static_k"] is not None:
+        return None
+    if query.ndim == 2:
+        query, key = query.unsqueeze(1), key.unsqueeze(1)
+    queries, keys = _projected(query, key, given)
+    if given["bias_k"] is not None:
+        keys = torch.cat([keys, given["bias_k"].expand(1, keys.shape[1], -1)])
+    if given["add_zero_attn"]:
+        keys = torch.cat([keys, torch.zeros_like(keys[:1])])
+    bias = _merged_bias(given, queries.shape[1], heads, extra=len(keys) - len(key))
+    by_head = [tensor.reshape(*tensor.shape[:2], heads, -1).permute(1, 2, 0, 3) for tensor in (queries, keys)]
+    head_dim = by_head[0].shape[-1]
+    blocks = score_blocks(by_head[0], by_head[1], bias, head_dim**-0.5)
+    return AttentionCall(heads, head_dim, row_statistics(blocks))
+
+
+def _projected(query: Tensor, key: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of shape (tokens, batch, heads · head_dim)."""
+    if given["use_separate_proj_weight"]:
+        weights = given["q_proj_weight"], given["k_proj_weight"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)[:2]
+    biases = (None, None) if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)[:2]
+    queries, keys = map(functional.linear, (query, key), weights, biases)
+    return queries, keys
+
+
+def _merged_bias(given: Mapping[str, Any], batch: int, heads: int, extra: int) -> Tensor | None:
+    """Return both masks as one bias that broadcasts to (batch, heads, queries, keys); ``extra`` keys are visible."""
+    bias: Tensor | None = None
+    if given["attn_mask"] is not None:
+        mask = _wide(additive(given["attn_mask"], hides=True))
+        bias = mask if mask.ndim == 2 else mask.reshape(batch, heads, *mask.shape[1:])
+    if given["key_padding_mask"] is not None:
+        padding = _wide(additive(given["key_padding_mask"], hides=True)).view(batch, 1, 1, -1)
+        bias = padding if bias is None else bias + padding
+    return None if bias is None else functional.pad(bias, (0, extra))
+
+
+READERS: dict[Callable[..., Any], Callable[..., AttentionCall | None]] = {
+    functional.multi_head_attention_forward: read_multi_head,
+    functional.scaled_dot_product_attention: read_scaled_dot_product,
+    functional.softmax: read_softmax,
+    torch.softmax: read_softmax,
+    Tensor.softmax: read_softmax,
+}
+
+
+class AttentionReader(TorchFunctionMode):
+    """Reads the attention that modules compute while it is entered; nothing that they compute changes.
+
+    A call of ``nn.MultiheadAttention`` or of ``scaled_dot_product_attention`` counts before a softmax of the same
+    module, which counts only where attention is written out; of several calls of one kind the last one does. While
+    functions are watched PyTorch leaves the fused fast path of its encoder layers by itself.
+
+    Args:
+        modules: the modules to listen to, by the name under which their call is kept in :attr:`calls`.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.calls: dict[str, AttentionCall] = {}
+        self._modules = modules
+        self._inside: list[str] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> "AttentionReader":
+        for name, module in self._modules.items():
+            self._listen(name, module)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _listen(self, name: str, module: nn.Module) -> None:
+        entered = module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
+        left = module.register_forward_hook(lambda module, inputs, output: self._leave(), always_call=True)
+        self._hooks.callback(entered.remove)
+        self._hooks.callback(left.remove)
+
+    def _leave(self) -> None:
+        self._inside.pop()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Read a call if it is one of attention, then make it."""
+        if self._inside and func in READERS:
+            call = READERS[func](*args, **(kwargs or {}))
+            known = self.calls.get(self._inside[-1])
+            if call is not None and (known is None or call.head_dim is not None or known.head_dim is None):
+                self.calls[self._inside[-1]] = call
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reading(modules: Mapping[str, nn.Module]) -> Iterator[AttentionReader]:
+    """Read the attention of modules in the body, in which compiled code runs as it was written."""
+    with _uncompiled(), AttentionReader(modules) as reader:
+        yield reader
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Return what makes compiled modules run eagerly: compiled code passes by the functions and hooks of Python."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
