@@ -34,9 +34,9 @@ class Phases(TrainingHook):
     reported. A transition is dated at the first evaluation that meets its condition and never taken back: circuit
     formation begins when the training set is memorised with a gap to held-out data, clean-up when that gap has shrunk
     and the weight norm has left its maximum behind, and both are over when the gap has closed. The names are those of
-    Nanda et al. 2023 (arXiv 2301.05217), who tell the phases apart by restricted and excluded loss: hook ``fourier``. The
-    defaults were set on one run, mod_arithmetic's quick preset under ``random`` at its own seed: a model with another
-    weight decay may need another norm_drop.
+    Nanda et al. 2023 (arXiv 2301.05217), who tell the phases apart by restricted and excluded loss: hook ``fourier``.
+    The defaults were set on one run, the quick preset of mod_arithmetic under ``random``: a model with another weight
+    decay may need another norm_drop.
 
     Args:
         memorised: the training accuracy from which on the training set counts as memorised.
