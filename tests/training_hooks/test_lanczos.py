@@ -1,0 +1,154 @@
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from training_hooks.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
+
+N = 60
+
+
+def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    """Return a dense symmetric matrix with these eigenvalues and random eigenvectors."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(eigenvalues)
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+    return basis @ torch.diag(eigenvalues) @ basis.T
+
+
+def start(size: int = N, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def clustered() -> Tensor:
+    """Return a spectrum as networks have it: a bulk at zero, a cluster, three outliers, one negative."""
+    bulk = torch.linspace(-0.01, 0.01, N - 14, dtype=torch.float64)
+    cluster = 1 + torch.linspace(0, 1e-6, 10, dtype=torch.float64)
+    return torch.cat([bulk, cluster, torch.tensor([-2.0, 5.0, 8.0, 8.1], dtype=torch.float64)])
+
+
+def test_extreme_eigenvalues_are_those_of_scipy_long_before_the_space_is_exhausted():
+    matrix = symmetric(clustered())
+    expected = scipy.linalg.eigvalsh(matrix.numpy())
+    run = lanczos(matrix.mv, start(), 20)
+    values, vectors = run.largest(3)
+    np.testing.assert_allclose(values, expected[::-1][:3], rtol=1e-10)
+    assert run.ritz()[0][0].item() == pytest.approx(expected[0], rel=1e-10)
+    assert residuals(matrix.mv, values, vectors).max() < 1e-5
+    torch.testing.assert_close(vectors @ vectors.T, torch.eye(3, dtype=torch.float64))
+
+
+def test_as_many_steps_as_dimensions_give_the_whole_spectrum_with_its_clusters_and_none_twice():
+    matrix = symmetric(clustered())
+    values = lanczos(matrix.mv, start(), N).ritz()[0]
+    np.testing.assert_allclose(values, scipy.linalg.eigvalsh(matrix.numpy()), atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_basis_stays_orthonormal_though_eigenvalues_have_converged(dtype):
+    diagonal = torch.cat([torch.linspace(0, 1e-3, N - 1), torch.tensor([1e3])]).to(dtype)
+    basis = lanczos(lambda v: diagonal * v, start(dtype=dtype), 30).basis
+    error = (basis.double() @ basis.double().T - torch.eye(30, dtype=torch.float64)).abs().max()
+    assert error < 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("diagonal", [[3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 0.0, 0.0], [0.0] * 4, [-1.0, -1.0, -1.0, 5.0]])
+def test_multiple_eigenvalues_are_found_as_often_as_they_are_there(diagonal):
+    matrix = symmetric(torch.tensor(diagonal, dtype=torch.float64))
+    values, vectors = lanczos(matrix.mv, start(4), 10).largest(4)
+    assert sorted(values.tolist()) == pytest.approx(sorted(diagonal), abs=1e-12)
+    assert residuals(matrix.mv, values, vectors).max() < 1e-12
+    assert (vectors @ vectors.T - torch.eye(4)).abs().max() < 1e-12
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.integers(1, 14), st.integers(0, 99))
+def test_ritz_values_lie_within_the_spectrum_and_within_their_residuals_of_it(eigenvalues, iterations, seed):
+    spectrum = torch.tensor(eigenvalues, dtype=torch.float64)
+    matrix = symmetric(spectrum, seed)
+    run = lanczos(matrix.mv, start(len(eigenvalues), seed), iterations)
+    values, vectors = run.largest(min(iterations, len(eigenvalues)))
+    assert values.max() <= spectrum.max() + 1e-9
+    assert values.min() >= spectrum.min() - 1e-9
+    gaps = (values[:, None] - spectrum).abs().min(dim=1).values
+    assert (gaps <= residuals(matrix.mv, values, vectors) + 1e-9).all()
+
+
+def test_a_residual_is_the_length_of_what_the_eigenvalue_equation_misses():
+    matrix = symmetric(torch.arange(4.0, dtype=torch.float64))
+    vectors = torch.eye(4, dtype=torch.float64)[:2]
+    expected = [(matrix[:, i] - 1.5 * vectors[i]).norm() for i in range(2)]
+    found = residuals(matrix.mv, torch.tensor([1.5, 1.5], dtype=torch.float64), vectors)
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_a_quadrature_gives_the_moments_of_its_start_up_to_twice_its_length():
+    matrix, first = symmetric(clustered()), start()
+    first = first / first.norm()
+    nodes, weights = lanczos(matrix.mv, first, 4).quadrature()
+    for power in range(8):
+        expected = first @ torch.linalg.matrix_power(matrix, power) @ first
+        assert (weights * nodes**power).sum().item() == pytest.approx(expected.item(), rel=1e-9)
+    beyond = first @ torch.linalg.matrix_power(matrix, 8) @ first
+    assert (weights * nodes**8).sum().item() != pytest.approx(beyond.item(), rel=1e-6)
+
+
+def test_averaged_over_a_basis_the_moments_of_the_density_are_those_of_the_spectrum():
+    matrix = symmetric(clustered())
+    density = Density.of([lanczos(matrix.mv, unit, 5) for unit in torch.eye(N, dtype=torch.float64)])
+    for power in range(10):
+        expected = (clustered() ** power).mean().item()
+        assert density.moment(power).item() == pytest.approx(expected, rel=1e-9)
+    assert density.negative_energy().item() == pytest.approx(
+        (clustered().clamp(max=0).square().sum() / clustered().square().sum()).item(), rel=1e-2
+    )
+
+
+def test_random_probes_give_the_moments_within_their_scatter():
+    matrix = symmetric(clustered())
+    probes = rademacher(N, 400, torch.Generator().manual_seed(3), matrix)
+    runs = [lanczos(matrix.mv, probe, 3) for probe in probes]
+    for power in (1, 2, 3):
+        samples = torch.stack([Density.of([run]).moment(power) for run in runs])
+        mean, error = mean_and_error(samples)
+        assert abs(mean - (clustered() ** power).mean()) < 4 * error
+        assert Density.of(runs).moment(power).item() == pytest.approx(mean.item(), rel=1e-12)
+
+
+def test_the_trace_of_random_probes_is_unbiased_and_its_error_is_its_scatter():
+    matrix = symmetric(torch.linspace(-1, 3, N, dtype=torch.float64))
+    means, errors = [], []
+    for seed in range(200):
+        probes = rademacher(N, 5, torch.Generator().manual_seed(seed), matrix)
+        mean, error = mean_and_error((probes @ matrix * probes).sum(dim=1))
+        means.append(mean), errors.append(error)
+    centre, scatter = mean_and_error(torch.stack(means))
+    assert abs(centre - matrix.trace()) < 4 * scatter
+    spread = torch.stack(means).std()
+    variance = 2 * (matrix.square().sum() - matrix.diagonal().square().sum()) / 5
+    assert torch.stack(errors).square().mean().sqrt().item() == pytest.approx(spread.item(), rel=0.2)
+    assert spread.item() == pytest.approx(variance.sqrt().item(), rel=0.2)
+
+
+def test_probes_are_signs_that_depend_on_the_generator_alone():
+    one = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0))
+    wide = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0, dtype=torch.float64))
+    assert one.dtype == torch.float32
+    assert torch.equal(one.double(), wide)
+    assert set(one.unique().tolist()) == {-1.0, 1.0}
+    assert abs(one.mean()) < 0.1
+    assert not torch.equal(one[0], one[1])
+
+
+def test_the_smoothed_density_integrates_to_one_and_has_the_mean_of_the_nodes():
+    density = Density(torch.tensor([-1.0, 0.0, 4.0]), torch.tensor([0.2, 0.5, 0.3]))
+    grid, values = density.smoothed(50)
+    spacing = grid[1] - grid[0]
+    assert (values.sum() * spacing).item() == pytest.approx(1, abs=1e-2)
+    assert ((grid * values).sum() * spacing).item() == pytest.approx(1.0, abs=2e-2)
+    assert grid[0] < -1 < 4 < grid[-1]
+    assert values.argmax() == (grid - 0.0).abs().argmin()
+    assert Density(torch.ones(2), torch.ones(2) / 2).smoothed(9)[1].isnan().all()

@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from framework.observation import optimizer_groups
+from training_hooks.stability import adam_preconditioner, critical_step, stability_threshold
+
+LR = 0.01
+
+
+def grows(optimizer_class, curvature: float, steps: int = 4000, **options) -> bool:
+    """Tell whether an optimizer runs away from the minimum of ½λx²."""
+    model = nn.ParameterDict({"x": nn.Parameter(torch.ones(1, dtype=torch.float64))})
+    optimizer = optimizer_class(model.parameters(), lr=LR, **options)
+    for _ in range(steps):
+        model["x"].grad = curvature * model["x"].detach()
+        optimizer.step()
+        if abs(model["x"].item()) > 1e6:
+            return True
+    return False
+
+
+def threshold(optimizer_class, **options) -> float | None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_class(model.parameters(), lr=LR, **options)
+    return stability_threshold(optimizer_class, optimizer_groups(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 2 / LR),
+        ({"momentum": 0.9}, 3.8 / LR),
+        ({"momentum": 0.9, "dampening": 0.9}, 38 / LR),
+        ({"momentum": 0.9, "dampening": 0.5}, 7.6 / LR),
+        ({"momentum": 0.9, "nesterov": True}, 3.8 / 2.8 / LR),
+    ],
+)
+def test_sgd_diverges_above_its_threshold_and_not_below(options, expected):
+    found = threshold(torch.optim.SGD, **options)
+    assert found == pytest.approx(expected)
+    assert grows(torch.optim.SGD, found * 1.01, **options)
+    assert not grows(torch.optim.SGD, found * 0.99, **options)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+def test_adam_with_a_constant_preconditioner_diverges_above_its_threshold_and_not_below(beta):
+    found = threshold(torch.optim.AdamW, betas=(beta, 0.999))
+    assert found == pytest.approx((2 + 2 * beta) / ((1 - beta) * LR))
+    constant = {"betas": (beta, 0.0), "eps": 1.0, "weight_decay": 0.0}
+    scale = 1e-30  # of the gradient, so that ε = 1 is the preconditioner, also while the bias correction is large
+
+    def runs_away(curvature: float) -> bool:
+        model = nn.ParameterDict({"x": nn.Parameter(torch.full((1,), scale, dtype=torch.float64))})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **constant)
+        for _ in range(1500):
+            model["x"].grad = curvature * model["x"].detach()
+            optimizer.step()
+        return abs(model["x"].item()) > scale
+
+    assert runs_away(found * 1.02)
+    assert not runs_away(found * 0.98)
+
+
+def test_at_the_usual_beta_adams_threshold_is_38_over_the_learning_rate():
+    assert threshold(torch.optim.Adam) == pytest.approx(38 / LR)
+
+
+def test_no_threshold_is_given_where_none_is_known():
+    assert threshold(torch.optim.RMSprop) is None
+    model = nn.Linear(2, 2)
+    for rates in ([0.1, 0.2], [0.0, 0.0]):
+        groups = [{"params": [model.weight], "lr": rates[0]}, {"params": [model.bias], "lr": rates[1]}]
+        assert stability_threshold(torch.optim.SGD, optimizer_groups(model, torch.optim.SGD(groups))) is None
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_preconditioner_is_what_adam_divides_by(optimizer_class, amsgrad):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    model.unused = nn.Linear(1, 1)
+    options = {"betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.0, "amsgrad": amsgrad}
+    optimizer = optimizer_class(model.parameters(), lr=LR, **options)
+    for scale in (2.0, 1.0, 0.1):
+        before = model.weight.detach().clone()
+        model.weight.grad = scale * torch.randn(2, 3, dtype=torch.float64)
+        optimizer.step()
+    states = {name: optimizer.state[value] for name, value in model.named_parameters() if value in optimizer.state}
+    found = adam_preconditioner(states, optimizer_groups(model, optimizer))
+    assert found.keys() == {"weight"}
+    torch.testing.assert_close(-LR * model.weight.grad / found["weight"], model.weight.detach() - before)
+
+
+@given(st.floats(1e-4, 1e4), st.floats(1e-2, 1e2))
+def test_on_a_parabola_the_critical_step_is_where_it_is_back_at_zero(crossing, curvature):
+    calls: list[float] = []
+
+    def rise(step):
+        calls.append(step.item())
+        return curvature * step * (step - crossing)
+
+    found = critical_step(rise, torch.tensor(1.0, dtype=torch.float64), 20)
+    bracketing = math.floor(abs(math.log(crossing, 4))) + 2
+    assert len(calls) == 20
+    assert abs(math.log2(found.item() / crossing)) <= 2.0 ** -(20 - bracketing) + 1e-9
+
+
+def test_a_critical_step_out_of_reach_is_nan():
+    first = torch.tensor(1.0)
+    assert critical_step(lambda step: -step, first, 8).isnan()
+    assert critical_step(lambda step: step, first, 8).isnan()
+    assert critical_step(lambda step: step - 4**5, first, 5).isnan()
+    assert critical_step(lambda step: step - 4**5, first, 12).item() == pytest.approx(4**5, rel=0.03)
+
+
+def test_a_loss_that_is_not_finite_counts_as_a_rise():
+    def rise(step):
+        return torch.where(step > 3, math.nan, torch.where(step > 2, math.inf, -step))
+
+    assert critical_step(rise, torch.tensor(1.0), 15).item() == pytest.approx(2, rel=1e-3)

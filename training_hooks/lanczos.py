@@ -1,0 +1,147 @@
+"""Spectra of symmetric operators known by their products alone: Lanczos, Hutchinson, stochastic Lanczos quadrature."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+"""The product of a symmetric n × n operator A with a vector of shape (n,)."""
+
+
+def rademacher(size: int, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
+    """Draw ``count`` vectors of ±1, shape (count, size), on the CPU, then move them to dtype and device of ``like``.
+
+    Drawn on the CPU, they are the same on every device.
+    """
+    signs = torch.randint(0, 2, (count, size), generator=generator, dtype=torch.int8)
+    return signs.to(device=like.device, dtype=like.dtype) * 2 - 1
+
+
+@dataclass(frozen=True)
+class Tridiagonal:
+    """The operator in an orthonormal basis of m vectors in which it is tridiagonal.
+
+    ``diagonal`` has shape (m,), ``off_diagonal`` (m − 1,), ``basis`` (m, n): its rows are the vectors.
+    """
+
+    diagonal: Tensor
+    off_diagonal: Tensor
+    basis: Tensor
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """Return the Ritz values, ascending, shape (m,), and their vectors in the basis as columns, (m, m); float64."""
+        off = self.off_diagonal.double()
+        matrix = torch.diag(self.diagonal.double()) + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(matrix)
+        return values, vectors
+
+    def largest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the largest Ritz values, descending, shape (count,), and their unit vectors, (count, n)."""
+        values, vectors = self.ritz()
+        chosen = vectors[:, -count:].flip(1)
+        return values[-count:].flip(0), chosen.T.to(self.basis.dtype) @ self.basis
+
+    def quadrature(self) -> tuple[Tensor, Tensor]:
+        """Return nodes and weights, shapes (m,), with qᵀf(A)q ≈ Σ w·f(node), q the unit vector of the start.
+
+        Exact where f is a polynomial of degree up to 2m − 1 (Golub and Meurant 2010).
+        """
+        values, vectors = self.ritz()
+        return values, vectors[0].square()
+
+
+def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
+    """Run Lanczos from ``start``, shape (n,), with full reorthogonalisation, for min(iterations, n) products.
+
+    Every new vector is made orthogonal to all earlier ones twice ("twice is enough", Parlett 1998), so that no
+    eigenvalue appears more often than the operator has it. Where the vectors found span an invariant subspace, the
+    next one is ``start`` rolled along its elements, made orthogonal, and the tridiagonal matrix splits there.
+    """
+    size = min(iterations, start.numel())
+    basis = start.new_zeros(size, start.numel())
+    basis[0] = start / torch.linalg.vector_norm(start)
+    diagonal, off_diagonal = start.new_zeros(size), start.new_zeros(max(size - 1, 0))
+    scale = start.new_zeros(())
+    for index in range(size):
+        rest = product(basis[index])
+        diagonal[index] = torch.dot(rest, basis[index])
+        if index + 1 == size:
+            break
+        rest = rest - diagonal[index] * basis[index]
+        if index:
+            rest.sub_(off_diagonal[index - 1] * basis[index - 1])
+        candidates = _orthogonal_to(basis[: index + 1], torch.stack([rest, start.roll(index + 1)]))
+        lengths = torch.linalg.vector_norm(candidates, dim=1)
+        scale = torch.maximum(scale, diagonal[index].abs() + lengths[0])
+        goes_on = lengths[0] > torch.finfo(start.dtype).eps * scale
+        off_diagonal[index] = torch.where(goes_on, lengths[0], 0.0)
+        basis[index + 1] = torch.where(goes_on, candidates[0] / lengths[0], candidates[1] / lengths[1])
+    return Tridiagonal(diagonal, off_diagonal, basis)
+
+
+def _orthogonal_to(basis: Tensor, vectors: Tensor) -> Tensor:
+    """Return the rows of ``vectors`` without their components along the orthonormal rows of ``basis``."""
+    for _ in range(2):
+        vectors = vectors - (vectors @ basis.T) @ basis
+    return vectors
+
+
+def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:
+    """Return ‖Av − λv‖₂ of unit vectors v, the rows of ``vectors``, shape (count,): one product each.
+
+    Within that distance of λ there is an eigenvalue of A.
+    """
+    wide = values.to(vectors.dtype)
+    misses = [product(vector) - value * vector for value, vector in zip(wide, vectors, strict=True)]
+    lengths: Tensor = torch.linalg.vector_norm(torch.stack(misses), dim=1)
+    return lengths
+
+
+def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of at least two samples and its standard error s/√n, s² with the divisor n − 1."""
+    return samples.mean(), samples.std(correction=1) / math.sqrt(samples.numel())
+
+
+@dataclass(frozen=True)
+class Density:
+    """A spectral density as point masses: ``nodes`` and ``weights``, shapes (points,), the weights adding up to 1."""
+
+    nodes: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[Tridiagonal]) -> "Density":
+        """Average the quadratures of Lanczos runs from random starts (Ubaru, Chen and Saad 2017)."""
+        nodes, weights = zip(*(run.quadrature() for run in runs), strict=True)
+        return cls(torch.cat(nodes), torch.cat(weights) / len(runs))
+
+    def moment(self, power: int) -> Tensor:
+        """Return Σ w·node^power, an estimate of tr(A^power)/n."""
+        moment: Tensor = (self.weights * self.nodes**power).sum()
+        return moment
+
+    def mean_size(self) -> Tensor:
+        """Return Σ w·|node|, an estimate of the mean absolute eigenvalue."""
+        return (self.weights * self.nodes.abs()).sum()
+
+    def negative_energy(self) -> Tensor:
+        """Return the share of tr(A²) that belongs to negative eigenvalues."""
+        negative: Tensor = (self.weights * self.nodes.clamp(max=0).square()).sum()
+        return negative / self.moment(2)
+
+    def smoothed(self, points: int) -> tuple[Tensor, Tensor]:
+        """Return an even grid over the nodes and the density there, shapes (points,), each mass spread by a Gaussian.
+
+        Its standard deviation is the grid's spacing, and the grid goes on for three of them on either side. NaN if
+        all nodes are equal.
+        """
+        lowest, highest = self.nodes.min(), self.nodes.max()
+        spacing = (highest - lowest) / (points - 7)
+        steps = torch.arange(points, device=self.nodes.device, dtype=self.nodes.dtype) - 3
+        grid = lowest + spacing * steps
+        distances = (grid[:, None] - self.nodes) / spacing
+        kernel = torch.exp(-distances.square() / 2) / (math.sqrt(2 * math.pi) * spacing)
+        return grid, kernel @ self.weights

@@ -1,0 +1,82 @@
+"""The training loss on a few of the run's batches, and its derivatives: what curvature is measured of."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import islice
+
+from torch import Tensor
+
+from framework.batches import rows
+from framework.curvature import Method
+from framework.data import Batch, Loader
+from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
+from framework.sapi import ModelDataContext
+from training_hooks.flat_vectors import FlatSpace
+from training_hooks.stability import Rise
+
+
+def spread_batches(loader: Loader, count: int) -> list[Batch]:
+    """Return ``count`` batches, all if there are fewer, spread evenly over the order of epoch 0, the first included."""
+    total = len(loader)
+    chosen = [index * total // count for index in range(count)] if count < total else list(range(total))
+    batches = islice(loader.batches(0), chosen[-1] + 1)
+    return [batch for index, batch in enumerate(batches) if index in chosen]
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """The mean training loss over the rows of ``batches``, in the model's present modes.
+
+    Each batch is passed through the model by itself, with its own BatchNorm statistics, and each from the present state
+    of the random streams: as long as nothing is drawn from torch's, a batch has one dropout mask for all that is
+    measured.
+    """
+
+    model_ctx: ModelDataContext
+    batches: list[Batch]
+
+    @cached_property
+    def space(self) -> FlatSpace:
+        """The space of flat vectors over the trained parameters."""
+        return FlatSpace(trainable(self.model_ctx.model))
+
+    def value(self) -> Tensor:
+        """Return the loss, zero-dimensional."""
+        return self._mean(self.model_ctx.compute_batch_loss)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient, flat."""
+        return self._mean(lambda batch: self.space.flat(self.model_ctx.compute_batch_gradients(batch)))
+
+    def hessian_product(self, flat: Tensor, method: Method = "exact", epsilon: float = 1e-2) -> Tensor:
+        """Return the product of the Hessian with a flat vector, flat."""
+        vector = self.space.vector(flat)
+
+        def product(batch: Batch) -> Tensor:
+            found = self.model_ctx.hessian_vector_product(vector, batch, method=method, epsilon=epsilon)
+            return self.space.flat(found)
+
+        return self._mean(product)
+
+    @contextmanager
+    def along(self, direction: Vector) -> Iterator[Rise]:
+        """Give the body c ↦ L(θ + c·direction) − L(θ), which moves the parameters; they are put back in the end."""
+        live = trainable(self.model_ctx.model)
+        start = copied(live)
+        before = self.value()
+
+        def rise(step: Tensor) -> Tensor:
+            overwrite(live, axpy(step, direction, start))
+            return self.value() - before
+
+        try:
+            yield rise
+        finally:
+            overwrite(live, start)
+
+    def _mean(self, measure: Callable[[Batch], Tensor]) -> Tensor:
+        weights = [rows(batch) / sum(map(rows, self.batches)) for batch in self.batches]
+        parts = (measure(batch).mul_(weight) for batch, weight in zip(self.batches, weights, strict=True))
+        return reduce(Tensor.add_, parts)
