@@ -10,9 +10,12 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
-from framework.param_vectors import Vector, dot
+from framework.param_vectors import Vector, dot, minus, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+
+NO_ORDERING = 1e-5
+"""Below this share of ‖g‖² what is left of g beside c̄ is rounding, in float32, and has no direction."""
 
 
 def inner_products(vectors: Sequence[Vector]) -> Tensor:
@@ -57,9 +60,32 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
         "content_norm": projection.abs(),
         "ordering_norm": (gram[0, 0] - projection.square()).clamp(min=0).sqrt(),
         "content_cosine": projection / lengths[0],
+        "observed_coherence": (gram[0, 1:] / (lengths[0] * lengths[1:])).mean(),
         "shuffle_coherence": (cosines.sum() - cosines.diagonal().sum()) / (count * (count - 1)),
         "observed_norm": lengths[0],
         "shuffled_norm": lengths[1:].mean(),
+    }
+
+
+def solution_alignment(gram: Tensor) -> dict[str, Tensor]:
+    """Tell whether observed epoch, content and ordering lead to a reference solution.
+
+    ``gram`` has shape (K + 2, K + 2): the inner products of g, c₁…c_K and, at the end, of the way d from the parameters
+    before the epoch to the reference. Gradients point uphill, hence cos(−·, d).
+    """
+    square, toward = gram.diagonal().clamp(min=0), -gram[:-1, -1]
+    mean_square, mean_toward = gram[1:-1, 1:-1].mean(), toward[1:].mean()
+    share = gram[0, 1:-1].mean() / mean_square
+    ordering_square = square[0] - share.square() * mean_square
+    ordering_cosine = (toward[0] - share * mean_toward) / (ordering_square * square[-1]).sqrt()
+    there_is_ordering = ordering_square > NO_ORDERING * square[0]
+    cosines = toward / (square[:-1] * square[-1]).sqrt()
+    return {
+        "solution_cosine": cosines[0],
+        "content_solution_cosine": share.sign() * mean_toward / (mean_square * square[-1]).sqrt(),
+        "ordering_solution_cosine": torch.where(there_is_ordering, ordering_cosine, torch.nan),
+        "shuffled_solution_cosine": cosines[1:].mean(),
+        "solution_excess": cosines[0] - cosines[1:].mean(),
     }
 
 
@@ -70,8 +96,11 @@ class Counterfactual(InterventionHook):
     From the state before the epoch, K epochs on reshuffled data give mean gradients c₁…c_K (as ``accumulated_grads``:
     the mean over the steps of the gradients before any commit). What the observed g shares with their mean c̄ is due
     to the content of the data, the rest to their order and to chance; the null says how much chance alone gives. Fires
-    after every epoch up to epoch 49, then at snapshots, and costs K epochs each time. In a run with committing hooks
-    (clipping, smoothing) the shuffled epochs run without those commits: the excess then holds their effect, too.
+    after every epoch up to epoch 49, then at snapshots, and costs K epochs each time.
+
+    Assumes that the order of the data is all that parts the observed epoch from the shuffled ones. In a run with
+    committing hooks (clipping, smoothing) the shuffled epochs run without those commits: the excess then holds their
+    effect, too. Dropout masks differ, which counts as chance. Takes the memory of K gradients.
 
     Args:
         k: number of shuffled epochs, at least 2, since the null holds each against the others.
@@ -82,6 +111,7 @@ class Counterfactual(InterventionHook):
     loop_points = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
     needs_grads = True
     needs_pre_epoch_state = True
+    uses_reference_weights = True
 
     def __init__(self, *, k: int = 3) -> None:
         if k < 2:
@@ -96,7 +126,13 @@ class Counterfactual(InterventionHook):
         for _ in range(self.k):
             model_ctx.restore_pre_epoch()
             vectors.append(model_ctx.run_training_epoch(model_ctx.get_shuffled_loader()))
-        return ordering_split(inner_products(vectors))
+        if run_ctx.reference_weights is None:
+            return ordering_split(inner_products(vectors))
+        model_ctx.restore_pre_epoch()
+        here = trainable(model_ctx.model)
+        goal = {name: run_ctx.reference_weights[name] for name in here}
+        gram = inner_products([*vectors, minus(goal, here)])
+        return ordering_split(gram[:-1, :-1]) | solution_alignment(gram)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the split; g is the observed epoch's mean gradient, c̄ the mean of the shuffled epochs' c₁…c_K."""
@@ -141,11 +177,48 @@ class Counterfactual(InterventionHook):
                 "[−1, 1]",
                 "How well one shuffled epoch determines the gradient: about 1/(1+r). Near 0: K is too small to tell.",
             ),
+            MetricInfo(
+                "observed_coherence",
+                "mean over k of cos(g, c_k)",
+                "[−1, 1]",
+                "The same for the observed epoch; below shuffle_coherence: its order is unlike a shuffled one.",
+            ),
             MetricInfo("observed_norm", "‖g‖₂", "[0, ∞)", "The norm of the observed epoch's mean gradient."),
             MetricInfo(
                 "shuffled_norm",
                 "mean over k of ‖c_k‖₂",
                 "[0, ∞)",
                 "Above observed_norm: the observed order makes steps cancel that otherwise add up.",
+            ),
+            MetricInfo(
+                "solution_cosine",
+                "cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch",
+                "[−1, 1]",
+                "Only with a reference solution, as the four below. Positive: the observed epoch leads to it.",
+            ),
+            MetricInfo(
+                "content_solution_cosine",
+                "cos(−(g·c̄ / ‖c̄‖²) c̄, d)",
+                "[−1, 1]",
+                "The same for what the data give in any order.",
+            ),
+            MetricInfo(
+                "ordering_solution_cosine",
+                "cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d)",
+                "[−1, 1]",
+                "The same for the rest, order and chance; near 0: what the order adds leads neither way. NaN: there is "
+                f"no rest (ordering_fraction below {NO_ORDERING:.0e}).",
+            ),
+            MetricInfo(
+                "shuffled_solution_cosine",
+                "mean over k of cos(−c_k, d)",
+                "[−1, 1]",
+                "What a random order gives.",
+            ),
+            MetricInfo(
+                "solution_excess",
+                "solution_cosine − shuffled_solution_cosine",
+                "[−2, 2]",
+                "Positive: this order leads to the reference better than a random one, whose expectation is zero.",
             ),
         ]

@@ -11,11 +11,22 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.loops import epoch_loop
 from framework.manager import HookManager
+from framework.param_vectors import copied
 from framework.random_streams import RandomStreams, seed_everything
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, assert_same_bytes, build, mean_loss, train
-from training_hooks.counterfactual import Counterfactual, inner_products, ordering_split
+from tests.support import (
+    STEPS_PER_EPOCH,
+    Case,
+    RecordingSink,
+    SpyHook,
+    assert_same_bytes,
+    at,
+    build,
+    mean_loss,
+    train,
+)
+from training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
 
 
 def split_of(vectors: Tensor) -> dict[str, Tensor]:
@@ -45,13 +56,76 @@ def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k):
         "content_norm": content.norm(),
         "ordering_norm": (g - content).norm(),
         "content_cosine": torch.cosine_similarity(g, mean, dim=0),
+        "observed_coherence": torch.cosine_similarity(shuffles, g.expand_as(shuffles)).mean(),
         "shuffle_coherence": torch.stack(pairs).mean(),
         "observed_norm": g.norm(),
         "shuffled_norm": shuffles.norm(dim=1).mean(),
     }
-    assert found.keys() == expected.keys() == {info.name for info in Counterfactual().describe_metrics()}
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_alignment_is_that_of_the_parts_with_the_way_to_the_solution(k, sign):
+    vectors = torch.randn(k + 2, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) + 0.5
+    vectors[0] *= sign
+    g, shuffles, way, found = vectors[0], vectors[1:-1], vectors[-1], solution_alignment(vectors @ vectors.T)
+    mean = shuffles.mean(dim=0)
+    content = (g @ mean) / (mean @ mean) * mean
+    alone = [torch.cosine_similarity(-shuffle, way, dim=0) for shuffle in shuffles]
+    expected = {
+        "solution_cosine": torch.cosine_similarity(-g, way, dim=0),
+        "content_solution_cosine": torch.cosine_similarity(-content, way, dim=0),
+        "ordering_solution_cosine": torch.cosine_similarity(content - g, way, dim=0),
+        "shuffled_solution_cosine": torch.stack(alone).mean(),
+        "solution_excess": torch.cosine_similarity(-g, way, dim=0) - torch.stack(alone).mean(),
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_every_metric_is_described_and_none_else():
+    gram = torch.eye(5)
+    names = {*ordering_split(gram[:-1, :-1]), *solution_alignment(gram)}
+    assert names == {info.name for info in Counterfactual().describe_metrics()}
+
+
+def test_without_ordering_its_alignment_is_undefined_rather_than_rounding():
+    g = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    way = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    vectors = torch.stack([g, 2 * g, 0.5 * g, way])
+    found = solution_alignment(vectors @ vectors.T)
+    assert found["ordering_solution_cosine"].isnan()
+    torch.testing.assert_close(found["content_solution_cosine"], torch.cosine_similarity(-g, way, dim=0))
+
+
+def test_an_order_as_good_as_a_random_one_has_no_excess_towards_the_solution_but_a_planted_one_has():
+    generator = torch.Generator().manual_seed(0)
+    found: dict[float, list[Tensor]] = {0.0: [], 0.5: []}
+    for planted, excesses_of in found.items():
+        for _ in range(300):
+            vectors = torch.randn(5, 30, generator=generator, dtype=torch.float64)
+            vectors[0] -= planted * vectors[-1]
+            excesses_of.append(solution_alignment(vectors @ vectors.T)["solution_excess"])
+    assert abs(deviation(torch.stack(found[0.0]))) < 3
+    assert deviation(torch.stack(found[0.5])) > 10
+
+
+def test_a_run_is_held_against_the_way_from_where_its_epoch_began():
+    case = Case("tied", "sgd_momentum")
+    start = {name: value.detach() for name, value in build(case)[0].model.named_parameters()}
+    after: dict[str, Tensor] = {}
+    spy = at(SpyHook, HookPoint.POST_EPOCH, needs_grads=True)
+    train(case, [spy(lambda ctx: after.update(copied(ctx.accumulated_grads)))])
+    ahead = {name: value - 3 * after[name] for name, value in start.items()}
+    sink = train(case, [Counterfactual()], reference_weights=ahead).sink
+    assert sink.rows("counterfactual/solution_cosine")[0][3] == pytest.approx(1.0)
+    (content,) = [row[3] for row in sink.rows("counterfactual/content_cosine")]
+    (found,) = [row[3] for row in sink.rows("counterfactual/content_solution_cosine")]
+    assert found == pytest.approx(abs(content), rel=1e-5)
 
 
 def test_the_inner_products_are_those_of_the_flat_vectors():
