@@ -182,8 +182,8 @@ def _row_infos() -> list[MetricInfo]:
     return [
         MetricInfo(
             "entropy/<parameter>",
-            "mean over samples and queries of −Σ p ln p, p the attention of one head (<parameter>: layer.head) over "
-            "its keys; rows that see no key left out",
+            "mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head) over its keys; "
+            "rows that see no key left out",
             "[0, ln keys] nats",
             "0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes "
             "before instability (Zhai et al. 2023).",
@@ -215,7 +215,7 @@ def _circuit_infos(kind: str, product: str) -> list[MetricInfo]:
     return [
         MetricInfo(
             f"{kind}_spectrum/<parameter>",
-            f"the largest singular values σ of {product} of one head (<parameter>: layer.head), descending (SNAPSHOT)",
+            f"the largest singular values σ of {product} of one head (named layer.head), descending (SNAPSHOT)",
             "[0, ∞)",
             "A gap after the k-th: the head works in k directions.",
         ),

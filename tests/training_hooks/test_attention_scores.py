@@ -141,6 +141,15 @@ def test_an_encoder_layer_is_read_although_it_has_a_fused_fast_path(batch_first,
     assert_rows(call, brute_rows(*in_projections(layer.self_attn, tokens()), visible, HEADS + 1))
 
 
+def test_an_encoder_that_would_pack_its_padding_away_is_read():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS + 1, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    assert encoder.enable_nested_tensor
+    first = encoder.layers[0].self_attn
+    model = Around(encoder, lambda inner, x: inner(x, src_key_padding_mask=torch.from_numpy(~PADDED)))
+    assert_rows(read(model, first), brute_rows(*in_projections(first, tokens()), PADDED[:, None, :], HEADS + 1))
+
+
 def test_both_attentions_of_a_decoder_layer_are_read():
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True).eval()
     memory = torch.randn(BATCH, 7, WIDTH)
