@@ -147,13 +147,13 @@ class GradientNoiseScale(TrainingHook):
             ),
             MetricInfo(
                 "signal",
-                "|G|²: average of signal_estimate, the k-th newest weighted by decay^k",
+                "|G|²: average of signal_estimate, the newest but k weighted by decay^k",
                 "(−∞, ∞)",
                 "Squared norm of the gradient without sampling noise; near 0: the steps are a random walk.",
             ),
             MetricInfo(
                 "noise",
-                "S: average of noise_estimate, the k-th newest weighted by decay^k",
+                "S: average of noise_estimate, the newest but k weighted by decay^k",
                 "(−∞, ∞)",
                 "tr Σ, Σ the covariance of one row's gradient; a batch of B rows has the noise energy S/B.",
             ),
@@ -162,7 +162,7 @@ class GradientNoiseScale(TrainingHook):
                 "(B_big·|G_big|² − B_small·|G_small|²) / (B_big − B_small); G_big = Σ (b_i/B)·G_i, "
                 "|G_small|² = Σ (b_i/B)·|G_i|², G_i the gradient on the b_i rows of part i",
                 "(−∞, ∞)",
-                "Unbiased; half of all values are negative where there is no signal.",
+                "Unbiased; about half of all values are negative where there is no signal.",
             ),
             MetricInfo(
                 "noise_estimate",
