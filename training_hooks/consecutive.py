@@ -1,8 +1,9 @@
 """How much the gradient of one epoch agrees with that of the epoch before."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
@@ -15,20 +16,21 @@ from framework.registry import HookRegistry
 from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
 
 
-def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Iterable[str]) -> dict[str, Tensor]:
-    """Return how two mean gradients agree, flat vectors both: the metrics of :class:`Consecutive`.
+def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Sequence[str]) -> dict[str, Tensor]:
+    """Return how two mean gradients agree, the metrics of :class:`Consecutive`; overwrites ``before``.
 
-    ``shared`` names the parameters that had a gradient both times, the ones with a cosine of their own.
+    Both are the elements of flat vectors, shape (elements,). ``shared`` names the parameters that had a gradient both
+    times, the ones with a cosine of their own.
     """
     products, squares, earlier = layout.dots(now, before), layout.dots(now, now), layout.dots(before, before)
     product, square, square_before = products.sum(), squares.sum(), earlier.sum()
-    change = now - before
+    change = torch.sub(now, before, out=before)
     cosines = layout.by_name(products / (squares.sqrt() * earlier.sqrt()))
     return {
         "cosine": product / (square.sqrt() * square_before.sqrt()),
         "norm_ratio": square.sqrt() / square_before.sqrt(),
         "relative_change": layout.dot(change, change).sqrt() / square_before.sqrt(),
-        **{f"parameter_cosine/{name}": cosines[name] for name in layout.names if name in set(shared)},
+        **{f"parameter_cosine/{name}": cosines[name] for name in shared},
     }
 
 
@@ -40,8 +42,8 @@ class Consecutive(TrainingHook):
     over the data (or ``interval`` steps), and the report comes at POST_BACKWARD of its last step.
 
     Assumes at least two epochs, and that the same parameters are trained in both; where that changes, the report is
-    left out. A parameter without gradient stands for zeros. Keeps the last mean gradient, in the step loop also the
-    sum that grows, in float32 or wider.
+    left out. A parameter without gradient stands for zeros. Keeps two gradients in float32 or wider: the last mean, and
+    the one to come.
 
     Args:
         interval: in the step loop, the steps to a mean gradient; 0: one pass over the data.
@@ -62,6 +64,7 @@ class Consecutive(TrainingHook):
     def reset(self) -> None:
         """Forget the last mean gradient, and the sum towards the next."""
         self._memory.clear()
+        self._spare: FlatVector | None = None
         self._owners: dict[str, list[str]] = {}
         self._summed = 0
 
@@ -83,7 +86,8 @@ class Consecutive(TrainingHook):
             self.reset()
             return {}
         layout = self._layout(ctx)
-        return self._compare(layout, layout.copy(ctx.accumulated_grads, layout.zeros()), list(ctx.accumulated_grads))
+        now = layout.copy(ctx.accumulated_grads, self._spare or layout.zeros())
+        return self._compare(layout, now, list(ctx.accumulated_grads))
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
         """Return the layout of the trained parameters; where these are others than before, begin anew."""
@@ -97,7 +101,7 @@ class Consecutive(TrainingHook):
         """Return how a mean gradient agrees with the last one, which it replaces; ``owners`` had a gradient."""
         before = self._memory.vectors.get("before")
         shared = [name for name in owners if name in self._owners.get("before", ())]
-        self._memory.vectors, self._owners = {"before": now}, {"before": owners}
+        self._memory.vectors, self._owners, self._spare = {"before": now}, {"before": owners}, before
         return {} if before is None else agreement(layout, now.data, before.data, shared)
 
     def _gather(self, ctx: RunDataContext) -> Metrics:
@@ -105,7 +109,8 @@ class Consecutive(TrainingHook):
         layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
         vectors, gradients = self._memory.vectors, layout.gradients()
         if not self._summed:
-            vectors["sum"], self._owners["sum"] = layout.zeros(), []
+            vectors["sum"] = layout.copy({}, self._spare or layout.zeros())
+            self._spare, self._owners["sum"] = None, []
         layout.add(gradients, vectors["sum"])
         self._owners["sum"] += [name for name in gradients if name not in self._owners["sum"]]
         self._summed += 1
@@ -125,6 +130,7 @@ class Consecutive(TrainingHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back."""
+        self.reset()
         self._memory.load_state_dict(state["memory"])
         self._owners = {name: list(owners) for name, owners in state["owners"].items()}
         self._summed = state["summed"]

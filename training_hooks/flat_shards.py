@@ -90,8 +90,8 @@ class FlatLayout:
         return self._over_ranks(torch.stack([torch.dot(*pair) for pair in pairs]).double())
 
     def maxima(self, a: Tensor) -> Tensor:
-        """Return the largest absolute value of each parameter's part, zero for an empty one, shape (parameters,)."""
-        parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a.abs())]
+        """Return the largest element of each parameter's part, zero for an empty one, shape (parameters,)."""
+        parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
         return self._over_ranks(torch.stack(parts), largest=True)
 
     def nonzeros(self, a: Tensor) -> Tensor:

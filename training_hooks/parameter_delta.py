@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
@@ -11,19 +12,22 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
-from training_hooks.flat_shards import FlatLayout, FlatMemory
+from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
 
 
 def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]:
-    """Return how ``now`` differs from ``before``, flat vectors both: the metrics of :class:`ParameterDelta`."""
-    delta = now - before
-    squares, earlier = layout.dots(delta, delta), layout.dots(before, before)
-    largest = layout.maxima(delta)
+    """Return how ``now`` differs from ``before``, the metrics of :class:`ParameterDelta`; overwrites ``before``.
+
+    Both are the elements of flat vectors, shape (elements,).
+    """
+    earlier = layout.dots(before, before)
+    delta = torch.sub(now, before, out=before)
+    squares, changed, largest = layout.dots(delta, delta), layout.nonzeros(delta), layout.maxima(delta.abs_())
     metrics = {
         "total_delta": squares.sum().sqrt(),
         "total_relative_delta": (squares.sum() / earlier.sum()).sqrt(),
         "max_abs_delta": largest.max(),
-        "changed_fraction": layout.nonzeros(delta) / layout.elements(),
+        "changed_fraction": changed / layout.elements(),
     }
     each = {"delta": squares.sqrt(), "relative_delta": (squares / earlier).sqrt(), "max_abs": largest}
     for metric, values in each.items():
@@ -39,7 +43,7 @@ class ParameterDelta(TrainingHook):
     weight decay, a hook that commits. It is the net change: what was taken back in between does not show.
 
     Assumes that the same parameters are trained from one report to the next; where that changes, the next report is
-    left out. Keeps one copy of the parameters, in float32 or wider.
+    left out. Keeps two copies of the parameters in float32 or wider (one to work in).
     """
 
     name = "parameter_delta"
@@ -48,10 +52,12 @@ class ParameterDelta(TrainingHook):
 
     def __init__(self) -> None:
         self._memory = FlatMemory()
+        self.reset()
 
     def reset(self) -> None:
         """Forget the parameters kept."""
         self._memory.clear()
+        self._spare: FlatVector | None = None
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
@@ -62,11 +68,12 @@ class ParameterDelta(TrainingHook):
         """Return the change since the last report, nothing if other parameters were trained then; keep what is now."""
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
+            self.reset()
             self._memory.vectors = {"before": self._memory.begin(trained).values()}
             return {}
         layout = self._memory.layout(ctx.model)
-        now, before = layout.values(), self._memory.vectors["before"]
-        self._memory.vectors = {"before": now}
+        now, before = layout.copy(layout.parameters, self._spare or layout.zeros()), self._memory.vectors["before"]
+        self._memory.vectors, self._spare = {"before": now}, before
         return change(layout, before.data, now.data)
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,6 +82,7 @@ class ParameterDelta(TrainingHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back."""
+        self.reset()
         self._memory.load_state_dict(state)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:

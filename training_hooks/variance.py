@@ -147,8 +147,8 @@ class Variance(TrainingHook):
         """Take a step's gradient in; return the metrics of a window that it completes."""
         if ctx.step != self._last_step + 1:
             self.reset()
-        self._last_step = ctx.step
         layout = self._extend(ctx)
+        self._last_step = ctx.step
         if self._chunks[-1].count < self._length:
             return {}
         needed = self._window // self._length

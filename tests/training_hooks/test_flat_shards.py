@@ -1,0 +1,141 @@
+"""Flat vectors on one process, and on two the hooks that are made of them against the same run on one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+from torch.nn import functional
+
+from framework.data import TensorLoader, fixed_order
+from framework.hooks import TrainingHook
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState, of_the_run
+from tests.support import RecordingSink, run_info
+from training_hooks.consecutive import Consecutive
+from training_hooks.flat_shards import FlatLayout, FlatMemory
+from training_hooks.parameter_delta import ParameterDelta
+from training_hooks.path_length import PathLength
+from training_hooks.variance import Variance
+
+ROWS = 12
+
+
+def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FlatLayout:
+    return FlatLayout({f"p{n}": nn.Parameter(torch.randn(shape, dtype=dtype)) for n, shape in enumerate(shapes)})
+
+
+def test_a_flat_vector_holds_the_parameters_end_to_end():
+    layout = layout_of((2, 3), (4,), ())
+    expected = torch.cat([parameter.detach().flatten() for parameter in layout.parameters.values()])
+    assert torch.equal(layout.values().data, expected)
+    assert layout.elements() == 11
+
+
+def test_a_name_without_a_tensor_stands_for_zeros():
+    layout = layout_of((2,), (3,))
+    vector = layout.values()
+    layout.copy({"p1": torch.ones(3)}, vector)
+    assert vector.data.tolist() == [0, 0, 1, 1, 1]
+    layout.add({"p0": torch.full((2,), 2.0)}, vector)
+    assert vector.data.tolist() == [2, 2, 1, 1, 1]
+    assert layout.copy({}, vector).data.tolist() == [0] * 5
+
+
+def test_a_vector_is_no_alias_of_the_parameters():
+    layout = layout_of((2, 2))
+    vector = layout.values()
+    before = vector.data.clone()
+    layout.parameters["p0"].data.zero_()
+    assert torch.equal(vector.data, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_over_a_vector_are_those_over_its_parts(dtype):
+    layout = layout_of((7, 5), (3,), (0,), dtype=dtype)
+    a, b = layout.values(), layout.copy({"p0": torch.randn(7, 5)}, layout.zeros())
+    assert a.data.dtype == torch.promote_types(dtype, torch.float32)
+    parts = zip(a.views, b.views, strict=True)
+    products = [float((x.double() * y.double()).sum()) for x, y in parts]
+    assert layout.dots(a.data, b.data).tolist() == pytest.approx(products, rel=1e-5, abs=1e-6)
+    assert float(layout.dot(a.data, b.data)) == pytest.approx(sum(products), rel=1e-5, abs=1e-6)
+    assert layout.maxima(a.data).tolist() == [float(view.max()) if view.numel() else 0 for view in a.views]
+    assert int(layout.nonzeros(b.data)) == int((b.data != 0).sum()) == 35
+
+
+def test_a_memory_finds_its_parameters_again_in_the_model():
+    model = nn.Linear(3, 2)
+    memory = FlatMemory()
+    memory.vectors = {"here": memory.begin(dict(model.named_parameters())).values()}
+    again = FlatMemory()
+    again.load_state_dict(memory.state_dict())
+    layout = again.layout(model)
+    assert layout.names == ["weight", "bias"]
+    assert torch.equal(layout.values().data, again.vectors["here"].data)
+
+
+# Two processes
+
+
+def build(*, sharded: bool) -> tuple[TrainingTask, TrainingState]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3))
+    data = (torch.randn(ROWS, 5), torch.randint(3, (ROWS,)))
+    if sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    loader = TensorLoader(data, 5, fixed_order(torch.arange(ROWS)))
+    task = TrainingTask(
+        model,
+        optimizer,
+        loader,
+        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        evaluate=lambda model: {"val_loss": float(functional.cross_entropy(model(data[0]), data[1]))},
+        length=4,
+    )
+    return task, TrainingState(model, optimizer, RandomStreams(7))
+
+
+def run(hooks: list[TrainingHook], *, sharded: bool) -> tuple[dict[tuple[str, int], float], dict[str, int]]:
+    """Train for four epochs; return every number that the hooks reported, and the digest at the end."""
+    task, state = build(sharded=sharded)
+    sink = RecordingSink()
+    manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    if sharded:
+        task.model[0].reshard(), task.model.reshard()
+    return {(name, step): value for name, _, step, value in sink.rows()}, of_the_run(state.digest())
+
+
+def made() -> list[TrainingHook]:
+    return [PathLength(per_step=True), ParameterDelta(), Consecutive(), Variance(window=4, every=2)]
+
+
+def work(rank: int, folder: Path) -> None:
+    """Be one of two processes."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    numbers, digest = run(made(), sharded=True)
+    torch.save({"numbers": numbers, "same": digest == run([], sharded=True)[1]}, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_report_what_one_reports_and_train_as_they_do_without_hooks(tmp_path):
+    torch.multiprocessing.spawn(work, args=(tmp_path,), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    expected, _ = run(made(), sharded=False)
+    assert first["same"]
+    assert second["same"]
+    assert first["numbers"] == second["numbers"]
+    assert {name.split("/")[0] for name, _ in expected} == {hook.name for hook in made()}
+    assert first["numbers"] == pytest.approx(expected, rel=1e-3, abs=1e-5)
