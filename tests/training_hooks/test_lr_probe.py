@@ -1,0 +1,223 @@
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from framework.data import TensorLoader, fixed_order, random_order
+from framework.errors import UsageError
+from framework.loops import epoch_loop, step_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import CASES, RecordingSink, assert_same_bytes, train
+from training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
+
+RATES = torch.tensor(growing_rates(1e-6, 1.0, 61), dtype=torch.float64)
+DECADES = RATES.log10()
+
+
+def read(losses: Tensor, **options: float) -> dict[str, float]:
+    settings = {"skip": 0, "divergence": 4.0} | options
+    return {name: value.item() for name, value in range_metrics(RATES, losses, **settings).items()}
+
+
+def planted() -> Tensor:
+    """Return a loss that falls fastest at 1e-4, is smallest at 1e-2 and grows a hundredfold until 1."""
+    fall = 1 - torch.sigmoid(6 * (DECADES + 4))
+    rise = torch.where(DECADES > -2, 10 ** (2 * (DECADES + 2) * 0.8) - 1, 0.0)
+    return 0.2 + fall + 0.2 * rise
+
+
+def test_a_planted_curve_is_read_off_where_it_was_planted():
+    found = read(planted())
+    assert found["suggested_lr"] == pytest.approx(1e-4, rel=1e-6)
+    assert found["min_loss_lr"] == pytest.approx(1e-2, rel=1e-6)
+    assert found["min_loss"] == pytest.approx(planted()[40].item())
+    first = next(index for index, loss in enumerate(planted()) if index > 40 and loss > 4 * planted()[40])
+    assert found["divergence_lr"] == pytest.approx(RATES[first].item())
+
+
+@pytest.mark.parametrize("blow_up", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_divergence_and_no_minimum(blow_up):
+    losses = 2 - DECADES / 10
+    losses[30:] = blow_up
+    losses[40] = -math.inf
+    found = read(losses)
+    assert found["divergence_lr"] == pytest.approx(RATES[30].item())
+    assert found["min_loss_lr"] == pytest.approx(RATES[29].item())
+    assert found["suggested_lr"] < RATES[29].item()
+
+
+def test_what_does_not_occur_is_nan():
+    rising, falling = read(5 + DECADES / 10), read(5 - DECADES / 10)
+    assert math.isnan(rising["suggested_lr"])
+    assert math.isnan(rising["divergence_lr"])
+    assert math.isnan(falling["divergence_lr"])
+    assert rising["min_loss_lr"] == pytest.approx(1e-6)
+    assert falling["min_loss_lr"] == pytest.approx(1.0)
+    assert all(math.isnan(value) for name, value in read(torch.full((61,), math.nan)).items() if name[0] != "d")
+
+
+def test_the_first_steps_are_not_read():
+    losses = planted()
+    losses[0], losses[1] = -3.0, 40.0
+    assert read(losses)["min_loss_lr"] == pytest.approx(1e-6)
+    assert read(losses, skip=2) == read(planted(), skip=2)
+
+
+def test_a_negative_loss_diverges_by_the_same_distance_as_a_positive_one():
+    found = read(torch.where(DECADES < -3, -1.0, -1.0 + 4 * (DECADES + 3)))
+    assert math.log10(found["divergence_lr"]) == pytest.approx(-2.2, abs=0.11)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(0, 0.99))
+def test_the_smoothed_loss_is_the_weighted_mean_it_claims_to_be(values, decay):
+    found = exponential_mean(torch.tensor(values, dtype=torch.float64), decay)
+    for i in range(len(values)):
+        weights = [decay ** (i - j) for j in range(i + 1)]
+        expected = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert found[i].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_the_smoothed_loss_of_a_straight_line_lags_as_stated():
+    found = exponential_mean(torch.arange(400, dtype=torch.float64), 0.8)
+    assert found[-1].item() == pytest.approx(399 - 0.8 / 0.2)
+
+
+def test_rates_grow_by_one_factor_between_their_bounds():
+    logs = RATES.log()
+    torch.testing.assert_close(logs.diff(), torch.full((60,), math.log(1e6) / 60, dtype=torch.float64))
+    assert (RATES[0].item(), RATES[-1].item()) == (1e-6, 1.0)
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 7])
+def test_the_batches_are_those_that_the_run_sees_next(step):
+    loader = TensorLoader((torch.arange(7),), 3, random_order(7, 5))
+    run = [batch[0].tolist() for epoch in range(5) for batch in loader.batches(epoch)]
+    coming = coming_batches(loader, step)
+    assert [next(coming)[0].tolist() for _ in range(6)] == run[step : step + 6]
+
+
+class Plane(nn.Module):
+    """Two parameters, of different parameter groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (1.0, -2.0))
+
+
+def task_of(**options: float) -> TrainingTask:
+    """Minimise the mean of a·(x² + 3y²) over the rows a of a batch."""
+    model = Plane()
+    groups = [{"params": [model.x], "lr": 0.01}, {"params": [model.y], "lr": 0.04}]
+    loader = TensorLoader((torch.linspace(1, 2, 5, dtype=torch.float64),), 2, fixed_order(torch.arange(5)))
+    return TrainingTask(
+        model,
+        torch.optim.SGD(groups, **options),
+        loader,
+        lambda model, batch: (batch[0] * (model.x**2 + 3 * model.y**2)).mean(),
+        length=2,
+        snapshot_every=1,
+    )
+
+
+def measured(task: TrainingTask, hook: LrProbe, loop=epoch_loop) -> list[tuple[int, dict]]:
+    """Train with the hook and return its metrics by step."""
+    state, sink = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink()
+    kind = "epoch" if loop is epoch_loop else "step"
+    loop(task, HookManager([hook], task, state, loop=kind, sinks=[sink], audit=True))
+    return [(step, {k.removeprefix("lr_probe/"): v for k, v in row.items()}) for row, _, _, step in sink.emitted]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_losses_are_those_of_training_on_by_hand_with_the_growing_rate(momentum):
+    hook = LrProbe(steps=12, smoothing=0.5, lr_min=1e-3, lr_max=0.5)
+    ((step, found), (_, last)) = measured(task_of(momentum=momentum), hook)
+    task = task_of(momentum=momentum)
+    batches = [batch for epoch in range(9) for batch in task.loader.batches(epoch)]
+    for batch in batches[:3]:
+        task.optimizer.zero_grad(), task.compute_loss(task.model, batch).backward(), task.optimizer.step()
+    losses = []
+    for rate, batch in zip(growing_rates(1e-3, 0.5, 12), batches[3:], strict=False):
+        task.optimizer.param_groups[0]["lr"], task.optimizer.param_groups[1]["lr"] = rate / 4, rate
+        task.optimizer.zero_grad()
+        loss = task.compute_loss(task.model, batch)
+        loss.backward(), task.optimizer.step()
+        losses.append(loss.item())
+    assert step == 3
+    assert found["losses"] == pytest.approx(losses, rel=1e-12)
+    assert found["rates"] == growing_rates(1e-3, 0.5, 12)
+    means = exponential_mean(torch.tensor(losses, dtype=torch.float64), 0.5)
+    assert found["smoothed_losses"] == pytest.approx(means.tolist())
+    expected = range_metrics(torch.tensor(found["rates"]), means, skip=2, divergence=4.0)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value.item(), rel=1e-6, nan_ok=True)
+    assert last["losses"][0] != found["losses"][0]
+
+
+def test_a_rate_beyond_stability_is_found_to_diverge():
+    task = task_of()
+    ((_, found), _) = measured(task, LrProbe(steps=200, smoothing=0.0, lr_min=1e-4, lr_max=100.0))
+    threshold = 2 / (6 * 1.5)  # of y, whose curvature is 6a
+    assert threshold < found["divergence_lr"] < 10 * threshold
+    assert found["suggested_lr"] < threshold
+
+
+def test_rates_that_are_zero_grow_all_the_same():
+    task = task_of()
+    for group in task.optimizer.param_groups:
+        group["lr"] = 0.0
+    found = measured(task, LrProbe(lr_max=0.1))[0][1]
+    assert found["losses"][-1] < found["losses"][0] / 2
+    assert task.model.x.item() == 1.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_test_leaves_no_trace_in_any_loop_with_any_optimizer(case):
+    run = train(case, [LrProbe(steps=9, smoothing=0.5)], steps=7)
+    assert len(run.sink.rows("lr_probe/losses")) == (2 if case.loop == "epoch" else 4)
+    assert_same_bytes(run, case, 7)
+
+
+def test_every_so_many_snapshots_are_measured_also_after_a_resume():
+    def steps(hook: LrProbe, length: int) -> list[int]:
+        task = task_of()
+        task.length = length
+        return [step for step, values in measured(task, hook, step_loop) if values]
+
+    assert steps(LrProbe(every=3), 8) == [1, 4, 7]
+    first, second = LrProbe(every=3), LrProbe(every=3)
+    assert steps(first, 2) == [1]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert steps(second, 4) == [2]
+    second.reset()
+    assert steps(second, 2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lr_min": 0.0}, "lr_probe.lr_min is 0.0 and lr_probe.lr_max is 1.0; they must be positive and ascending"),
+        ({"lr_min": 2.0}, "lr_probe.lr_min is 2.0"),
+        ({"lr_max": math.inf}, "lr_probe.lr_max is inf"),
+        ({"smoothing": 1.0}, "lr_probe.smoothing is 1.0; it must be at least 0 and below 1"),
+        (
+            {"steps": 7},
+            "lr_probe.steps is 7; with lr_probe.smoothing = 0.8 it must be at least 8, of which the first 5",
+        ),
+        ({"divergence": 1.0}, "lr_probe.divergence is 1.0; it must be above 1"),
+        ({"every": 0}, "lr_probe.every is 0; it must be at least 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, sentence):
+    with pytest.raises(UsageError) as caught:
+        LrProbe(**options)
+    assert sentence in str(caught.value)

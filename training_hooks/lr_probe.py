@@ -1,0 +1,209 @@
+"""A learning-rate range test from the present state, which the run then never had."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, OptimizerGroup, RunDataContext
+from framework.data import Batch, Loader
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import InterventionHook
+from framework.metrics import Metrics
+from framework.registry import HookRegistry
+from framework.sapi import ModelDataContext
+
+
+def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:
+    """Return ``steps`` learning rates from ``lowest`` to ``highest`` that grow by one factor.
+
+    >>> growing_rates(0.01, 1.0, 3)
+    [0.01, 0.1, 1.0]
+    """
+    return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
+
+
+def exponential_mean(values: Tensor, decay: float) -> Tensor:
+    """Return s_i = Σ_{j≤i} β^(i−j)·v_j / Σ_{j≤i} β^(i−j) of the values v, shape (n,), β = ``decay``.
+
+    A value that is not finite leaves the earlier means as they are. Of a straight line the mean is the value
+    β/(1 − β) steps before.
+
+    >>> exponential_mean(torch.tensor([4.0, 1.0]), 0.5).tolist()
+    [4.0, 2.0]
+    """
+    total, weight = torch.zeros_like(values[0]), 0.0
+    means = []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        means.append(total / weight)
+    return torch.stack(means)
+
+
+def range_metrics(rates: Tensor, losses: Tensor, *, skip: int, divergence: float) -> dict[str, Tensor]:
+    """Read a range test: smoothed ``losses`` at learning ``rates``, both of shape (n,), without the first ``skip``.
+
+    Every result is NaN if it does not occur: a loss that falls, a loss that is finite, a loss that diverges.
+    """
+    rates, losses = rates[skip:], losses[skip:]
+    finite = losses.isfinite()
+    known = torch.where(finite, losses, math.inf)
+    lowest = known.argmin()
+    slopes = torch.gradient(losses, spacing=(rates.log(),))[0]
+    falls = (torch.arange(len(rates), device=rates.device) < lowest) & (slopes < 0)
+    steepest = torch.where(falls, slopes, 0.0).argmin()
+    best = known.cummin(dim=0).values
+    exceeds = ~finite | (known > best + (divergence - 1) * best.abs())
+    return {
+        "suggested_lr": torch.where(falls.any(), rates[steepest], math.nan),
+        "min_loss_lr": torch.where(finite.any(), rates[lowest], math.nan),
+        "min_loss": torch.where(finite.any(), known[lowest], math.nan),
+        "divergence_lr": torch.where(exceeds.any(), rates[exceeds.int().argmax()], math.nan),
+    }
+
+
+def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
+    """Yield the batches that a run sees after ``step`` steps, epoch after epoch without end."""
+    first, start = divmod(step, len(loader))
+    for epoch in count(first):
+        yield from loader.batches(epoch, start if epoch == first else 0)
+
+
+@HookRegistry.register
+class LrProbe(InterventionHook):
+    """Test a range of learning rates: train on with a growing one, read off the losses, and undo it all.
+
+    The range test of Smith (arXiv 1506.01186) with exponential growth: from the present parameters, optimizer state and
+    all, ``steps`` training steps on the batches that come next, with a learning rate that grows from ``lr_min`` to
+    ``lr_max``. Where parameter groups have different learning rates, the largest is the one that grows and the others
+    keep their ratio to it. The loss of a step is that before its update, in training mode, smoothed over the steps; the
+    smoothed loss lags by smoothing/(1 − smoothing) steps, and its first 1/(1 − smoothing) steps, rounded up, are not
+    read. Schedulers stand still, and commits of other hooks (clipping) are not made.
+
+    The run itself goes on as if nothing had happened: the hook is rolled back, and costs ``steps`` training steps.
+
+    Assumes that one batch's loss can be compared with the next one's: in a sorted order a change of data looks like an
+    effect of the learning rate.
+
+    Args:
+        divergence: how many times the smallest smoothed loss so far counts as divergence.
+        every: measure at ``every``-th SNAPSHOT, counted from the first, which is one.
+        lr_max: the last learning rate.
+        lr_min: the first learning rate.
+        smoothing: weight of the past in the smoothed loss, from 0 (none) to below 1.
+        steps: training steps.
+    """
+
+    name = "lr_probe"
+    hook_points = frozenset({HookPoint.SNAPSHOT})
+
+    def __init__(
+        self,
+        *,
+        divergence: float = 4.0,
+        every: int = 1,
+        lr_max: float = 1.0,
+        lr_min: float = 1e-6,
+        smoothing: float = 0.8,
+        steps: int = 50,
+    ) -> None:
+        if not 0 < lr_min < lr_max < math.inf:
+            raise UsageError(
+                f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
+            )
+        if not 0 <= smoothing < 1:
+            raise UsageError(f"lr_probe.smoothing is {smoothing}; it must be at least 0 and below 1.")
+        self._skip = math.ceil(round(1 / (1 - smoothing), 6))  # 1 / (1 − 0.8) is 5 and a bit
+        if steps < self._skip + 3:
+            raise UsageError(
+                f"lr_probe.steps is {steps}; with lr_probe.smoothing = {smoothing} it must be at least "
+                f"{self._skip + 3}, of which the first {self._skip} are not read."
+            )
+        if not divergence > 1:
+            raise UsageError(f"lr_probe.divergence is {divergence}; it must be above 1.")
+        if every < 1:
+            raise UsageError(f"lr_probe.every is {every}; it must be at least 1.")
+        self.divergence = divergence
+        self.every = every
+        self.smoothing = smoothing
+        self.rates = growing_rates(lr_min, lr_max, steps)
+        self._snapshots = 0
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Run the test at every ``every``-th snapshot."""
+        self._snapshots += 1
+        if (self._snapshots - 1) % self.every:
+            return {}
+        ratios = ratios_to_largest(run_ctx.optimizer_groups)
+        batches = islice(coming_batches(model_ctx.loader, run_ctx.step), len(self.rates))
+        losses = torch.stack(
+            [
+                model_ctx.take_step(batch, learning_rates=[rate * ratio for ratio in ratios])
+                for rate, batch in zip(self.rates, batches, strict=True)
+            ]
+        )
+        means = exponential_mean(losses.to(torch.promote_types(losses.dtype, torch.float32)), self.smoothing)
+        rates = torch.tensor(self.rates, device=means.device)
+        found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
+        return {**found, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}
+
+    def reset(self) -> None:
+        """Count snapshots from the beginning."""
+        self._snapshots = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many snapshots have passed."""
+        return {"snapshots": self._snapshots}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting snapshots."""
+        self._snapshots = state["snapshots"]
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the test; s is the smoothed loss."""
+        return [
+            MetricInfo(
+                "suggested_lr",
+                "η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr",
+                "[lr_min, lr_max]",
+                "The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.",
+            ),
+            MetricInfo(
+                "min_loss_lr",
+                "η at which s is smallest",
+                "[lr_min, lr_max]",
+                "Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.",
+            ),
+            MetricInfo("min_loss", "the smallest s", "(−∞, ∞)", "How far the growing learning rate brought the loss."),
+            MetricInfo(
+                "divergence_lr",
+                "the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not finite",
+                "[lr_min, lr_max]",
+                "Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.",
+            ),
+            MetricInfo(
+                "rates", "η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1", "(0, ∞)", "The range."
+            ),
+            MetricInfo(
+                "losses",
+                "L_i, the training loss of step i before its update",
+                "(−∞, ∞)",
+                "The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.",
+            ),
+            MetricInfo(
+                "smoothed_losses",
+                "s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing",
+                "(−∞, ∞)",
+                "The curve to plot against the logarithm of rates.",
+            ),
+        ]
+
+
+def ratios_to_largest(groups: Sequence[OptimizerGroup]) -> list[float]:
+    """Return each parameter group's learning rate over the largest one, ones if all of them are zero."""
+    largest = max(group.lr for group in groups)
+    return [group.lr / largest if largest else 1.0 for group in groups]
