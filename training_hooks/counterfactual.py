@@ -1,6 +1,6 @@
 """What the order of the data did to an epoch: its gradient against those of the same epoch in shuffled orders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ def inner_products(vectors: Sequence[Vector]) -> Tensor:
     for i, vector in enumerate(vectors):
         rows.append([rows[j][i] if j < i else dot(vector, other) for j, other in enumerate(vectors)])
     return torch.stack([torch.stack(row) for row in rows])
+
+
+def shuffled_epochs(model_ctx: ModelDataContext, count: int) -> Iterator[Vector]:
+    """Train the epoch again in fresh orders, each from the state before it, and yield the mean gradients."""
+    for _ in range(count):
+        model_ctx.restore_pre_epoch()
+        yield model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
 
 
 def energy_outside(gram: Tensor, one: int, others: Sequence[int]) -> Tensor:
@@ -122,10 +129,7 @@ class Counterfactual(InterventionHook):
         """Run the shuffled epochs and return the split; nothing for an epoch without gradients."""
         if not run_ctx.accumulated_grads:
             return {}
-        vectors: list[Vector] = [run_ctx.accumulated_grads]
-        for _ in range(self.k):
-            model_ctx.restore_pre_epoch()
-            vectors.append(model_ctx.run_training_epoch(model_ctx.get_shuffled_loader()))
+        vectors = [run_ctx.accumulated_grads, *shuffled_epochs(model_ctx, self.k)]
         if run_ctx.reference_weights is None:
             return ordering_split(inner_products(vectors))
         model_ctx.restore_pre_epoch()

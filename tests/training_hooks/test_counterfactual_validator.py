@@ -1,0 +1,157 @@
+import math
+from itertools import combinations, count
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.errors import UsageError
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.registry import HookRegistry, hook_kind, select_hooks
+from tests.support import STEPS_PER_EPOCH, Case, assert_same_bytes, build, train
+from training_hooks.counterfactual import ordering_split
+from training_hooks.counterfactual_validator import (
+    CounterfactualValidator,
+    by_count,
+    smallest_within,
+    splits,
+    squared_errors,
+)
+
+K = 8
+
+
+def epochs(
+    draws: int, *, shuffles: int = K, size: int = 30, noise: float = 1.0, effect: float = 0.0, seed: int = 0
+) -> Tensor:
+    """Draw Gram matrices, one for each draw, of a signal of energy 1 with noise; the first has an effect."""
+    generator = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(draws, shuffles + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise / size)
+    vectors[:, :, 0] += 1
+    vectors[:, 0, 1] += math.sqrt(effect)
+    return vectors @ vectors.transpose(1, 2)
+
+
+def of_set(gram: Tensor, observed: int, shuffles: tuple[int, ...]) -> dict[str, Tensor]:
+    """Split one epoch by the function of the hook that is validated."""
+    chosen = [observed, *shuffles]
+    return ordering_split(gram[chosen][:, chosen])
+
+
+@pytest.mark.parametrize("shuffles", [(1, 2), (2, 5, 7), (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_many_splits_at_once_are_those_of_the_counterfactual(shuffles):
+    gram = epochs(1, effect=0.5)[0]
+    found = splits(gram, torch.tensor([0, 0]), torch.tensor([shuffles, shuffles[::-1]]))
+    for name, values in found._asdict().items():
+        torch.testing.assert_close(values, of_set(gram, 0, shuffles)[name].expand(2), msg=name)
+
+
+def test_estimates_are_the_means_over_all_sets():
+    gram = epochs(1, effect=0.5)[0]
+    estimates = by_count(gram).estimates
+    assert list(estimates) == list(range(2, K + 1))
+    for size, found in estimates.items():
+        sets = [of_set(gram, 0, chosen) for chosen in combinations(range(1, K + 1), size)]
+        for name, value in found._asdict().items():
+            torch.testing.assert_close(value, torch.stack([each[name] for each in sets]).mean(), msg=name)
+
+
+def test_errors_are_the_jackknife_of_the_fractions_and_the_placebos_of_the_excess():
+    gram, shuffles = epochs(1, effect=0.5)[0], (1, 3, 4, 8)
+    found = squared_errors(gram, torch.tensor([shuffles]))
+    others = [tuple(j for j in shuffles if j != i) for i in shuffles]
+    for name in ("ordering_fraction", "null_fraction"):
+        left = torch.stack([of_set(gram, 0, chosen)[name] for chosen in others])
+        torch.testing.assert_close(found._asdict()[name][0], 3 / 4 * (left - left.mean()).square().sum())
+    placebos = [of_set(gram, i, chosen)["excess"] for i, chosen in zip(shuffles, others, strict=True)]
+    torch.testing.assert_close(found.excess[0], 15 / 16 * torch.stack(placebos).square().mean())
+
+
+def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower and upper ends of the intervals at k_max, shape (draws,)."""
+    hook = CounterfactualValidator(k_max=grams.shape[1] - 1)
+    found = [hook.metrics(gram) for gram in grams]
+    return torch.stack([each["excess_low"] for each in found]), torch.stack([each["excess_high"] for each in found])
+
+
+@pytest.mark.parametrize(("size", "noise"), [(5, 1.0), (30, 0.1), (30, 1.0), (300, 10.0)])
+def test_the_interval_covers_zero_at_about_the_nominal_rate_if_the_order_has_no_effect(size, noise):
+    low, high = intervals(epochs(200, shuffles=5, size=size, noise=noise))
+    assert 0.88 <= ((low <= 0) & (high >= 0)).double().mean().item() <= 0.995
+
+
+def test_the_interval_excludes_zero_if_an_effect_is_planted():
+    low, _ = intervals(epochs(20, size=300, noise=1.0, effect=2.0))
+    assert (low > 0).double().mean().item() > 0.95
+
+
+def test_the_error_of_the_excess_is_its_scatter_over_many_epochs():
+    grams = epochs(700, noise=1.0)
+    everything = torch.arange(1, K + 1)[None]
+    found = [splits(gram, torch.tensor([0]), everything).excess for gram in grams]
+    estimated = torch.stack([squared_errors(gram, everything).excess for gram in grams]).mean().sqrt()
+    assert estimated.item() == pytest.approx(torch.cat(found).std().item(), rel=0.1)
+
+
+def test_the_errors_of_the_fractions_are_their_scatter_over_many_sets_of_shuffles():
+    generator = torch.Generator().manual_seed(3)
+    g = torch.randn(30, generator=generator, dtype=torch.float64) + 1
+    estimates, errors = [], []
+    everything = torch.arange(1, K + 1)[None]
+    for _ in range(300):
+        vectors = torch.cat([g[None], torch.randn(K, 30, generator=generator, dtype=torch.float64) + 1])
+        gram = vectors @ vectors.T
+        estimates.append(torch.cat(splits(gram, torch.tensor([0]), everything)[:2]))
+        errors.append(torch.cat(squared_errors(gram, everything)[:2]))
+    scatter, estimated = torch.stack(estimates).std(dim=0), torch.stack(errors).mean(dim=0).sqrt()
+    torch.testing.assert_close(estimated, scatter, rtol=0.25, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"), [([0.5, 0.2, 0.09], 5), ([0.09, 0.2, 0.05], 5), ([0.1, 0.05, 0.01], 3), ([0.3, 0.2], None)]
+)
+def test_the_smallest_sufficient_number_is_that_from_which_on_all_suffice(widths, expected):
+    found = smallest_within({3 + i: torch.tensor(width) for i, width in enumerate(widths)}, tolerance=0.1).item()
+    assert math.isnan(found) if expected is None else found == expected
+
+
+def test_a_run_reports_every_described_metric_at_its_snapshots_and_stays_as_it_is():
+    case = Case("batchnorm_mlp", "adamw_fused")
+    run = train(case, [CounterfactualValidator(k_max=4)], steps=6)
+    assert_same_bytes(run, case, 6)
+    found = {row[0].removeprefix("counterfactual_validator/"): row[3] for row in run.sink.rows()}
+    assert found.keys() == {info.name for info in CounterfactualValidator().describe_metrics()}
+    assert found["excess"].keys() == {"2", "3", "4"}
+    assert found["excess_error"].keys() == {"3", "4"}
+    half = found["excess_half_width"]["4"]
+    assert found["excess_high"] - found["excess_low"] == pytest.approx(2 * half)
+    assert found["excess_half_width"]["3"] == pytest.approx(4.302653 * found["excess_error"]["3"])
+    assert train(Case("tied", loop="step"), [CounterfactualValidator()]).sink.rows() == []
+
+
+def test_a_snapshot_costs_k_max_epochs():
+    calls = count()
+
+    def counting_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        next(calls)
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    task, state = build(Case("tied", "sgd_momentum"))
+    task.compute_loss = counting_loss
+    epoch_loop(task, HookManager([CounterfactualValidator(k_max=5)], task, state))
+    assert next(calls) == (1 + 5) * STEPS_PER_EPOCH
+
+
+def test_only_its_name_and_with_debug_switch_it_on():
+    assert hook_kind(HookRegistry.get("counterfactual_validator")) == "debug"
+    assert "counterfactual_validator" not in select_hooks(None, ["all"], {}, "any")
+    assert "counterfactual_validator" in select_hooks(None, ["all", "with_debug"], {}, "any")
+
+
+@pytest.mark.parametrize("options", [{"k_max": 2}, {"k_max": 13}, {"confidence": 1.0}, {"tolerance": 0.0}])
+def test_options_that_cannot_work_are_refused(options):
+    (name,) = options
+    with pytest.raises(UsageError, match=rf"counterfactual_validator\.{name} is "):
+        CounterfactualValidator(**options)
