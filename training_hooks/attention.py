@@ -43,7 +43,7 @@ def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
 class Attention(TrainingHook):
     """Measure each attention head: entropy and largest score of its rows, and the structure of its circuits.
 
-    Entropy and scores after every epoch (step loop: at SNAPSHOT), from a forward pass in eval mode over the first
+    Entropy and scores after every ``every``-th epoch and at SNAPSHOT, from a forward pass in eval mode over the first
     samples of the first batch of epoch 0, the same ones in every fire; read from the calls that the layers make of
     ``nn.MultiheadAttention``, ``scaled_dot_product_attention`` or a softmax over (batch, heads, queries, keys), masks
     included, and recomputed in float32 or wider. The circuits W_QᵀW_K (which pairs of residuals a head scores) and
@@ -58,6 +58,7 @@ class Attention(TrainingHook):
 
     Args:
         rows: samples in the forward pass, at most.
+        every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
         entry: the entry of a batch that is the model's input, where batches are mappings.
         spectrum: how many singular values of each circuit to report.
@@ -66,11 +67,14 @@ class Attention(TrainingHook):
     name = "attention"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
 
-    def __init__(self, *, rows: int = 16, projections: str = "", entry: str = "", spectrum: int = 4) -> None:
-        for option, value in (("rows", rows), ("spectrum", spectrum)):
+    def __init__(
+        self, *, rows: int = 16, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
+    ) -> None:
+        for option, value in (("rows", rows), ("every", every), ("spectrum", spectrum)):
             if value < 1:
                 raise UsageError(f"attention.{option} is {value}; it must be at least 1.")
         self._rows = rows
+        self._every = every
         self._projections = projections
         self._entry = entry
         self._spectrum = spectrum
@@ -90,6 +94,8 @@ class Attention(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""
+        if ctx.hook_point is HookPoint.POST_EPOCH and (ctx.epoch + 1) % self._every:
+            return {}
         self._layers = self._layers or find_attention(ctx.model, self._projections)
         metrics: dict[str, Any] = {}
         if self._read_at != ctx.step:

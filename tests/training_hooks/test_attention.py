@@ -150,13 +150,18 @@ def test_rows_are_reported_after_epochs_and_circuits_at_snapshots():
 
 
 def test_a_second_strategy_is_measured_on_its_own_data_and_model():
-    hook = Attention()
+    hook, case = Attention(), Case("transformer", "sgd_momentum")
     train(Case("transformer"), [hook])
     hook.reset()
-    other = train(Case("transformer", "sgd_momentum"), [hook])
-    assert emitted(other, HookPoint.POST_EPOCH) == emitted(
-        train(Case("transformer", "sgd_momentum"), [Attention()]), HookPoint.POST_EPOCH
-    )
+    assert train(case, [hook]).sink.emitted == train(case, [Attention()]).sink.emitted
+
+
+def test_rows_are_read_every_so_many_epochs_and_at_the_last_snapshot():
+    run = train(Case("transformer"), [Attention(every=3)], steps=15)
+    epochs = [
+        (epoch, point.name) for metrics, epoch, point, _ in run.sink.emitted if "attention/mean_entropy" in metrics
+    ]
+    assert epochs == [(1, "SNAPSHOT"), (2, "POST_EPOCH"), (3, "SNAPSHOT"), (4, "SNAPSHOT")]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def test_a_model_without_attention_is_refused_before_the_run_naming_its_modules(
 def test_layers_that_attend_out_of_sight_are_left_out_with_one_warning():
     layer = Fused()
     layer.forward = lambda x: layer.proj(layer.qkv(x)[..., :WIDTH])
-    hook, context = Attention(), replace(epoch_end(Stub(layer)), loader=OneBatch())
+    hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=OneBatch())
     with pytest.warns(UserWarning, match="layer make no call of attention"):
         assert hook.compute(context) == {}
     with warnings.catch_warnings():
@@ -231,9 +236,11 @@ def test_batches_in_which_no_input_can_be_found_are_named():
         probe_inputs("text", 4)
 
 
-@pytest.mark.parametrize("options", [{"rows": 0}, {"spectrum": 0}, {"projections": "a,b,c"}, {"projections": "a,"}])
+@pytest.mark.parametrize(
+    "options", [{"rows": 0}, {"every": 0}, {"spectrum": 0}, {"projections": "a,b,c"}, {"projections": "a,"}]
+)
 def test_options_that_cannot_be_are_refused(options):
-    with pytest.raises(UsageError, match=r"attention\.(rows|spectrum|projections) is"):
+    with pytest.raises(UsageError, match=r"attention\.(rows|every|spectrum|projections) is"):
         train(Case("transformer"), [Attention(**options)])
 
 
