@@ -259,7 +259,7 @@ class AdamDynamics(InterventionHook):
                 f"group_{info.name}",
                 f"by number of the parameter group, over its parameters: {info.formula}",
                 info.range,
-                "Only with several parameter groups. " + info.reading,
+                f"As {info.name}; only with several parameter groups.",
             )
             for info in whole_model
         ]
