@@ -87,7 +87,7 @@ class Consecutive(TrainingHook):
             return {}
         layout = self._layout(ctx)
         now = layout.copy(ctx.accumulated_grads, self._spare or layout.zeros())
-        return self._compare(layout, now, list(ctx.accumulated_grads))
+        return self._compare(layout, now, [name for name in layout.names if name in ctx.accumulated_grads])
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
         """Return the layout of the trained parameters; where these are others than before, begin anew."""
