@@ -2,76 +2,32 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch.optim import Adam, Optimizer
 
-from framework.contexts import MetricInfo, RunDataContext
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.curvature import METHODS, Method
 from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
-from framework.param_vectors import Vector, copied, cosine, dot, minus, norm, overwrite, trainable
+from framework.param_vectors import Vector, copied, minus, overwrite, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
-
-
-def curvature_along(direction: Vector, product: Vector) -> Tensor:
-    """Return the Rayleigh quotient dᵀ(Hd)/‖d‖² from a direction d and the product H d."""
-    return dot(direction, product) / dot(direction, direction)
-
-
-def approximation(estimate: Vector, exact: Vector) -> dict[str, Tensor]:
-    """Compare an estimate with the exact vector: its norm, the norm of the difference over ‖exact‖, the cosine."""
-    return {
-        "norm": norm(estimate),
-        "error": norm(minus(estimate, exact)) / norm(exact),
-        "cosine": cosine(estimate, exact),
-    }
-
-
-def entanglement_metrics(before: Vector, after: Vector, previous: Vector, update: Vector) -> dict[str, Tensor]:
-    """Describe the change of a gradient from ``before`` to ``after`` by an ``update`` made from batch A.
-
-    ``previous`` is the gradient of A, ``before`` and ``after`` those of batch B around the update.
-    """
-    change = minus(after, before)
-    return {
-        "entanglement_norm": norm(change),
-        "entanglement_ratio": norm(change) / norm(before),
-        "entanglement_cosine": cosine(change, before),
-        "gradient_cosine": cosine(previous, before),
-        "update_norm": norm(update),
-    }
-
-
-def own_step_metrics(before: Vector, after: Vector, update: Vector, loss_change: Tensor) -> dict[str, Tensor]:
-    """Describe what an update did to the batch that it was made from: gradients around it and the loss change."""
-    change = minus(after, before)
-    predicted = dot(before, update)
-    return {
-        "own_loss_change": loss_change,
-        "own_loss_change_predicted": predicted,
-        "own_gain_ratio": loss_change / predicted,
-        "own_entanglement_ratio": norm(change) / norm(before),
-        "own_entanglement_cosine": cosine(change, before),
-        "own_curvature": curvature_along(update, change),
-    }
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Where a step set out from: its number, the parameters before it and the learning rate of each of them."""
-
-    step: int
-    parameters: Mapping[str, Tensor]
-    rates: Mapping[str, float]
-
-    def sgd_update(self, gradient: Vector) -> dict[str, Tensor]:
-        """Return −η·g, the update that plain SGD would have made of ``gradient``."""
-        return {name: -self.rates[name] * value for name, value in gradient.items() if name in self.rates}
+from training_hooks.entanglement import (
+    Departure,
+    Trail,
+    approximation,
+    curvature_along,
+    entanglement_metrics,
+    own_step_metrics,
+    placed_like,
+    preconditioned_curvature,
+    solution_metrics,
+)
+from training_hooks.measured_loss import refuse_exact_under_fsdp
+from training_hooks.stability import adam_preconditioner, stability_threshold
 
 
 @HookRegistry.register
@@ -84,8 +40,15 @@ class Hessian(InterventionHook):
     compares the three; POST_STEP holds each update against its own batch. Everything is that of the training loss in
     the model's present modes (dropout with one fixed mask for all gradients of a point, BatchNorm on the batch).
 
-    Fires in bursts. A hook call compares with the step before, so the first step of a burst has no entanglement. A
-    burst keeps one copy of the parameters and frees it at its end.
+    Curvature along the update is also held against what the optimizer bears: 2/η for SGD (more with momentum); for Adam
+    and AdamW it is taken in the metric of P = √v̂ + ε, and against (2+2β₁)/((1−β₁)η), η the learning rate of the step.
+    With a reference solution θ_ref (``--reference``), updates, entanglement and gradients are held against θ_ref − θ.
+
+    Fires in bursts. A hook call compares with the step before, so the first step of a burst has no entanglement, and
+    its second no coherence. A burst keeps three vectors as long as the parameters and frees them at its end.
+
+    Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
+    quadratic loss, full batches, and for Adam a constant P.
 
     Args:
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
@@ -98,6 +61,7 @@ class Hessian(InterventionHook):
     name = "hessian"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
     needs_prev_step_grads = True
+    uses_reference_weights = True
 
     def __init__(
         self,
@@ -122,47 +86,87 @@ class Hessian(InterventionHook):
         self.epsilon = epsilon
         self.method: Method = method
         self._departure: Departure | None = None
+        self._trail = Trail()
+        self._optimizer_class: type[Optimizer] = Optimizer
+
+    def start(self, run: RunInfo) -> None:
+        """Learn which optimizer trains; raises :class:`UnsuitableError` where FSDP2 forbids exact products."""
+        if self.method == "exact":
+            refuse_exact_under_fsdp(self.name, run.model)
+        self._optimizer_class = run.optimizer_class
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the entanglement with the previous batch (PRE_STEP), the step's effect on its own (POST_STEP)."""
         if run_ctx.hook_point is HookPoint.PRE_STEP:
-            previous, self._departure = self._departure, _departure(run_ctx)
+            previous, self._departure = self._departure, self._depart(run_ctx)
             if previous is None or previous.step != run_ctx.step - 1 or not run_ctx.prev_step_grads:
+                self._trail = Trail()
                 return {}
-            return self._entanglement(previous, run_ctx.prev_step_grads, model_ctx)
+            return self._entanglement(previous, run_ctx, model_ctx)
         departure = self._departure
         if not self.step_schedule.is_due(run_ctx.step + 1):
-            self._departure = None
+            self.reset()
         return {} if departure is None else _own_step(departure, model_ctx)
 
-    def _entanglement(self, previous: Departure, gradient: Vector, model_ctx: ModelDataContext) -> Metrics:
+    def _depart(self, ctx: RunDataContext) -> Departure:
+        groups = ctx.optimizer_groups
+        rates = {name: group.lr for group in groups for name in group.names}
+        return Departure(
+            ctx.step, copied(trainable(ctx.model)), rates, stability_threshold(self._optimizer_class, groups)
+        )
+
+    def _entanglement(self, previous: Departure, ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        gradient = ctx.prev_step_grads or {}
         live = trainable(model_ctx.model)
         after = model_ctx.compute_batch_gradients()
-        start = _placed_like(live, previous.parameters)
+        start = placed_like(live, previous.parameters)
         update = minus(live, start)
         overwrite(live, start)
         before = model_ctx.compute_batch_gradients()
         metrics = entanglement_metrics(before, after, gradient, update)
 
-        exact = minus(after, before)
+        change = minus(after, before)
         sgd_update = previous.sgd_update(gradient)
+        products = {}
         for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
-            product = model_ctx.hessian_vector_product(step, method=self.method, epsilon=self.epsilon)
-            metrics |= {f"{label}_{key}": value for key, value in approximation(product, exact).items()}
-            metrics[f"{kind}_curvature"] = curvature_along(step, product)
-        return metrics
+            products[kind] = model_ctx.hessian_vector_product(step, method=self.method, epsilon=self.epsilon)
+            metrics |= {f"{label}_{key}": value for key, value in approximation(products[kind], change).items()}
+            metrics[f"{kind}_curvature"] = curvature_along(step, products[kind])
+        metrics |= self._against_threshold(previous.threshold, update, products["update"], ctx, model_ctx)
+        if ctx.reference_weights is not None:
+            solution = minus(placed_like(live, ctx.reference_weights), start)
+            metrics |= solution_metrics(solution, update, change, before)
+        return metrics | self._trail.add(change)
+
+    def _against_threshold(
+        self,
+        threshold: float | None,
+        update: Vector,
+        product: Vector,
+        ctx: RunDataContext,
+        model_ctx: ModelDataContext,
+    ) -> Metrics:
+        """Return the curvature along the update in Adam's metric, and over what the optimizer bears where known."""
+        curvature, metrics = curvature_along(update, product), {}
+        if issubclass(self._optimizer_class, Adam):
+            preconditioner = adam_preconditioner(model_ctx.optimizer_state, ctx.optimizer_groups)
+            curvature = preconditioned_curvature(update, product, preconditioner)
+            metrics["preconditioned_curvature"] = curvature
+        return metrics if threshold is None else metrics | {"stability_ratio": curvature / threshold}
 
     def reset(self) -> None:
         """Forget the burst under way."""
-        self._departure = None
+        self._departure, self._trail = None, Trail()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of a burst needs; empty between bursts."""
-        return {} if self._departure is None else dict(vars(self._departure))
+        return {} if self._departure is None else {**vars(self._departure), "trail": dict(vars(self._trail))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the burst in which :meth:`state_dict` was called."""
-        self._departure = Departure(**state) if state else None
+        kept = dict(state)
+        self._trail = Trail(**kept.pop("trail", {}))
+        self._departure = Departure(**kept) if kept else None
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the comparison with the next batch (PRE_STEP) and with the step's own (POST_STEP)."""
@@ -207,6 +211,51 @@ class Hessian(InterventionHook):
                 "vᵀH_B v / ‖v‖², v = −η·g_A",
                 "(−∞, ∞)",
                 "Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.",
+            ),
+            MetricInfo(
+                "preconditioned_curvature",
+                "ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A",
+                "(−∞, ∞)",
+                "The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.",
+            ),
+            MetricInfo(
+                "stability_ratio",
+                "SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)), with "
+                "Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW: "
+                "preconditioned_curvature/((2+2β₁)/((1−β₁)η))",
+                "(−∞, ∞)",
+                "Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out "
+                "for other optimizers and for parameter groups with different settings.",
+            ),
+            MetricInfo(
+                "coherence",
+                "cos(E, E′), E′ that of the step before",
+                "[−1, 1]",
+                "Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.",
+            ),
+            MetricInfo(
+                "burst_coherence",
+                "‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on",
+                "[0, 1]",
+                "1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.",
+            ),
+            MetricInfo(
+                "update_solution_cosine",
+                "cos(Δθ, θ_ref − θ), θ_ref the reference solution",
+                "[−1, 1]",
+                "Positive: the step on A went towards the reference.",
+            ),
+            MetricInfo(
+                "entanglement_solution_cosine",
+                "cos(−E, θ_ref − θ)",
+                "[−1, 1]",
+                "Positive: what A did to the gradient of B turns B's descent towards the reference.",
+            ),
+            MetricInfo(
+                "gradient_solution_cosine",
+                "cos(−g_B(θ), θ_ref − θ)",
+                "[−1, 1]",
+                "Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.",
             ),
             MetricInfo(
                 "own_loss_change",
@@ -258,19 +307,9 @@ def _approximation_infos(label: str, formula: str, reading: str) -> list[MetricI
     ]
 
 
-def _departure(ctx: RunDataContext) -> Departure:
-    rates = {name: group.lr for group in ctx.optimizer_groups for name in group.names}
-    return Departure(ctx.step, copied(trainable(ctx.model)), rates)
-
-
-def _placed_like(live: Vector, values: Vector) -> dict[str, Tensor]:
-    """Move values, which may come from a checkpoint, to the devices of the live parameters."""
-    return {name: values[name].to(parameter.device) for name, parameter in live.items() if name in values}
-
-
 def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
     live = trainable(model_ctx.model)
-    start = _placed_like(live, departure.parameters)
+    start = placed_like(live, departure.parameters)
     update = minus(live, start)
     loss_after, after = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
     overwrite(live, start)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import islice
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.batches import rows
+from framework.borrowing import fully_sharded_modules
 from framework.curvature import Method
 from framework.data import Batch, Loader
+from framework.errors import UnsuitableError
 from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
 from framework.sapi import ModelDataContext
 from training_hooks.flat_vectors import FlatSpace
@@ -23,6 +25,15 @@ def spread_batches(loader: Loader, count: int) -> list[Batch]:
     chosen = [index * total // count for index in range(count)] if count < total else list(range(total))
     batches = islice(loader.batches(0), chosen[-1] + 1)
     return [batch for index, batch in enumerate(batches) if index in chosen]
+
+
+def refuse_exact_under_fsdp(hook: str, model: nn.Module) -> None:
+    """Raise :class:`UnsuitableError` if the model has modules under FSDP2, which cannot be differentiated twice."""
+    if fully_sharded_modules(model):
+        raise UnsuitableError(
+            f"Hook {hook!r} needs exact Hessian-vector products, which FSDP2 does not support, and the model has "
+            f"modules under fully_shard; set {hook}.method=finite_difference."
+        )
 
 
 @dataclass(frozen=True)

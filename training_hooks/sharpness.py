@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from framework.borrowing import fully_sharded_modules
 from framework.contexts import MetricInfo, OptimizerGroup, RunDataContext, RunInfo
 from framework.curvature import METHODS, Method
-from framework.errors import UnsuitableError, UsageError, unknown
+from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics, MetricValue
@@ -20,7 +19,7 @@ from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
 from training_hooks.critical_sharpness import critical_infos, gradient_metrics, update_metrics
 from training_hooks.lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
-from training_hooks.measured_loss import MeasuredLoss, spread_batches
+from training_hooks.measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
 from training_hooks.stability import adam_preconditioner, stability_threshold
 
 
@@ -159,12 +158,8 @@ class Sharpness(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Learn which optimizer trains; raises :class:`UnsuitableError` where FSDP2 forbids exact products."""
-        if self.method == "exact" and self.spectrum.iterations and fully_sharded_modules(run.model):
-            raise UnsuitableError(
-                "Hook 'sharpness' differentiates twice, which FSDP2 does not support, and the model has modules under "
-                "fully_shard; set sharpness.method=finite_difference, or sharpness.iterations=0 for critical sharpness "
-                "only."
-            )
+        if self.method == "exact" and self.spectrum.iterations:
+            refuse_exact_under_fsdp(self.name, run.model)
         self._optimizer_class = run.optimizer_class
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

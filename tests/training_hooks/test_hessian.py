@@ -16,7 +16,7 @@ from framework.param_vectors import cosine, dot, minus, norm
 from framework.random_streams import RandomStreams, seed_everything
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.support import Case, RecordingSink, assert_same_bytes, mean_loss, train
+from tests.support import Case, RecordingSink, assert_same_bytes, mean_loss, run_info, train
 from training_hooks.hessian import Hessian
 
 ALWAYS = {"every_n_steps": 100, "burst_length": 100}
@@ -62,11 +62,12 @@ class Path(TrainingHook):
         return []
 
 
-def measured(task: TrainingTask, hook: Hessian) -> tuple[Rows, Path]:
+def measured(task: TrainingTask, hook: Hessian, reference: dict[str, Tensor] | None = None) -> tuple[Rows, Path]:
     """Run the step loop; return what the hook reports by step, and the path of the parameters."""
     path, sink = Path(), RecordingSink()
     state = TrainingState(task.model, task.optimizer, RandomStreams(7))
-    step_loop(task, HookManager([path, hook], task, state, loop="step", sinks=[sink]))
+    manager = HookManager([path, hook], task, state, loop="step", sinks=[sink], reference_weights=reference)
+    run_steps(task, manager)
     return rows_of(sink), path
 
 
@@ -87,8 +88,10 @@ def quadratic_task(optimizer: str, **options: float) -> TrainingTask:
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 @pytest.mark.parametrize(("optimizer", "lr"), [("SGD", 0.02), ("AdamW", 0.05)])
 def test_on_quadratic_losses_every_metric_has_its_closed_form(method, optimizer, lr):
-    rows, path = measured(quadratic_task(optimizer, lr=lr), Hessian(method=method, **ALWAYS))
+    goal = torch.tensor([3.0, 1.0, -1.0], dtype=torch.float64)
+    rows, path = measured(quadratic_task(optimizer, lr=lr), Hessian(method=method, **ALWAYS), {"place": goal})
     matrices, linears = (part.view(4, 2, *part.shape[1:]).mean(dim=1) for part in bowls())
+    changes: list[Tensor] = []
     for step in (2, 3, 4):
         start, now = path.places[step - 1]["place"], path.places[step]["place"]
         a, b, update = matrices[step - 1], linears[step - 1], now - start
@@ -108,11 +111,35 @@ def test_on_quadratic_losses_every_metric_has_its_closed_form(method, optimizer,
             "sgd_cosine": functional.cosine_similarity(sgd, change, dim=0),
             "update_curvature": (update @ a @ update) / (update @ update),
             "gradient_curvature": (previous @ a @ previous) / (previous @ previous),
+            "update_solution_cosine": functional.cosine_similarity(update, goal - start, dim=0),
+            "entanglement_solution_cosine": functional.cosine_similarity(-change, goal - start, dim=0),
+            "gradient_solution_cosine": functional.cosine_similarity(-gradient, goal - start, dim=0),
         }
+        gradients = [matrices[i] @ path.places[i + 1]["place"] - linears[i] for i in range(step - 1)]
+        expected |= against_threshold(optimizer, lr, gradients, update, change)
         expected |= own_step(a, b, now, path.places[step + 1]["place"])
-        assert expected.keys() == rows[step].keys() == {info.name for info in Hessian().describe_metrics()}
+        if changes:
+            expected["coherence"] = functional.cosine_similarity(change, changes[-1], dim=0)
+            every = torch.stack([*changes, change])
+            expected["burst_coherence"] = every.sum(dim=0).norm() / every.norm(dim=1).sum()
+        changes.append(change)
+        described = {info.name for info in Hessian().describe_metrics()}
+        assert expected.keys() == rows[step].keys() <= described
+        assert described - expected.keys() <= {"preconditioned_curvature", "coherence", "burst_coherence"}
         assert rows[step] == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-7, abs=1e-9)
         assert (rows[step]["sgd_error"] < 1e-7) == (optimizer == "SGD")
+
+
+def against_threshold(
+    optimizer: str, lr: float, gradients: list[Tensor], update: Tensor, product: Tensor
+) -> dict[str, Tensor]:
+    """Return the curvature along an update over what the optimizer bears after these gradients."""
+    if optimizer == "SGD":
+        return {"stability_ratio": (update @ product) / (update @ update) / (2 / lr)}
+    moment = sum(0.001 * 0.999**age * each.square() for age, each in enumerate(reversed(gradients)))
+    preconditioner = (moment / (1 - 0.999 ** len(gradients))).sqrt() + 1e-8
+    curvature = (update @ product) / (update @ (preconditioner * update))
+    return {"preconditioned_curvature": curvature, "stability_ratio": curvature / (38 / lr)}
 
 
 def own_step(a: Tensor, b: Tensor, now: Tensor, after: Tensor) -> dict[str, Tensor]:
@@ -198,6 +225,47 @@ def test_nothing_is_entangled_by_a_step_of_length_zero_whatever_dropout_draws():
     assert rows(0.1)[2]["entanglement_norm"] > 0
 
 
+def round_bowl(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """3‖θ − c‖²/2, c the mean over the batch."""
+    return 1.5 * (model.place - batch[1].mean(dim=0)).square().sum()
+
+
+def test_entanglements_that_all_point_one_way_are_coherent():
+    task = quadratic_task("SGD", lr=0.01)
+    still = TensorLoader((bowls()[0], torch.ones(8, 3, dtype=torch.float64)), 2, fixed_order(torch.arange(8)))
+    task.loader, task.compute_loss = still, round_bowl
+    rows, _ = measured(task, Hessian(**ALWAYS))
+    assert "coherence" not in rows[2]
+    for step in (3, 4):
+        assert rows[step]["coherence"] == pytest.approx(1)
+        assert rows[step]["burst_coherence"] == pytest.approx(1)
+
+
+def test_coherence_begins_anew_with_every_burst():
+    task = quadratic_task("SGD", lr=0.01)
+    task.length = 9
+    rows, _ = measured(task, Hessian(every_n_steps=5, burst_length=3))
+    assert {step for step, row in rows.items() if "burst_coherence" in row} == {3, 8}
+    assert {step for step, row in rows.items() if "entanglement_norm" in row} == {2, 3, 7, 8}
+
+
+def test_the_threshold_is_that_of_the_learning_rate_with_which_the_step_was_made():
+    task = quadratic_task("SGD", lr=0.02)
+    task.scheduler = torch.optim.lr_scheduler.ExponentialLR(task.optimizer, 0.5)
+    rows, _ = measured(task, Hessian(**ALWAYS))
+    for step in (2, 3, 4):
+        expected = rows[step]["update_curvature"] * 0.02 * 0.5 ** (step - 2) / 2
+        assert rows[step]["stability_ratio"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
+def test_what_is_not_known_is_left_out(optimizer):
+    row = measured(quadratic_task(optimizer, lr=0.01), Hessian(**ALWAYS))[0][3]
+    assert not [name for name in row if "solution" in name]
+    assert ("preconditioned_curvature" in row) == (optimizer == "Adam")
+    assert ("stability_ratio" in row) == (optimizer != "RMSprop")
+
+
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_bursts_report_entanglement_from_their_second_step_on(loop):
     case = Case("transformer", "adamw_fused", loop)
@@ -225,24 +293,29 @@ def test_the_copy_of_the_parameters_lasts_as_long_as_the_burst():
             return {}
 
     train(Case("tied"), [Watch(), hook], steps=6)
-    kept = ["parameters", "rates", "step"]
+    kept = ["parameters", "rates", "step", "threshold", "trail"]
     assert held == [[], kept, [], [], [], kept]
     hook.load_state_dict({"step": 1, "parameters": {}, "rates": {}})
     hook.reset()
     assert hook.state_dict() == {}
 
 
+def run_steps(task: TrainingTask, manager: HookManager) -> None:
+    manager.start(run_info(task, manager, "step"))
+    step_loop(task, manager)
+
+
 def resumed(*, with_state: bool) -> Rows:
     """Run two steps, then two more with a new hook that has, or has not, the state of the first."""
     task, sink, first, second = network_task(0.2, length=2), RecordingSink(), Hessian(**ALWAYS), Hessian(**ALWAYS)
     state = TrainingState(task.model, task.optimizer, RandomStreams(7))
-    step_loop(task, HookManager([first], task, state, loop="step"))
+    run_steps(task, HookManager([first], task, state, loop="step"))
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True) if with_state else {})
     task.length = 4
-    step_loop(task, HookManager([second], task, state, loop="step", sinks=[sink]))
+    run_steps(task, HookManager([second], task, state, loop="step", sinks=[sink]))
     return rows_of(sink)
 
 
@@ -251,7 +324,7 @@ def test_a_burst_goes_on_after_a_resume_as_if_nothing_had_happened():
     assert resumed(with_state=True) == {step: whole[step] for step in (3, 4)}
     fresh = resumed(with_state=False)
     assert "entanglement_norm" not in fresh[3]
-    assert fresh[4] == whole[4]
+    assert fresh[4] == {name: value for name, value in whole[4].items() if "coherence" not in name}
 
 
 @pytest.mark.parametrize(
