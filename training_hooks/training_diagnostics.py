@@ -14,6 +14,7 @@ from framework.param_vectors import Vector, accumulate, norm, trainable
 from framework.registry import HookRegistry
 from training_hooks.step_window import StepWindow, column
 
+STEP_POINTS = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 EPSILON = 1e-12
 VALUES_PER_LAG = 4
 
@@ -50,8 +51,8 @@ class TrainingDiagnostics(TrainingHook):
 
     Losses and gradient norms of every step are kept for the last ``window`` steps, across epochs, and reduced at
     POST_EPOCH, in the step loop at SNAPSHOT; a window that is not full is reduced as far as it goes, and
-    ``window_steps`` says how far. The gradient norm is that of PRE_UPDATE, as the optimizer uses it: after clipping.
-    The update ratio is measured from the weights before and after ``optimizer.step()``, weight decay included.
+    ``window_steps`` says how far. The gradient norm is that of POST_BACKWARD, before any clipping. The update ratio is
+    measured from the weights before and after ``optimizer.step()``, weight decay included.
 
     Assumes that loss and gradient norm scatter about a level that is steady over a window. A trend adds to the
     volatility and pulls the autocorrelation towards 1; the volatility of changes hardly sees it.
@@ -63,10 +64,10 @@ class TrainingDiagnostics(TrainingHook):
     """
 
     name = "training_diagnostics"
-    hook_points = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    hook_points = STEP_POINTS | {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
     loop_points = {
-        "epoch": frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.POST_EPOCH}),
-        "step": frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP, HookPoint.SNAPSHOT}),
+        "epoch": STEP_POINTS | {HookPoint.POST_EPOCH},
+        "step": STEP_POINTS | {HookPoint.SNAPSHOT},
     }
     _before: dict[str, Tensor] | None
 
@@ -94,18 +95,16 @@ class TrainingDiagnostics(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Collect at PRE_UPDATE, return the update ratio at POST_STEP and the rest where no step is under way."""
-        if ctx.hook_point is HookPoint.PRE_UPDATE:
-            self._collect(ctx)
-            return {}
+        """Collect until the update, return its ratio at POST_STEP and the rest where no step is under way."""
         if ctx.hook_point is HookPoint.POST_STEP:
             return self._finish_update(ctx)
-        return self._reduced()
-
-    def _collect(self, ctx: RunDataContext) -> None:
-        self._steps.push(column(ctx.loss, ctx.grad_norm()))
-        if self._updates.is_due(ctx.step):
+        if ctx.hook_point is HookPoint.POST_BACKWARD:
+            self._steps.push(column(ctx.loss, ctx.grad_norm()))
+        elif ctx.hook_point is not HookPoint.PRE_UPDATE:
+            return self._reduced()
+        elif self._updates.is_due(ctx.step):
             self._before = accumulate(None, trainable(ctx.model))
+        return {}
 
     def _finish_update(self, ctx: RunDataContext) -> Metrics:
         if self._before is None:
@@ -169,9 +168,9 @@ class TrainingDiagnostics(TrainingHook):
             *[_autocorrelation_info(lag) for lag in range(1, self.lags + 1)],
             MetricInfo(
                 "grad_norm_mean",
-                "mean of ‖g‖₂ over the window, g all gradients as the optimizer uses them",
+                "mean of ‖g‖₂ over the window, g all gradients of a step before any clipping",
                 "[0, ∞)",
-                "Its trend shows whether a clipping threshold fits; at the threshold itself every step is clipped.",
+                "Its trend shows whether a clipping threshold fits; far above it nearly every step is clipped.",
             ),
             MetricInfo(
                 "grad_norm_variation",
