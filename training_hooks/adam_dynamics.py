@@ -19,7 +19,8 @@ from framework.sapi import ModelDataContext
 from training_hooks.adam_update import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]
-PIECE = 2**20
+PIECE = 2**17
+"""Elements that are worked on at once: small parameters together, in what a cache holds."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 PERCENTILES = {"effective_lr_p10": 0.1, "effective_lr_median": 0.5, "effective_lr_p90": 0.9}
 
@@ -163,7 +164,7 @@ class AdamDynamics(InterventionHook):
     Assumes torch.optim.Adam, AdamW or a subclass with the same update rule, in any implementation (foreach, fused,
     amsgrad), and that no committing hook has changed parameters since. Δθ is what Adam computes: parameters in bfloat16
     or float16 round a part of it away. Takes the memory of ten copies of the largest parameter,
-    or of a million elements.
+    or of 131,072 elements.
 
     Args:
         every_n_steps: steps between two reports.
@@ -176,7 +177,7 @@ class AdamDynamics(InterventionHook):
     mutates = False
     uses_reference_weights = True
 
-    def __init__(self, *, every_n_steps: int = 100, sample: int = 16384) -> None:
+    def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
         if sample < 1:
             raise UsageError(f"adam_dynamics.sample is {sample}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
@@ -23,19 +24,18 @@ def downhill(layout: FlatLayout, gradient: Tensor, way: Tensor) -> dict[str, Ten
     }
 
 
-def journey(layout: FlatLayout, start: Tensor, here: Tensor, reference: Tensor) -> dict[str, Tensor]:
-    """Split what was travelled from ``start`` to ``here`` along the route from start to reference; flat vectors."""
-    route, moved, way = reference - start, here - start, reference - here
+def journey(layout: FlatLayout, moved: Tensor, way: Tensor, route: Tensor) -> dict[str, Tensor]:
+    """Split what was travelled along the route; flat vectors θ − θ₀, θ_ref − θ and θ_ref − θ₀."""
     along, squares = layout.dots(moved, route), layout.dots(route, route)
     length, progress = squares.sum().sqrt(), along.sum() / squares.sum()
-    aside = moved - progress.to(route.dtype) * route
-    distance = layout.dot(way, way).sqrt()
+    aside = torch.addcmul(moved, route, -progress.to(route.dtype))
+    orthogonal, distance = layout.dot(aside, aside).sqrt() / length, layout.dot(way, way).sqrt()
     metrics = {
         "distance": distance,
         "relative_distance": distance / length,
         "progress": progress,
-        "orthogonal": layout.dot(aside, aside).sqrt() / length,
-        "displacement_cosine": along.sum() / (layout.dot(moved, moved).sqrt() * length),
+        "orthogonal": orthogonal,
+        "displacement_cosine": progress / torch.hypot(progress, orthogonal),
     }
     return metrics | {f"parameter_progress/{name}": value for name, value in layout.by_name(along / squares).items()}
 
@@ -76,11 +76,13 @@ class GradientProjection(TrainingHook):
         if ctx.reference_weights is None or not self._memory.names:
             return {}
         layout = self._memory.layout(ctx.model)
+        start = self._memory.vectors["start"].data
         here, reference = layout.values().data, layout.copy(ctx.reference_weights, layout.zeros()).data
-        metrics = journey(layout, self._memory.vectors["start"].data, here, reference)
+        way = reference - here
+        metrics = journey(layout, here.sub_(start), way, reference.sub_(start))
         if ctx.accumulated_grads:
             gradient = layout.copy(ctx.accumulated_grads, layout.zeros()).data
-            metrics |= downhill(layout, gradient, reference - here)
+            metrics |= downhill(layout, gradient, way)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,12 +25,16 @@ def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def walk(layout: FlatLayout, start: Tensor, here: Tensor, goal: Tensor) -> dict[str, float]:
+    return numbers(journey(layout, here - start, goal - here, goal - start))
+
+
 def numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
 def test_a_walk_in_the_plane_is_split_along_the_route_and_across_it():
-    found = numbers(journey(plane(), vector(1, 1), vector(3, 2), vector(5, 1)))
+    found = walk(plane(), vector(1, 1), vector(3, 2), vector(5, 1))
     assert found == pytest.approx(
         {
             "distance": math.sqrt(5),
@@ -52,7 +56,7 @@ def test_a_gradient_that_points_away_uphill_leads_to_the_reference_downhill():
 @given(PLACES)
 def test_what_remains_is_the_hypotenuse_of_what_remains_along_and_what_lies_aside(places):
     start, here, reference = vector(*places).view(3, 2)
-    found = numbers(journey(plane(), start, here, reference))
+    found = walk(plane(), start, here, reference)
     if torch.dist(start, reference) < 1e-3:
         return
     hypotenuse = math.hypot(1 - found["progress"], found["orthogonal"])
@@ -61,7 +65,7 @@ def test_what_remains_is_the_hypotenuse_of_what_remains_along_and_what_lies_asid
 
 def test_each_parameter_has_the_progress_of_its_own_elements():
     layout = FlatLayout({name: nn.Parameter(torch.zeros(2, dtype=torch.float64)) for name in "ab"})
-    found = numbers(journey(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4)))
+    found = walk(layout, vector(0, 0, 0, 0), vector(1, 0, 0, 3), vector(2, 0, 0, 4))
     assert found["parameter_progress/a"] == pytest.approx(0.5)
     assert found["parameter_progress/b"] == pytest.approx(0.75)
     assert found["progress"] == pytest.approx((2 + 12) / 20)
@@ -128,6 +132,7 @@ def test_a_run_reports_the_projections_of_its_own_path(case):
         assert row["relative_distance"] == pytest.approx((way.norm() / route.norm()).item(), rel=1e-5)
         progress = (here - start) @ route / (route @ route)
         assert row["progress"] == pytest.approx(progress.item(), rel=1e-3, abs=1e-6)
+        assert row["displacement_cosine"] == pytest.approx(cosine(here - start, route), abs=1e-5)
         aside = (here - start - progress * route).norm() / route.norm()
         assert row["orthogonal"] == pytest.approx(aside.item(), rel=1e-4)
 
