@@ -16,12 +16,13 @@ def lent_buffers(model: nn.Module) -> Iterator[None]:
 
     What the body sets on modules, as a forward pass that keeps its attention weights does, is put back as well.
     """
-    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    modules = list(model.modules())
+    tables = [table for module in modules for table in (vars(module), module._buffers)]
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
     try:
         with torch.no_grad():
-            for module in model.modules():
+            for module in modules:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
@@ -44,7 +45,8 @@ def lent_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import STEP_POINTS, HookPoint
@@ -33,6 +33,7 @@ class ContextBuilder:
         self._state = state
         self._profiler = profiler
         self._reference_weights = _frozen(reference_weights)
+        self._parameters: Sequence[nn.Parameter] = ()
         self._grad_norm: Tensor | None = None
         self._services = ObserverServices(
             forward=self._forward,
@@ -42,10 +43,10 @@ class ContextBuilder:
             last_metrics=last_metrics,
         )
 
-    def build(self, point: HookPoint, target_grad: Vector | None) -> RunDataContext:
-        """Return the view of this moment."""
+    def build(self, point: HookPoint, target_grad: Vector | None, parameters: Sequence[nn.Parameter]) -> RunDataContext:
+        """Return the view of this moment; ``parameters`` are the model's, which need not be walked through again."""
         loop, task = self._state.loop, self._task
-        self._grad_norm = None
+        self._parameters, self._grad_norm = parameters, None
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
@@ -77,7 +78,7 @@ class ContextBuilder:
 
     def _norm_of_gradients(self) -> Tensor:
         if self._grad_norm is None:
-            self._grad_norm = joint_norm(live_gradients(self._task.model.parameters()))
+            self._grad_norm = joint_norm(live_gradients(self._parameters))
         return self._grad_norm
 
 

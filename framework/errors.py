@@ -13,7 +13,11 @@ class UsageError(LoopscopeError):
 
 
 class UnsuitableError(UsageError):
-    """A hook does not suit the model, says its ``start``: bad input if asked for by name, left out of a group."""
+    """A hook does not suit the run, says its ``start`` (or a later call): left out, unless it was asked for by name."""
+
+
+class RunNotice(UserWarning):
+    """A warning about what a run does without or measures against, where going on is what was asked for."""
 
 
 class HookError(LoopscopeError):

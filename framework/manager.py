@@ -13,7 +13,14 @@ from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
-from framework.errors import HookError, LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from framework.errors import (
+    HookError,
+    LoopscopeError,
+    RunNotice,
+    StateMutationError,
+    UnsuitableError,
+    UsageError,
+)
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
@@ -226,7 +233,7 @@ class HookManager:
         isolation = self.isolation
         try:
             isolation.begin()
-            context = self._contexts.build(point, self._target_grad(point))
+            context = self._contexts.build(point, self._target_grad(point), isolation.parameters)
             for listener in due:
                 self._call(listener, context)
             isolation.settle()
@@ -300,6 +307,9 @@ class HookManager:
     def _profiled_call(
         self, hook: TrainingHook, call: Call, function: Callable[[], Result], intervention: InterventionHook | None
     ) -> Result:
+        if not self.profiler.measures_memory(hook.name):
+            with self.profiler.section(hook.name):
+                return self._isolated_call(call, function, intervention)
         with self.profiler.call(hook.name):
             result = self._isolated_call(call, function, intervention)
         self.profiler.remembers(hook.name, hook.state_dict())
@@ -314,10 +324,10 @@ class HookManager:
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
-        if where == "start" and isinstance(error, UnsuitableError) and hook.name not in self._required:
+        if isinstance(error, UnsuitableError) and hook.name not in self._required:
             self.left_out[hook.name] = str(error)
             self._drop(hook)
-            warnings.warn(f"Hook {hook.name!r} is left out: {error}", stacklevel=2)
+            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=2)
             return
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
         self.errors.append(

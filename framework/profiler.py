@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from framework.memory import PeakMemory
 
+MEASURED_FIRST, MEASURED_EVERY = 10, 25
+"""Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""
+
 
 @dataclass
 class Profiler:
@@ -39,6 +42,11 @@ class Profiler:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
             self.calls[name] = self.calls.get(name, 0) + 1
+
+    def measures_memory(self, name: str) -> bool:
+        """Tell whether the memory of a hook's next call is measured."""
+        calls = self.calls.get(name, 0)
+        return calls < MEASURED_FIRST or calls % MEASURED_EVERY == 0
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

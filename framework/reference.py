@@ -31,8 +31,9 @@ class Reference:
 def find_reference(given: Path | None, earlier: Path, experiment: str, strategy: str) -> Path | None:
     """Return the file of the reference for one strategy: the one ``given``, else the ``earlier`` final weights.
 
-    ``given`` may be a file of weights or a folder: that of a strategy's run, of an experiment's, or an output
-    directory. Raises :class:`UsageError` if nothing of the kind is there.
+    ``given`` may be a file of weights, the folder of one run, which then serves every strategy, or a folder in which
+    each strategy has its own: that of an experiment, or an output directory. Raises :class:`UsageError` if nothing of
+    the kind is there.
     """
     if given is None:
         return earlier if earlier.is_file() else None
@@ -41,13 +42,12 @@ def find_reference(given: Path | None, earlier: Path, experiment: str, strategy:
     if not given.exists():
         raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
     name = weights_name(strategy)
-    places = [given / name, given / strategy / name, given / experiment / strategy / name]
-    found = next((place for place in places if place.is_file()), None)
+    places = [given / strategy / name, given / experiment / strategy / name]
+    found = next((place for place in [*places, *given.glob(weights_name("*"))] if place.is_file()), None)
     if found is None:
         raise UsageError(
-            f"--reference {given} holds no final weights of strategy {strategy!r}: there is no "
-            f"{', '.join(str(place.relative_to(given)) for place in places)} in it. Name a file to use it for every "
-            "strategy."
+            f"--reference {given} holds no final weights of strategy {strategy!r}: there is no {weights_name('*')}, "
+            f"{' or '.join(str(place.relative_to(given)) for place in places)} in it."
         )
     return found
 

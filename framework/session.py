@@ -12,7 +12,7 @@ import torch
 from framework.config import RunOptions, require
 from framework.contexts import RunInfo
 from framework.display import Display
-from framework.errors import UsageError, unknown
+from framework.errors import RunNotice, UsageError, unknown
 from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_options
 from framework.hooks import TrainingHook
 from framework.manager import HookManager
@@ -92,17 +92,27 @@ class Session:
         found: dict[str, Reference] = {}
         for strategy in asking:
             path = find_reference(given, records[strategy].weights_path, runner.name, strategy)
-            if path is not None:
-                seed_everything(runner.config.seed)
-                model = runner.build_model().to(runner.device)
-                found[strategy] = load_reference(path, model)
-                if unlike := differences(path, runner.config, model):
-                    warnings.warn(
-                        f"The reference of strategy {strategy!r}, {path}, comes from a run that differs: "
-                        f"{'; '.join(unlike)}.",
-                        stacklevel=2,
-                    )
+            reference = None if path is None else self._load_reference(path, strategy)
+            if reference is not None:
+                found[strategy] = reference
         return found
+
+    def _load_reference(self, path: Path, strategy: str) -> Reference | None:
+        """Load a reference and tell how its run differs; one that nobody asked for may be of another model."""
+        runner = self.runner
+        seed_everything(runner.config.seed)
+        model = runner.build_model().to(runner.device)
+        try:
+            reference = load_reference(path, model)
+        except UsageError as error:
+            if self.options.reference is not None:
+                raise
+            warnings.warn(f"Strategy {strategy!r} has no reference solution: {error}", RunNotice, stacklevel=2)
+            return None
+        if unlike := differences(path, runner.config, model):
+            sentence = f"The reference of strategy {strategy!r}, {path}, comes from a run that differs"
+            warnings.warn(f"{sentence}: {'; '.join(unlike)}.", RunNotice, stacklevel=2)
+        return reference
 
     def _prepare(
         self,

@@ -194,7 +194,9 @@ def _pointer(tensor: Tensor) -> Any:
 
 
 def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
-    """Give a tensor back the class, storage, layout and requires_grad it had."""
+    """Give a tensor back the kind of device, class, storage, layout and requires_grad it had."""
+    if tensor.device.type != alias.device.type and not is_wrapper(alias):
+        torch.utils.swap_tensors(tensor, alias.detach())  # type: ignore[no-untyped-call]
     if type(tensor) is not before.kind:
         tensor.__class__ = before.kind
     if leaf and tensor.grad_fn is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
+from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
@@ -88,8 +88,16 @@ class Phases(TrainingHook):
         self._cleanup_epoch = state["cleanup_epoch"]
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return the phase, the gap, the weight norm and the dates so far; nothing without both accuracies."""
+        """Return the phase, the gap, the weight norm and the dates so far; nothing without an evaluation.
+
+        Raises :class:`UnsuitableError` after an evaluation without one of the accuracies.
+        """
         if ctx.train_acc is None or ctx.val_acc is None:
+            if ctx.evaluation:
+                raise UnsuitableError(
+                    "Hook 'phases' compares train_acc with val_acc, and the experiment's evaluation gives "
+                    f"{', '.join(ctx.evaluation)}."
+                )
             return {}
         gap = ctx.train_acc - ctx.val_acc
         length = norm(trainable(ctx.model))

@@ -8,15 +8,17 @@ def singular_values(matrix: Tensor) -> Tensor:
     """Return all min(m, n) singular values of an m × n matrix, largest first, in float64.
 
     They are the roots of the eigenvalues of the smaller Gram matrix, formed in float64: several times faster than a
-    decomposition of the matrix, and exact to about 1e-8 of the largest one, where float32 weights carry 1e-7.
+    decomposition of the matrix, and exact to about 1e-8 of the largest one, where float32 weights carry 1e-7. All are
+    NaN for a matrix that holds an infinity or NaN.
 
     >>> singular_values(torch.diag(torch.tensor([3.0, 4.0]))).tolist()
     [4.0, 3.0]
     """
     wide = matrix.double()
     gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
-    squares: Tensor = torch.linalg.eigvalsh(gram).flip(0)
-    return squares.clamp(min=0).sqrt()
+    finite = gram.isfinite().all()
+    squares: Tensor = torch.linalg.eigvalsh(torch.where(finite, gram, 0.0)).flip(0)
+    return torch.where(finite, squares.clamp(min=0).sqrt(), torch.nan)
 
 
 def effective_rank(values: Tensor) -> Tensor:

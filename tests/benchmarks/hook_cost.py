@@ -10,6 +10,7 @@ import training_hooks
 from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
 from framework.commits import CommitRecord
 from framework.config import RunOptions
+from framework.errors import RunNotice
 from framework.hook_points import STEP_POINTS, windows_for
 from framework.param_vectors import copied, trainable
 from framework.registry import HookRegistry, bulk_hooks
@@ -34,7 +35,7 @@ def train(effort: Effort, epochs: int, **options: Any) -> Summary:
     The reference solution of the hooks that want one is the weights of a first epoch.
     """
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Hook .* is left out")
+        warnings.simplefilter("ignore", RunNotice)
         warnings.filterwarnings("ignore", "The reference of")
         if options:
             _session(effort, 1, Path(folder, "first"), {}).run()
@@ -70,7 +71,7 @@ def epoch_end_observers() -> list[str]:
 
 def groups_of_observers(effort: Effort) -> Iterator[Row]:
     """Compare runs with observers with bare ones, in turn."""
-    epochs, rounds = effort.times(10), effort.times(5)
+    epochs, rounds = max(2, effort.times(10)), effort.times(5)
     kinds: dict[str, dict[str, Any]] = {
         "bare": {},
         "epoch end": {"hooks": epoch_end_observers()},
@@ -113,7 +114,7 @@ def each_hook(effort: Effort) -> Iterator[Row]:
     summary = train(effort, epochs, with_hooks="full", hooks=debug, profile_hooks=True)
     for name, cost in sorted(summary["hook_profile"].items()):
         per_epoch = cost["seconds"] / epochs / bare
-        kept = f"{cost['state_bytes'] / 1e6:.1f} MB kept"
+        kept = f"{cost.get('state_bytes', 0) / 1e6:.1f} MB kept"
         sent = ", ".join(f"{count:,} {kind}" for kind, count in summary["hook_passes"].get(name, {}).items())
         against = (
             f"{cost['calls'] / epochs:.1f} calls and {per_epoch:.1%} of an epoch, {kept}{sent and '; passes: ' + sent}"

@@ -14,7 +14,7 @@ from framework.random_streams import RandomStreams
 from framework.train_step import forward_backward, update
 from framework.training_state import TrainingState
 from tests.support import CASES, Case, Tally, build, differences
-from tests.vandals import DEEDS, HARMLESS, Scene, train_one_step
+from tests.vandals import DEEDS, EMPTYING, HARMLESS, Scene, train_one_step
 
 CASE = Case()
 
@@ -377,6 +377,7 @@ class GuardianMachine(RuleBasedStateMachine):
         self.snapshots = [Snapshot(streams=True), Snapshot(streams=True)]
         self.saved: list[dict[str, int] | None] = [None, None]
         self.whole = True
+        self.emptied = False
 
     @precondition(lambda self: self.whole)
     @rule(slot=st.integers(0, 1))
@@ -389,12 +390,13 @@ class GuardianMachine(RuleBasedStateMachine):
     def train(self):
         train_one_step(self.scene)
 
-    @precondition(lambda self: any(self.saved))
+    @precondition(lambda self: any(self.saved) and not self.emptied)
     @rule(name=st.sampled_from(sorted(DEEDS.keys() - HARMLESS - {"enter_inference_mode"})))
     def damage(self, name):
         with suppress(RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError):
             DEEDS[name](self.scene)  # damage upon damage may not work
         self.whole = False
+        self.emptied = name in EMPTYING
 
     @precondition(lambda self: any(self.saved))
     @rule(slot=st.integers(0, 1))
@@ -402,12 +404,20 @@ class GuardianMachine(RuleBasedStateMachine):
         if self.saved[slot] is not None:
             self.snapshots[slot].restore(self.state)
             assert differences(self.saved[slot], self.state.digest()) == []
-            self.whole = True
+            self.whole, self.emptied = True, False
 
     def teardown(self):
         for snapshot, saved in zip(self.snapshots, self.saved, strict=True):
             if saved is not None:
                 snapshot.restore(self.state)
+
+
+def test_an_optimizer_tensor_that_was_swapped_for_one_without_memory_comes_back():
+    scene, state = trained(Case())
+    before, snapshot = state.digest(), Snapshot().save(state)
+    torch.utils.swap_tensors(scene.moments[0], torch.empty(4, device="meta"))
+    snapshot.restore(state)
+    assert differences(before, state.digest()) == []
 
 
 TestGuardian = GuardianMachine.TestCase

@@ -8,7 +8,7 @@ from torch import nn
 
 import training_hooks
 from framework.contexts import RunInfo
-from framework.errors import UsageError
+from framework.errors import RunNotice, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.reference import find_reference, load_reference
@@ -77,9 +77,10 @@ def test_a_folder_gives_every_strategy_its_own(earlier, tmp_path):
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain", "other-order"]
 
 
-def test_a_file_serves_every_strategy(earlier, tmp_path):
+@pytest.mark.parametrize("given", ["plain_final.pt", "."])
+def test_a_file_and_the_folder_of_one_run_serve_every_strategy(earlier, tmp_path, given):
     file = earlier / "small" / "plain" / "plain_final.pt"
-    run_again(tmp_path / "again", reference=file, strategies=["plain", "other-order"])
+    run_again(tmp_path / "again", reference=file.parent / given, strategies=["plain", "other-order"])
     assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain"]
     config = read_json(tmp_path / "again/small/other-order/experiment_config.json")
     assert config["run"]["reference"] == str(file)
@@ -88,6 +89,16 @@ def test_a_file_serves_every_strategy(earlier, tmp_path):
 def test_a_run_that_writes_over_an_earlier_one_measures_against_it(earlier):
     run_again(earlier, overwrite=True)
     assert max(seen[-1][1].values()) == 0
+
+
+def test_an_earlier_run_of_another_model_is_no_reference_and_no_hindrance(earlier):
+    class Wider(Small):
+        def build_model(self):
+            return nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))
+
+    with pytest.warns(RunNotice, match=r"has no reference solution: .* is of another model: 0.weight \(8x4 there"):
+        session(earlier, Wider, strategies=["plain"], hooks=["distance"], overwrite=True).run()
+    assert seen == []
 
 
 def test_without_a_reference_a_hook_that_can_do_without_reports_nothing(tmp_path):
@@ -101,7 +112,6 @@ def test_without_a_reference_a_hook_that_needs_one_is_refused_by_name(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.filterwarnings("ignore:Hook .* is left out")
 def test_without_a_reference_a_hook_that_needs_one_is_left_out_of_a_group(tmp_path):
     (summary,) = run_again(tmp_path, hooks=["observers"])
     assert "reference" in summary["hooks_left_out"]["needs_reference"]
@@ -119,7 +129,10 @@ def test_a_run_that_differs_is_named(earlier, tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [("nowhere", "nowhere does not exist"), (".", "holds no final weights of strategy 'plain': there is no plain_fin")],
+    [
+        ("nowhere", "nowhere does not exist"),
+        (".", "holds no final weights of strategy 'plain': there is no .*plain/plain_final.pt or small"),
+    ],
 )
 def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
     with pytest.raises(UsageError, match=sentence):

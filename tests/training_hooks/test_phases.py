@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from framework.errors import UsageError
+from framework.errors import UnsuitableError, UsageError
 from tests.support import Case, train
 from tests.training_hooks.epoch_end import epoch_end
 from training_hooks.phases import Phases
@@ -144,3 +144,10 @@ def test_thresholds_out_of_range_are_refused(options):
     ((option, value),) = options.items()
     with pytest.raises(UsageError, match=f"{option} is {value}; it must lie in"):
         Phases(**options)
+
+
+def test_an_evaluation_without_both_accuracies_is_no_basis_and_says_so():
+    hook = Phases()
+    assert hook.compute(epoch_end(nn.Linear(2, 2))) == {}
+    with pytest.raises(UnsuitableError, match="the experiment's evaluation gives val_acc, val_loss"):
+        hook.compute(epoch_end(nn.Linear(2, 2), val_acc=0.5, evaluation={"val_acc": 0.5, "val_loss": 1.0}))

@@ -36,6 +36,13 @@ def test_a_spectrum_of_k_equal_values_has_rank_k():
     assert spectra.leading_share(spectrum, 2).item() == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_diverged_matrix_has_no_singular_values(bad):
+    matrix = torch.ones(3, 4)
+    matrix[1, 2] = bad
+    assert spectra.singular_values(matrix).isnan().all()
+
+
 def test_nothing_has_no_rank():
     assert all(rank(torch.zeros(3)).isnan() for rank in (spectra.effective_rank, spectra.stable_rank))
 
