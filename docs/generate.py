@@ -94,7 +94,9 @@ def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
         shown = ", ".join(f"`{point.name}`{epochs(window)}" for point, window in sorted(windows(hook, loop).items()))
         rows.append((f"fires in the {loop} loop at", shown or "no point: it is left out"))
     if any(point in STEP_POINTS for loop in LOOPS for point in windows(hook, loop)):
-        rows.append(("steps", schedule(hook().step_schedule)))
+        made = hook()
+        rows.append(("steps", schedule(made.step_schedule)))
+        rows += [(f"steps at {point.name}", schedule(rule)) for point, rule in sorted(made.point_schedules.items())]
     needs = [text for need, text in NEEDS.items() if vars_of(hook)[need]]
     rows.append(("needs", "; ".join(needs) or "nothing that the loop would not compute anyway"))
     if issubclass(hook, InterventionHook):

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from framework.contexts import RunInfo
@@ -90,10 +91,13 @@ class MetricDispatch:
         self._show(arrived)
 
     def _show(self, arrived: list[Arrived]) -> None:
-        """Let hooks look at their values, once these are safe in the sinks."""
+        """Let every hook look at its values, all of a delivery in one call, once these are safe in the sinks."""
+        checking: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
         for report, values in arrived:
             if type(report.hook).check is not TrainingHook.check:
-                self._run_hook(report.hook, "check", report.step, lambda r=report, v=values: r.hook.check(v, r.step))
+                checking.setdefault(report.hook, []).append((report.step, values))
+        for hook, rows in checking.items():
+            self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows))
 
     # Sinks
 
@@ -137,6 +141,11 @@ class MetricDispatch:
             raise
         except Exception:
             pass
+
+
+def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]]) -> None:
+    for step, values in rows:
+        hook.check(values, step)
 
 
 def _arrived(pending: PendingMetrics, reports: list[Report]) -> list[Arrived]:

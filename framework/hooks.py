@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -28,6 +29,8 @@ class TrainingHook(ABC):
     loop_points: ClassVar[LoopPoints | None] = None
     """Points by loop type (``"epoch"``, ``"step"``): a set, or a dict to ``(min_epoch, max_epoch)`` windows."""
     step_schedule: StepSchedule = EVERY_STEP
+    point_schedules: Mapping[HookPoint, StepSchedule] = MappingProxyType({})
+    """Schedules of single step-level points, where ``step_schedule`` is not meant for all of them."""
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
     needs_pre_epoch_state: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, windows_for
+from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
 from framework.hooks import InterventionHook, TrainingHook
 
 
@@ -15,18 +15,20 @@ class Listener:
     point: HookPoint
     window: EpochWindow
     intervention: InterventionHook | None
-    scheduled: bool
+    schedule: StepSchedule | None
+    """``None``: every step, or a point between steps."""
 
     @classmethod
     def of(cls, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> "Listener":
         """Resolve a hook at one of its points."""
         intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
-        thinned = hook.step_schedule.mode != "continual" or hook.step_schedule.warmup > 0
-        return cls(hook, point, window, intervention, thinned and point in STEP_POINTS)
+        schedule = hook.point_schedules.get(point, hook.step_schedule)
+        thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
+        return cls(hook, point, window, intervention, schedule if thinned else None)
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Tell whether the hook fires now."""
-        return self.in_window(epoch) and (not self.scheduled or self.hook.step_schedule.is_due(step))
+        return self.in_window(epoch) and (self.schedule is None or self.schedule.is_due(step))
 
     def in_window(self, epoch: int) -> bool:
         """Tell whether ``epoch`` lies within the hook's window at this point."""

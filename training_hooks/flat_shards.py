@@ -76,6 +76,13 @@ class FlatLayout:
         if views:
             torch._foreach_add_(views, shards)
 
+    @torch.no_grad()
+    def subtract(self, tensors: Mapping[str, Tensor], into: FlatVector) -> None:
+        """Subtract tensors by parameter name from a vector."""
+        views, shards = self._pairs(tensors, into)
+        if views:
+            torch._foreach_sub_(views, shards)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the live gradients by name, leaving out parameters without one."""
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}

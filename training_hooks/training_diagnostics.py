@@ -84,6 +84,7 @@ class TrainingDiagnostics(TrainingHook):
         self.window = window
         self.lags = lags
         self._updates = StepSchedule(mode="stride", every_n_steps=update_every)
+        self.point_schedules = dict.fromkeys((HookPoint.PRE_UPDATE, HookPoint.POST_STEP), self._updates)
         self.reset()
 
     def start(self, run: RunInfo) -> None:
@@ -102,7 +103,7 @@ class TrainingDiagnostics(TrainingHook):
             self._steps.push(column(ctx.loss, ctx.grad_norm()))
         elif ctx.hook_point is not HookPoint.PRE_UPDATE:
             return self._reduced()
-        elif self._updates.is_due(ctx.step):
+        else:
             self._before = accumulate(None, trainable(ctx.model))
         return {}
 

@@ -14,7 +14,7 @@ from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, t
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading, through_a_file
 from training_hooks import path_length
-from training_hooks.path_length import PathLength, sums_over, turns
+from training_hooks.path_length import PathLength
 
 REPORT = {"epoch": HookPoint.POST_EPOCH, "step": HookPoint.SNAPSHOT}
 
@@ -38,7 +38,6 @@ def expected(positions: list[torch.Tensor], begin: int, end: int) -> dict[str, f
     """Compute the report at ``end`` of the interval from ``begin``."""
     steps = [b - a for a, b in pairwise(positions)][:end]
     lengths = [float(step.norm()) for step in steps]
-    cosines = [float(steps[t] @ steps[t - 1]) / (lengths[t] * lengths[t - 1]) for t in range(max(begin, 1), end)]
     path, displacement = math.fsum(lengths), float((positions[end] - positions[0]).norm())
     part, moved = math.fsum(lengths[begin:end]), float((positions[end] - positions[begin]).norm())
     return {
@@ -50,8 +49,6 @@ def expected(positions: list[torch.Tensor], begin: int, end: int) -> dict[str, f
         "interval_displacement": moved,
         "interval_efficiency": moved / part,
         "mean_step": part / (end - begin),
-        "turn_cosine": sum(cosines) / len(cosines),
-        "turn_angle": sum(map(math.acos, cosines)) / len(cosines),
     }
 
 
@@ -71,8 +68,8 @@ def test_reports_are_those_of_the_positions_after_every_step(loop, model, monkey
 @pytest.mark.parametrize("case", [Case(loop=loop) for loop in LOOPS], ids=str)
 def test_a_hook_resumed_at_every_fire_reports_the_same_numbers(case, monkeypatch):
     monkeypatch.setattr(path_length, "FOLD", 2)
-    whole = train(case, [PathLength(per_step=True)], steps=8)
-    parts = train(case, [reloading(PathLength, per_step=True)], steps=8)
+    whole = train(case, [PathLength()], steps=8)
+    parts = train(case, [reloading(PathLength)], steps=8)
     assert described(parts.sink.rows("path_length/")) == described(whole.sink.rows("path_length/"))
     assert_same_bytes(parts, case, 8)
 
@@ -81,54 +78,39 @@ def walk(hook: TrainingHook, positions: torch.Tensor) -> dict[str, float]:
     """Lead a parameter through positions, shape (steps + 1, elements), and return the report as numbers."""
     model = nn.Module()
     model.place = nn.Parameter(positions[0].clone())
-    hook.compute(epoch_end(model))
-    for position in positions[1:]:
+    for step, position in enumerate(positions[1:], start=1):
+        hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
         model.place.data.copy_(position)
-        hook.compute(epoch_end(model, hook_point=HookPoint.POST_STEP))
-    return {name: float(value) for name, value in hook.compute(epoch_end(model)).items()}
+    return {name: float(value) for name, value in hook.compute(epoch_end(model, step=len(positions) - 1)).items()}
 
 
-def test_a_straight_line_is_fully_efficient_and_never_turns():
+def test_a_straight_line_is_fully_efficient():
     report = walk(PathLength(), torch.arange(5.0)[:, None] * torch.tensor([3.0, 4.0]))
     assert report["path_length"] == report["displacement"] == report["interval_path"] == 20
-    assert report["efficiency"] == report["interval_efficiency"] == report["turn_cosine"] == 1
-    assert (report["turn_angle"], report["mean_step"], report["steps"]) == (0, 5, 4)
+    assert report["efficiency"] == report["interval_efficiency"] == 1
+    assert (report["mean_step"], report["steps"]) == (5, 4)
 
 
 def test_going_back_and_forth_leads_nowhere():
     report = walk(PathLength(), torch.tensor([[0.0], [1.0], [0.0], [1.0], [0.0]]))
     assert (report["path_length"], report["displacement"], report["efficiency"]) == (4, 0, 0)
-    assert report["turn_cosine"] == -1
-    assert report["turn_angle"] == pytest.approx(math.pi)
 
 
-def test_a_square_turns_by_a_right_angle_at_each_corner():
-    corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
-    report = walk(PathLength(), corners)
-    assert (report["path_length"], report["displacement"], report["turn_cosine"]) == (3, 1, 0)
-    assert report["turn_angle"] == pytest.approx(math.pi / 2)
+def test_three_sides_of_a_square_lead_as_far_as_the_fourth():
+    report = walk(PathLength(), torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
+    assert (report["path_length"], report["displacement"]) == (3, 1)
 
 
 def test_a_random_walk_has_the_efficiency_of_the_inverse_root_of_its_steps():
     positions = torch.randn(101, 4000, generator=torch.Generator().manual_seed(1)).cumsum(dim=0)
     report = walk(PathLength(), positions)
     assert report["efficiency"] == pytest.approx(1 / math.sqrt(report["steps"]), rel=0.05)
-    assert abs(report["turn_cosine"]) < 0.01
 
 
-def test_standing_still_has_no_efficiency_and_no_turn():
+def test_standing_still_has_no_efficiency():
     report = walk(PathLength(), torch.ones(3, 2))
     assert (report["path_length"], report["displacement"]) == (0, 0)
-    assert all(math.isnan(report[name]) for name in ("efficiency", "turn_cosine", "turn_angle"))
-
-
-def test_a_turn_beside_a_step_of_length_zero_is_not_counted():
-    report = walk(PathLength(), torch.tensor([[0.0], [1.0], [1.0], [2.0], [1.0]]))
-    assert report["turn_cosine"] == -1
-
-
-def test_one_step_has_no_turn():
-    assert "turn_cosine" not in walk(PathLength(), torch.tensor([[0.0], [1.0]]))
+    assert math.isnan(report["efficiency"])
 
 
 def test_bfloat16_steps_are_measured_in_float32():
@@ -139,20 +121,16 @@ def test_bfloat16_steps_are_measured_in_float32():
 
 def test_after_a_report_without_steps_there_is_nothing_to_report():
     hook, model = PathLength(), nn.Linear(2, 2)
-    assert hook.compute(epoch_end(model)) == {}
-    hook.compute(epoch_end(model, hook_point=HookPoint.POST_STEP))
-    assert hook.compute(epoch_end(model))
-    assert hook.compute(epoch_end(model)) == {}
+    hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))
+    assert hook.compute(epoch_end(model, step=1))
+    assert hook.compute(epoch_end(model, step=1)) == {}
 
 
-def test_the_steps_are_reported_only_when_asked_for():
-    silent, speaking = (train(Case(), [PathLength(per_step=asked)]) for asked in (False, True))
-    assert {row[1] for row in silent.sink.rows("path_length/")} == {HookPoint.POST_EPOCH}
-    lengths = [row[3] for row in speaking.sink.rows("path_length/step_length")]
-    (path,) = [row[3] for row in speaking.sink.rows("path_length/path_length")]
-    assert len(lengths) == 3
-    assert math.fsum(lengths) == pytest.approx(path, rel=1e-6)
-    assert [row[2] for row in speaking.sink.rows("path_length/step_cosine")] == [2, 3]
+def test_a_step_is_measured_once_however_often_it_is_seen():
+    hook, model = PathLength(), nn.Linear(2, 2)
+    for step in (1, 2, 2):
+        hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
+    assert hook.compute(epoch_end(model, step=2))["steps"] == 2
 
 
 def test_reset_begins_a_new_path():
@@ -165,16 +143,9 @@ def test_reset_begins_a_new_path():
 def test_a_path_taken_from_a_checkpoint_goes_on_whether_start_comes_after_or_before():
     hook, model = PathLength(), nn.Linear(2, 2)
     hook.start(type("Run", (), {"model": model}))
+    hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=1))
     model.weight.data += 1
-    hook.compute(epoch_end(model, hook_point=HookPoint.POST_STEP))
     fresh = PathLength()
     fresh.load_state_dict(through_a_file(hook.state_dict()))
     fresh.start(type("Run", (), {"model": model}))
-    assert float(fresh.compute(epoch_end(model))["displacement"]) == 2
-
-
-def test_the_sums_leave_out_the_length_that_was_counted_before():
-    lengths, products = torch.tensor([3.0, 1.0, 2.0]).double(), torch.tensor([3.0, 0.0]).double()
-    assert sums_over(lengths, products, first=0)[0] == 6
-    assert sums_over(lengths, products, first=1).tolist() == pytest.approx([3, 1, math.pi / 2, 2])
-    assert turns(lengths, products).tolist() == [1, 0]
+    assert float(fresh.compute(epoch_end(model, step=1))["displacement"]) == 2
