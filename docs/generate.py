@@ -224,8 +224,8 @@ def parse_arguments(text: str) -> dict[str, str]:
 def markdown(text: str) -> str:
     """Turn the markup of a docstring into Markdown.
 
-    >>> markdown("see :func:`~framework.curvature.exact_product` and ``k``")
-    'see `exact_product` and `k`'
+    >>> markdown("see :func:`~framework.curvature.central_difference` and ``k``")
+    'see `central_difference` and `k`'
     """
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")
 

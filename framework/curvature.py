@@ -14,33 +14,46 @@ Method = Literal["exact", "finite_difference"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 
-def exact_product(
-    compute_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter], vector: Vector
-) -> dict[str, Tensor]:
-    """Return H v by differentiating ⟨∇L, v⟩ (reverse over reverse); names that ``vector`` lacks are zeros.
+class ExactHessian:
+    """The Hessian of a loss at the present parameters: reverse over reverse through the kept graph of the gradient.
 
-    Attention runs by its MATH kernel, the only one with a second derivative. Parameters on which the loss does not
-    depend, or only linearly, have zeros.
+    Attention runs by its MATH kernel, the only one with a second derivative.
+
+    Args:
+        compute_loss: returns the loss, zero-dimensional.
+        parameters: what to differentiate for.
     """
-    leaves = list(parameters.values())
-    _keep_freed_memory()
-    with sdpa_kernel(SDPBackend.MATH):
-        first = torch.autograd.grad(compute_loss(), leaves, create_graph=True, allow_unused=True)
-    pairs = [
-        (gradient, vector[name].to(gradient.dtype))
-        for name, gradient in zip(parameters, first, strict=True)
-        if gradient is not None and gradient.requires_grad and name in vector
-    ]
-    if not pairs:
-        return {name: torch.zeros_like(leaf) for name, leaf in parameters.items()}
-    second = torch.autograd.grad(
-        [gradient for gradient, _ in pairs],
-        leaves,
-        grad_outputs=[direction for _, direction in pairs],
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return dict(zip(parameters, second, strict=True))
+
+    def __init__(self, compute_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        _keep_freed_memory()
+        self._parameters = parameters
+        with sdpa_kernel(SDPBackend.MATH):
+            self._gradients = torch.autograd.grad(
+                compute_loss(), list(parameters.values()), create_graph=True, allow_unused=True
+            )
+
+    def times(self, vector: Vector, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return H v by differentiating ⟨∇L, v⟩; names that ``vector`` lacks are zeros.
+
+        Parameters on which the loss does not depend, or only linearly, have zeros. Without ``keep`` the graph is
+        freed, and this was the last product.
+        """
+        pairs = [
+            (gradient, vector[name].to(gradient.dtype))
+            for name, gradient in zip(self._parameters, self._gradients, strict=True)
+            if gradient is not None and gradient.requires_grad and name in vector
+        ]
+        if not pairs:
+            return {name: torch.zeros_like(leaf) for name, leaf in self._parameters.items()}
+        second = torch.autograd.grad(
+            [gradient for gradient, _ in pairs],
+            list(self._parameters.values()),
+            grad_outputs=[direction for _, direction in pairs],
+            retain_graph=keep,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return dict(zip(self._parameters, second, strict=True))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 
 import torch
@@ -15,7 +16,7 @@ from framework.borrowing import (
     lent_gradients,
     lent_modes,
 )
-from framework.curvature import Method, central_difference, exact_product
+from framework.curvature import ExactHessian, Method, central_difference
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
@@ -66,18 +67,43 @@ class LossProbe:
         if method == "finite_difference":
             return central_difference(lambda: self.mean_gradient(batches()), parameters, direction, epsilon)
 
+        self._refuse_sharded()
+
+        def product(part: Batch) -> Vector:
+            self._profiler.passed("hessian_product")
+            return ExactHessian(lambda: self._compute_loss(part), parameters).times(direction, keep=False)
+
+        with self._borrowed():
+            return _mean_over_rows(product, (part for batch in batches() for part in self._parts(batch)))
+
+    def hessian(self, batch: Batch) -> Callable[[Vector], dict[str, Tensor]]:
+        """Return v ↦ H v for the mean loss of a batch; the graph of the gradient lives as long as the function."""
+        self._refuse_sharded()
+        parameters = trainable(self._model)
+        hessians = []
+        with self._borrowed():
+            for part in self._parts(batch):
+                self._profiler.passed("forward_backward")
+                hessians.append((rows(part), ExactHessian(partial(self._compute_loss, part), parameters)))
+
+        def product(vector: Vector) -> dict[str, Tensor]:
+            total: dict[str, Tensor] = {}
+            for count, hessian in hessians:
+                self._profiler.passed("second_backward")
+                found = hessian.times(vector)
+                if len(hessians) == 1:
+                    return widened(found)
+                total = accumulate(total, found, count / rows(batch))
+            return total
+
+        return product
+
+    def _refuse_sharded(self) -> None:
         if fully_sharded_modules(self._model):
             raise LoopscopeError(
                 "An exact Hessian-vector product differentiates twice, which FSDP2 does not support; "
                 "use method='finite_difference'."
             )
-
-        def product(part: Batch) -> Vector:
-            self._profiler.passed("hessian_product")
-            return exact_product(lambda: self._compute_loss(part), parameters, direction)
-
-        with self._borrowed():
-            return _mean_over_rows(product, (part for batch in batches() for part in self._parts(batch)))
 
     @contextmanager
     def _borrowed(self) -> Iterator[None]:

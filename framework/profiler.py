@@ -67,7 +67,11 @@ class Profiler:
         self.state_bytes[name] = max(size, self.state_bytes.get(name, 0))
 
     def passed(self, kind: str) -> None:
-        """Count a pass of one batch for the hook under way: forward, forward_backward or hessian_product."""
+        """Count a pass of one batch for the hook under way.
+
+        Kinds: forward, forward_backward, second_backward (through the graph of a gradient that is kept), and
+        hessian_product, which is a forward_backward and a second_backward.
+        """
         counts = self.passes.setdefault(self.caller, {})
         counts[kind] = counts.get(kind, 0) + 1
 

@@ -1,6 +1,6 @@
 """The SAPI: the only door through which an intervention reaches the mutable training state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -231,13 +231,7 @@ class ModelDataContext:
                 ``mutates``.
             epsilon: absolute step of ``finite_difference`` along v/‖v‖.
         """
-        if method not in METHODS:
-            raise unknown("method", method, METHODS)
-        if not epsilon > 0:
-            raise LoopscopeError(f"epsilon is {epsilon}; the step of a finite difference must be positive.")
-        check_vector(self.model, vector)
-        if method == "finite_difference":
-            self._must_mutate("hessian_vector_product(method='finite_difference')")
+        self._check_product(vector, method, epsilon)
         if loader is None:
             chosen = self._batch(batch)
             return self._probe.hessian_product(vector, lambda: [chosen], method, epsilon)
@@ -245,6 +239,26 @@ class ModelDataContext:
             raise LoopscopeError("Pass a batch or a loader, not both: the loss is the mean over one of them.")
         epoch = self._state.loop.epoch
         return self._probe.hessian_product(vector, lambda: loader.batches(epoch), method, epsilon)
+
+    def hessian_operator(
+        self, batch: Batch | None = None, *, method: Method = "exact", epsilon: float = 1e-2
+    ) -> Callable[[Vector], dict[str, Tensor]]:
+        """Return v ↦ H v as :meth:`hessian_vector_product` on one batch, for several products at the same parameters.
+
+        An exact operator keeps the graph of the gradient, with all activations, for as long as it lives: each product
+        then costs one backward pass through it. The parameters must stay where they are, or autograd refuses.
+        """
+        self._check_product({}, method, epsilon)
+        chosen = self._batch(batch)
+        if method == "finite_difference":
+            return partial(self.hessian_vector_product, batch=chosen, method=method, epsilon=epsilon)
+        product = self._probe.hessian(chosen)
+
+        def times(vector: Vector) -> dict[str, Tensor]:
+            check_vector(self.model, vector)
+            return product(vector)
+
+        return times
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Keep: multiply every gradient by ``factor``."""
@@ -279,6 +293,15 @@ class ModelDataContext:
         check_vector(self.model, target)
         kept = self._lasting(target)
         self._commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: blend(self.model, kept, weight))
+
+    def _check_product(self, vector: Vector, method: Method, epsilon: float) -> None:
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+        if not epsilon > 0:
+            raise LoopscopeError(f"epsilon is {epsilon}; the step of a finite difference must be positive.")
+        check_vector(self.model, vector)
+        if method == "finite_difference":
+            self._must_mutate("hessian_vector_product(method='finite_difference')")
 
     def _must_mutate(self, verb: str) -> None:
         if not self._mutates:

@@ -127,9 +127,9 @@ class Hessian(InterventionHook):
 
         change = minus(after, before)
         sgd_update = previous.sgd_update(gradient)
-        products = {}
+        times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
         for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
-            products[kind] = model_ctx.hessian_vector_product(step, method=self.method, epsilon=self.epsilon)
+            products[kind] = times(step)
             metrics |= {f"{label}_{key}": value for key, value in approximation(products[kind], change).items()}
             metrics[f"{kind}_curvature"] = curvature_along(step, products[kind])
         metrics |= self._against_threshold(previous.threshold, update, products["update"], ctx, model_ctx)

@@ -16,6 +16,7 @@ from framework.errors import UnsuitableError
 from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
 from framework.sapi import ModelDataContext
 from training_hooks.flat_vectors import FlatSpace
+from training_hooks.lanczos import Product
 from training_hooks.stability import Rise
 
 
@@ -61,15 +62,20 @@ class MeasuredLoss:
         """Return the gradient, flat."""
         return self._mean(lambda batch: self.space.flat(self.model_ctx.compute_batch_gradients(batch)))
 
-    def hessian_product(self, flat: Tensor, method: Method = "exact", epsilon: float = 1e-2) -> Tensor:
-        """Return the product of the Hessian with a flat vector, flat."""
-        vector = self.space.vector(flat)
+    def hessian(self, method: Method = "exact", epsilon: float = 1e-2) -> Product:
+        """Return the product of the Hessian with flat vectors; an exact one keeps the graphs of all batches."""
+        operators = [
+            (rows(batch), self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon))
+            for batch in self.batches
+        ]
+        everything = sum(count for count, _ in operators)
 
-        def product(batch: Batch) -> Tensor:
-            found = self.model_ctx.hessian_vector_product(vector, batch, method=method, epsilon=epsilon)
-            return self.space.flat(found)
+        def product(flat: Tensor) -> Tensor:
+            vector = self.space.vector(flat)
+            parts = (self.space.flat(times(vector)).mul_(count / everything) for count, times in operators)
+            return reduce(Tensor.add_, parts)
 
-        return self._mean(product)
+        return product
 
     @contextmanager
     def along(self, direction: Vector) -> Iterator[Rise]:

@@ -92,7 +92,8 @@ class Sharpness(InterventionHook):
     momentum and weight decay included, would now make from the first of the batches, on that batch.
 
     While it runs, Lanczos keeps ``iterations`` vectors as long as the parameters (for each of the ``density_probes``).
-    On sharded models each rank keeps them whole, and only ``method="finite_difference"`` works.
+    With exact products it also keeps the graph of the gradient, with all activations, of each of the ``batches``. On
+    sharded models each rank keeps them whole, and only ``method="finite_difference"`` works.
 
     Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
     quadratic loss, the gradient of the full data, and for Adam a constant P; weight decay is not part of H.
@@ -192,10 +193,7 @@ class Sharpness(InterventionHook):
         generator = torch.Generator().manual_seed(random.getrandbits(63))  # leaves torch's stream to dropout
         like = torch.empty(0, dtype=loss.space.dtype, device=loss.model_ctx.device)
         probes = rademacher(loss.space.size, self.spectrum.probes, generator, like)
-
-        def product(flat: Tensor) -> Tensor:
-            return loss.hessian_product(flat, self.method, self.epsilon)
-
+        product = loss.hessian(self.method, self.epsilon)
         metrics = spectrum_metrics(product, probes, self.spectrum)
         if preconditioner is not None:
             root = preconditioner.rsqrt()

@@ -89,7 +89,12 @@ def groups_of_observers(effort: Effort) -> Iterator[Row]:
 
 def passes(summary: Summary) -> float:
     """Return the batches that hooks sent through the model, in forward-backward passes."""
-    weights = {"forward": FORWARD_IN_PASSES, "forward_backward": 1.0, "hessian_product": PRODUCT_IN_PASSES}
+    weights = {
+        "forward": FORWARD_IN_PASSES,
+        "forward_backward": 1.0,
+        "second_backward": PRODUCT_IN_PASSES - 1.0,
+        "hessian_product": PRODUCT_IN_PASSES,
+    }
     return sum(count * weights[kind] for kinds in summary["hook_passes"].values() for kind, count in kinds.items())
 
 

@@ -155,6 +155,47 @@ def test_the_exact_product_is_that_of_the_dense_hessian(name):
     torch.testing.assert_close(flat(ctx.hessian_vector_product(vector)), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["exact", "finite_difference"])
+@pytest.mark.parametrize("name", KINDS)
+def test_an_operator_gives_product_after_product_what_single_calls_do(name, method):
+    ctx = probe(name)
+    times = ctx.hessian_operator(method=method)
+    torch.rand(3)
+    for seed in (1, 2, 1):
+        found = times(direction(ctx, seed))
+        torch.manual_seed(4)
+        fresh = probe(name)
+        expected = fresh.hessian_vector_product(direction(fresh, seed), method=method)
+        if method == "exact" or name != "dropout":
+            torch.testing.assert_close(flat(found), flat(expected), rtol=1e-10, atol=1e-12)
+        assert found.keys() == expected.keys()
+
+
+def test_an_operator_leaves_every_byte_of_the_training_state_and_counts_its_passes():
+    for name in KINDS:
+        ctx = probe(name, torch.float32)
+        before = ctx._state.digest()
+        times = ctx.hessian_operator()
+        [times(direction(ctx, seed)) for seed in (1, 2, 3)]
+        parts = KINDS[name].accumulation_steps
+        assert ctx._state.digest() == before
+        assert ctx._profiler.passes == {"": {"forward_backward": parts, "second_backward": 3 * parts}}
+
+
+def test_an_operator_refuses_to_go_on_when_the_parameters_have_moved():
+    ctx = probe("mlp")
+    times = ctx.hessian_operator()
+    ctx.apply_perturbation(direction(ctx), 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        times(direction(ctx))
+    with pytest.raises(UsageError, match=r"Unknown parameter '0\.wait'"):
+        times({"0.wait": torch.ones(2)})
+    with pytest.raises(UsageError, match=r"Unknown method 'exakt'"):
+        ctx.hessian_operator(method="exakt")
+    with pytest.raises(ReadOnlyError, match="finite_difference"):
+        probe("mlp", mutates=False).hessian_operator(method="finite_difference")
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_products_are_symmetric(name):
     ctx = probe(name)
