@@ -1,0 +1,112 @@
+"""Sharpness and the range test on two processes under FSDP2 report what they report on one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import nn
+
+from framework.data import TensorLoader, fixed_order
+from framework.digest import described
+from framework.errors import UnsuitableError
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.param_vectors import Vector, trainable
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import RecordingSink, mean_loss, run_info
+from training_hooks.flat_vectors import FlatSpace
+from training_hooks.hessian import Hessian
+from training_hooks.lr_probe import LrProbe
+from training_hooks.sharpness import Sharpness
+
+ROWS = 12
+DIFFERENCES = {"method": "finite_difference", "epsilon": 1e-5}
+
+
+def build(*, sharded: bool) -> tuple[TrainingTask, TrainingState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = TensorLoader(data, 5, fixed_order(torch.arange(ROWS)))
+    return TrainingTask(model, optimizer, loader, mean_loss), TrainingState(model, optimizer, RandomStreams(7))
+
+
+def measured(*, sharded: bool) -> list[dict[str, Any]]:
+    """Train an epoch with the hooks and return what they report."""
+    task, state = build(sharded=sharded)
+    sharpness = Sharpness(batches=3, iterations=12, critical_passes=20, **DIFFERENCES)
+    sink, hooks = RecordingSink(), [sharpness, LrProbe(steps=12, smoothing=0.5)]
+    manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    return [metrics for metrics, _, _, _ in sink.emitted]
+
+
+def refusals() -> list[str]:
+    """Return what hooks with exact products say of a sharded model, before any step."""
+    task, state = build(sharded=True)
+    said = []
+    for hook in (Sharpness(), Hessian()):
+        try:
+            hook.start(run_info(task, HookManager([hook], task, state), "epoch"))
+        except UnsuitableError as error:
+            said.append(str(error))
+    return said
+
+
+def round_trip() -> bool:
+    """Tell whether flat vectors of sharded parameters come back as the shards that they were."""
+    task, _ = build(sharded=True)
+    vector: Vector = trainable(task.model)
+    space = FlatSpace(vector)
+    back = space.vector(space.flat(vector))
+    return all(torch.equal(back[name].to_local(), value.to_local()) for name, value in vector.items())  # type: ignore[attr-defined]
+
+
+def work(rank: int, folder: Path) -> None:
+    """Be one of two processes."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    results = {"metrics": measured(sharded=True), "refusals": refusals(), "round trip": round_trip()}
+    torch.save(results, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return what each of two processes computed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.slow
+def test_sharded_runs_report_what_one_process_does(ranks):
+    expected = measured(sharded=False)
+    assert described(ranks[0]["metrics"]) == described(ranks[1]["metrics"])
+    for found, metrics in zip(ranks[0]["metrics"], expected, strict=True):
+        assert found.keys() == metrics.keys()
+        for name, value in metrics.items():
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.slow
+def test_flat_vectors_of_shards_come_back(ranks):
+    assert [result["round trip"] for result in ranks] == [True, True]
+
+
+@pytest.mark.slow
+def test_exact_products_are_refused_before_the_run(ranks):
+    for name, sentence in zip(("sharpness", "hessian"), ranks[0]["refusals"], strict=True):
+        assert f"Hook '{name}' needs exact Hessian-vector products" in sentence
+        assert f"set {name}.method=finite_difference" in sentence
