@@ -7,13 +7,11 @@ import torch
 
 from framework.borrowing import lent_for_evaluation
 from framework.data import Batch
+from framework.gradient_keeper import EPOCH_END, GradientKeeper
 from framework.hook_points import HookPoint
 from framework.manager import HookManager
-from framework.param_vectors import accumulate, gradients
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import LoopState
-
-EPOCH_END = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
 
 
 class Progress(Protocol):
@@ -46,12 +44,13 @@ def epoch_loop(
     checkpoint: Callable[[], None] = lambda: None,
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch on."""
-    loop = hooks.state.loop
+    loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
     while loop.epoch < task.length and not loop.stopped:
         _begin_epoch(task, hooks, loop)
+        keeper.renew()
         hooks.fire(HookPoint.PRE_EPOCH)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch)):  # noqa: B020 - sets the position
-            _training_step(task, hooks, loop, batch, step_scheduler=task.scheduler_interval == "step")
+            _training_step(task, hooks, keeper, loop, batch, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
         _end_of_batches(loop)
         hooks.flush_steps()
@@ -77,12 +76,14 @@ def step_loop(
     checkpoint: Callable[[], None] = lambda: None,
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
-    loop = hooks.state.loop
+    loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the same
-            _training_step(task, hooks, loop, batch, step_scheduler=True)
+            _training_step(task, hooks, keeper, loop, batch, step_scheduler=True)
             progress.step(loop)
+            if loop.step % task.log_every == 0:
+                keeper.renew()
             _after_step(task, hooks, loop, progress, checkpoint)
             if loop.step >= task.length or loop.stopped:
                 break
@@ -114,7 +115,13 @@ def _snapshot(hooks: HookManager) -> None:
 
 
 def _training_step(
-    task: TrainingTask, hooks: HookManager, loop: LoopState, batch: Batch, *, step_scheduler: bool
+    task: TrainingTask,
+    hooks: HookManager,
+    keeper: GradientKeeper,
+    loop: LoopState,
+    batch: Batch,
+    *,
+    step_scheduler: bool,
 ) -> None:
     """Take one optimizer step and fire its four points."""
     loop.step += 1
@@ -125,24 +132,11 @@ def _training_step(
     loop.loss = loss
     loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
     loop.running_steps += 1
-    if hooks.keeps_gradients:
-        _gather_gradients(task, hooks, loop)
+    keeper.gather(loop)
     hooks.fire(HookPoint.POST_BACKWARD)
     hooks.fire(HookPoint.PRE_UPDATE)
     update(task, step_scheduler=step_scheduler)
     hooks.fire(HookPoint.POST_STEP)
-
-
-def _gather_gradients(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
-    """Keep this step's gradients for the hooks that asked for their mean, or for the previous step's."""
-    live = gradients(task.model)
-    with torch.no_grad():
-        if hooks.wants("needs_grads", points=EPOCH_END):
-            loop.gradient_sum = accumulate(loop.gradient_sum, live)
-            loop.gradient_steps += 1
-        in_next_epoch = loop.batch_idx == len(task.loader) - 1
-        if hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
-            loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
 
 
 def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:

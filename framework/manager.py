@@ -87,7 +87,6 @@ class HookManager:
         self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics, reference_weights)
         self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
-        self.keeps_gradients = self.needs("needs_grads") or self.needs("needs_prev_step_grads")
 
     # Life cycle
 

@@ -73,14 +73,26 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
         return _sharded_dot(zip(tensors, tensors, strict=True), dtensor).sqrt()
     if not tensors:
         return torch.zeros(())
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if any(dtype not in WIDE for dtype, _ in kinds):
-        tensors = [_wide(tensor) for tensor in tensors]
-    norms: tuple[Tensor, ...] = torch._foreach_norm(tensors)
-    if len(kinds) > 1:
-        norms = tuple([each.to(norms[0].device) for each in norms])
+    norms = _norms(tensors)
+    if len({each.device for each in norms}) > 1:
+        norms = [each.to(norms[0].device) for each in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
+
+
+@torch.no_grad()
+def norm_of_each(vector: Vector) -> dict[str, Tensor]:
+    """Return the Euclidean norm of every tensor by its name, reduced in float32 or wider; zero-dimensional each."""
+    if any(map(is_sharded, vector.values())):
+        return {name: norm({name: tensor}) for name, tensor in vector.items()}
+    return dict(zip(vector, _norms(list(vector.values())), strict=True))
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the Euclidean norms of plain tensors, those of lower precision than float32 reduced in float32."""
+    if any(tensor.dtype not in WIDE for tensor in tensors):
+        tensors = [_wide(tensor) for tensor in tensors]
+    return list(torch._foreach_norm(tensors))
 
 
 @torch.no_grad()

@@ -191,6 +191,8 @@ class Tripwire:
         return changes
 
     def _differing_tensors(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
+        if before == now:
+            return []
         names = {id(tensor): name for name, tensor in self._state.tensors().items()}
         _, tensors = self._sweep()
         triples = zip(tensors, before, now, strict=True)

@@ -76,7 +76,7 @@ class BatchDynamics(TrainingHook):
     name = "batch_dynamics"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
 
-    def __init__(self, *, history: int = 60, every: int = 1000, projection: int = 0, memory: int = 1024) -> None:
+    def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
         if history < 2:
             raise UsageError(f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
         if every < history:

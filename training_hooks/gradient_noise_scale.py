@@ -88,7 +88,7 @@ class GradientNoiseScale(TrainingHook):
     _sums: Tensor
     _weight: float
 
-    def __init__(self, *, every_n_steps: int = 50, parts: int = 2, decay: float = 0.9) -> None:
+    def __init__(self, *, every_n_steps: int = 100, parts: int = 2, decay: float = 0.9) -> None:
         if parts < 2:
             raise UsageError(f"gradient_noise_scale.parts is {parts}; two sizes of batch need at least 2.")
         if not 0 <= decay <= 1:

@@ -2,19 +2,12 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from framework.contexts import MetricInfo, RunDataContext
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.param_vectors import Vector, max_abs, norm, trainable
+from framework.param_vectors import max_abs, norm, norm_of_each, trainable
 from framework.registry import HookRegistry
-
-
-def norm_of_each(vector: Vector) -> dict[str, Tensor]:
-    """Return the Euclidean norm of every tensor by its name, reduced in float32 or wider; zero-dimensional each."""
-    return {name: norm({name: tensor}) for name, tensor in vector.items()}
 
 
 @HookRegistry.register

@@ -114,7 +114,7 @@ class Variance(TrainingHook):
     name = "variance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
 
-    def __init__(self, *, window: int = 20, every: int = 100) -> None:
+    def __init__(self, *, window: int = 20, every: int = 200) -> None:
         if window < 2:
             raise UsageError(f"variance.window is {window}; it must be at least 2.")
         if every < 1 or (every < window and window % every):

@@ -10,9 +10,8 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.param_vectors import WIDE, Vector, is_sharded, trainable, whole
+from framework.param_vectors import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from framework.registry import HookRegistry
-from training_hooks.norms import norm_of_each
 from training_hooks.power_law import PowerLawFit, fit_power_law
 from training_hooks.spectra import effective_rank, stable_rank
 

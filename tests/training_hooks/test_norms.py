@@ -8,10 +8,10 @@ from torch import nn
 
 from framework.contexts import RunDataContext
 from framework.hook_points import HookPoint
-from framework.param_vectors import gradients
+from framework.param_vectors import gradients, norm_of_each
 from tests.support import MODELS, Case, SpyHook, at, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.norms import Norms, norm_of_each
+from training_hooks.norms import Norms
 
 
 def length(*tensors: torch.Tensor) -> float:
