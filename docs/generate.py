@@ -24,6 +24,7 @@ KINDS = {
 LOOPS = ("epoch", "step")
 NEEDS = {
     "needs_grads": "`accumulated_grads`, the mean gradient of the epoch",
+    "needs_step_series": "`step_losses` and `step_grad_norms`, one value for each step",
     "needs_prev_step_grads": "`prev_step_grads`, the gradient of the step before",
     "needs_pre_epoch_state": "a copy of the training state before the epoch",
     "needs_target_grad": "`target_grad`, which the experiment defines",
@@ -140,6 +141,7 @@ def vars_of(hook: type[TrainingHook]) -> Mapping[str, bool]:
     """Return what a hook asks of the loop, by the name of the flag."""
     return {
         "needs_grads": hook.needs_grads,
+        "needs_step_series": hook.needs_step_series,
         "needs_prev_step_grads": hook.needs_prev_step_grads,
         "needs_pre_epoch_state": hook.needs_pre_epoch_state,
         "needs_target_grad": hook.needs_target_grad,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
-from framework.hook_points import STEP_POINTS, HookPoint
+from framework.hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from framework.loss_probe import LossProbe
 from framework.observation import forward_pass, optimizer_groups
 from framework.param_vectors import joint_norm, live_gradients
@@ -49,6 +49,8 @@ class ContextBuilder:
         self._parameters, self._grad_norm = parameters, None
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
+        shown = loop.step_series if point in EPOCH_END else None
+        series = (None, None) if shown is None else shown[:, : loop.series_steps].unbind()
         mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
         return RunDataContext(
             hook_point=point,
@@ -67,6 +69,8 @@ class ContextBuilder:
             evaluation=MappingProxyType(evaluation),
             lr=task.optimizer.param_groups[0]["lr"],
             accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
+            step_losses=series[0],
+            step_grad_norms=series[1],
             prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
             target_grad=_frozen(target_grad),
             reference_weights=self._reference_weights,

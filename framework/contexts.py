@@ -111,6 +111,11 @@ class RunDataContext:
     accumulated_grads: Mapping[str, Tensor] | None = None
     """Mean gradient of the finished epoch (step loop: of the last ``log_every`` steps) by parameter name, as
     POST_BACKWARD saw it (``needs_grads``)."""
+    step_losses: Tensor | None = None
+    """Losses of the steps of the finished epoch (step loop: since the last SNAPSHOT), oldest first: shape (steps,),
+    float64 (``needs_step_series``)."""
+    step_grad_norms: Tensor | None = None
+    """Euclidean norms of all gradients of the same steps, as POST_BACKWARD saw them (``needs_step_series``)."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradient of the previous step by parameter name, as POST_BACKWARD saw it (``needs_prev_step_grads``)."""
     target_grad: Mapping[str, Tensor] | None = None

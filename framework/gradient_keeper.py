@@ -1,15 +1,15 @@
-"""Keeps the gradients of the steps for hooks that ask for their mean, or for those of the previous step."""
+"""Keeps of every step what hooks ask for: its gradient, the mean of all, its loss and gradient norm."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from framework.hook_points import HookPoint
+from framework.hook_points import EPOCH_END
 from framework.manager import HookManager
-from framework.param_vectors import accumulate
+from framework.param_vectors import accumulate, joint_norm, whole
 from framework.train_step import TrainingTask
 from framework.training_state import LoopState
 
-EPOCH_END = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+ROOM = 128  # steps
 
 
 class GradientKeeper:
@@ -20,6 +20,7 @@ class GradientKeeper:
         self._hooks = hooks
         self._sums = hooks.needs("needs_grads")
         self._previous = hooks.needs("needs_prev_step_grads")
+        self._series = hooks.needs("needs_step_series")
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def renew(self) -> None:
@@ -28,11 +29,13 @@ class GradientKeeper:
 
     def gather(self, loop: LoopState) -> None:
         """Keep this step's gradients, as far as a hook asks for them."""
-        if not (self._sums or self._previous):
+        if not (self._sums or self._previous or self._series):
             return
         self._named = self._named or list(self._task.model.named_parameters())
         live = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
         with torch.no_grad():
+            if self._series:
+                _append(loop, list(live.values()))
             if self._sums and self._hooks.wants("needs_grads", points=EPOCH_END):
                 loop.gradient_sum = accumulate(loop.gradient_sum, live)
                 loop.gradient_steps += 1
@@ -40,3 +43,17 @@ class GradientKeeper:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
                 if self._hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
                     loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
+
+
+def _append(loop: LoopState, gradients: list[Tensor]) -> None:
+    """Add a column to the series of loss and gradient norm, which grows by doubling."""
+    series, count = loop.step_series, loop.series_steps
+    if loop.loss is None:
+        return
+    if series is None:
+        series = whole(loop.loss).new_zeros(2, ROOM, dtype=torch.float64)
+    elif count == series.shape[1]:
+        series = torch.cat([series, torch.zeros_like(series)], dim=1)
+    loss = whole(loop.loss).double()
+    series[:, count] = torch.stack([loss, joint_norm(gradients).to(loss)])
+    loop.step_series, loop.series_steps = series, count + 1

@@ -42,6 +42,7 @@ class HookPoint(IntEnum):
 
 
 STEP_POINTS = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+EPOCH_END = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
 POINTS_OF_LOOP: dict[str, frozenset[HookPoint]] = {
     "epoch": frozenset(HookPoint),
     "step": STEP_POINTS | {HookPoint.SNAPSHOT},

@@ -33,6 +33,7 @@ class TrainingHook(ABC):
     """Schedules of single step-level points, where ``step_schedule`` is not meant for all of them."""
     needs_grads: ClassVar[bool] = False
     needs_prev_step_grads: ClassVar[bool] = False
+    needs_step_series: ClassVar[bool] = False
     needs_pre_epoch_state: ClassVar[bool] = False
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False

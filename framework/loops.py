@@ -7,8 +7,8 @@ import torch
 
 from framework.borrowing import lent_for_evaluation
 from framework.data import Batch
-from framework.gradient_keeper import EPOCH_END, GradientKeeper
-from framework.hook_points import HookPoint
+from framework.gradient_keeper import GradientKeeper
+from framework.hook_points import EPOCH_END, HookPoint
 from framework.manager import HookManager
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import LoopState
@@ -105,6 +105,7 @@ def _after_step(
         hooks.flush_steps()
     if loop.step % task.snapshot_every == 0 or last:
         _snapshot(hooks)
+        loop.series_steps = 0
     if task.checkpoint_every and loop.step % task.checkpoint_every == 0:
         hooks.isolated("checkpoint", checkpoint)
 
@@ -143,6 +144,7 @@ def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> Non
     """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
     loop.running_loss, loop.running_steps = None, 0
     loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
+    loop.series_steps = 0
     may_stop = _is_due(loop.epoch + 1, task.eval_every, task.length)
     snapshot = may_stop or _is_due(loop.epoch + 1, task.snapshot_every, task.length)
     points = EPOCH_END if snapshot else EPOCH_END[:1]

@@ -63,6 +63,10 @@ class LoopState:
     """The step after which ``evaluation`` was made."""
     gradient_sum: dict[str, Tensor] | None = None
     gradient_steps: int = 0
+    step_series: Tensor | None = None
+    """Loss and gradient norm of the steps of the epoch (step loop: since SNAPSHOT), one column each, and room for
+    more; float64."""
+    series_steps: int = 0
     accumulated_grads: dict[str, Tensor] | None = None
     prev_step_grads: dict[str, Tensor] | None = None
     current_grads: dict[str, Tensor] | None = None
@@ -73,7 +77,7 @@ class LoopState:
 
     def in_flight(self) -> tuple[Tensor, ...]:
         """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
-        shown = [leaf for leaf in (self.loss, self.running_loss) if leaf is not None]
+        shown = [leaf for leaf in (self.loss, self.running_loss, self.step_series) if leaf is not None]
         batch = self.batch
         if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
             shown += batch
@@ -218,7 +222,10 @@ def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
-ON_DEMAND = ("gradient_sum", "gradient_steps", "accumulated_grads", "prev_step_grads", "current_grads", "pre_epoch")
+ON_DEMAND = (
+    *("gradient_sum", "gradient_steps", "accumulated_grads", "prev_step_grads", "current_grads"),
+    *("step_series", "series_steps", "pre_epoch"),
+)
 
 
 def of_the_run(digest: Mapping[str, int]) -> dict[str, int]:

@@ -9,33 +9,40 @@ from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
+from framework.hook_points import EPOCH_END, HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.registry import HookRegistry
-from training_hooks.step_window import StepWindow, column
 
 SMALLEST_SPREAD = 1e-10
+TOGETHER = 1024  # steps whose windows are laid out in memory at once
 SIGNALS = {"loss": "loss", "grad_norm": "gradient norm"}
 """What is watched: the prefix of its metrics, and its name in a sentence."""
-METRICS = [f"{prefix}_{metric}" for metric in ("deviation", "spike_count") for prefix in SIGNALS]
 
 
-def deviations(values: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (value − mean) / σ and the mean, mean and σ those of each signal's previous values; shape (signals,) each.
+def deviations(series: Tensor, window: int) -> Tensor:
+    """Return (x − mean) / σ of every value that has ``window`` values before it, mean and σ theirs.
 
-    ``previous`` has shape (signals, window); σ is its population standard deviation. The deviation is NaN where
+    ``series`` has shape (signals, n), the result (signals, max(0, n − window)). σ is the population standard deviation
+    of those that are finite: an infinity or NaN would hide all spikes for a window's length. The deviation is NaN where
     σ < 1e-10, so that no comparison with a threshold holds there.
+
+    >>> deviations(torch.tensor([[1.0, 3.0, 5.0, 3.0]]), 2)
+    tensor([[ 3., -1.]])
     """
-    variance, mean = torch.var_mean(previous, dim=1, correction=0)
-    spread = variance.sqrt_()
-    spread.masked_fill_(spread < SMALLEST_SPREAD, torch.nan)
-    return (values - mean) / spread, mean
-
-
-def or_mean(values: Tensor, mean: Tensor) -> Tensor:
-    """Return the values, those that are infinite or NaN replaced by the mean."""
-    return torch.where(values.abs() < torch.inf, values, mean)
+    if series.shape[1] <= window:
+        return series[:, :0]
+    parts = []
+    for begin in range(0, series.shape[1] - window, TOGETHER):
+        part = series[:, begin : begin + window + TOGETHER]
+        before, values = part.unfold(1, window, 1)[:, :-1], part[:, window:]
+        finite = before.isfinite()
+        count = finite.sum(-1)
+        mean = torch.where(finite, before, 0.0).sum(-1) / count
+        scatter = torch.where(finite, before - mean[..., None], 0.0).square().sum(-1)
+        spread = (scatter / count).sqrt()
+        parts.append((values - mean) / torch.where(spread < SMALLEST_SPREAD, torch.nan, spread))
+    return torch.cat(parts, dim=1)
 
 
 @HookRegistry.register
@@ -43,10 +50,10 @@ class LossSpikes(TrainingHook):
     """Count spikes of the loss and of the gradient norm, and warn of each by its step.
 
     A spike is a value above the mean of the previous ``window`` steps by more than ``threshold`` standard deviations.
-    A spike enters the window like any other value, so that a lasting rise is a spike at its beginning only. A value
-    that is infinite or NaN enters as the window's mean, since it would hide all spikes for a window's length. Loss and
-    gradient are those of POST_BACKWARD: before any clipping, which would hide what this hook looks for. The warning
-    comes when the values reach the host: at the end of the epoch, in the step loop with the next flush.
+    A spike enters the window like any other value, so that a lasting rise is a spike at its beginning only; a value
+    that is infinite or NaN does not. Loss and gradient norm are those of POST_BACKWARD: before any clipping, which
+    would hide what this hook looks for. Every step is judged, all of an epoch together at its end, in the step loop at
+    SNAPSHOT.
 
     Assumes that loss and gradient norm scatter about a level that is steady over a window: a steep fall widens σ and
     hides small spikes. With 6σ false alarms are rare for Gaussian values; for heavy-tailed ones they are not.
@@ -57,7 +64,10 @@ class LossSpikes(TrainingHook):
     """
 
     name = "loss_spikes"
-    hook_points = frozenset({HookPoint.POST_BACKWARD})
+    hook_points = frozenset(EPOCH_END)
+    loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
+    needs_step_series = True
+    _previous: Tensor
     _counts: Tensor
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
@@ -78,43 +88,47 @@ class LossSpikes(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return this step's deviations and the counts of spikes; nothing while the window is not full."""
-        values = column(ctx.loss, ctx.grad_norm())
-        if not self._previous.count:
-            self._previous.push(values)
+        """Return the deviations of the steps since the last call and the counts; nothing before a window was full."""
+        if ctx.step_losses is None or ctx.step_grad_norms is None or not len(ctx.step_losses):
             return {}
-        sizes, mean = deviations(values, self._previous.unordered.to(values.device))
-        was_full = self._previous.is_full
-        self._previous.push(or_mean(values, mean))
-        if not was_full:
+        new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
+        series = torch.cat([self._previous.to(new.device), new], dim=1)
+        self._previous = series[:, -self.window :].clone()
+        sizes = deviations(series, self.window)
+        if not sizes.shape[1]:
             return {}
-        self._counts = self._counts.to(values.device) + (sizes > self.threshold)
-        return dict(zip(METRICS, torch.cat([sizes, self._counts]).unbind(), strict=True))
+        self._counts = self._counts.to(new.device) + (sizes > self.threshold).sum(1)
+        found = zip(SIGNALS, sizes, self._counts, strict=True)
+        return {
+            name: value
+            for prefix, deviation, count in found
+            for name, value in ((f"{prefix}_deviation", list(deviation.unbind())), (f"{prefix}_spike_count", count))
+        }
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn of the spikes of a step."""
+        """Warn of every spike by its step; ``step`` is the last of those judged."""
         for prefix, label in SIGNALS.items():
-            if values[f"{prefix}_deviation"] > self.threshold:
-                warnings.warn(
-                    f"The {label} spiked at step {step}: it was {values[f'{prefix}_deviation']:.1f} standard "
-                    f"deviations above its mean over the {self.window} steps before (the threshold is "
-                    f"{self.threshold:g}).",
-                    stacklevel=2,
-                )
+            sizes = values[f"{prefix}_deviation"]
+            for at, size in enumerate(sizes, start=step - len(sizes) + 1):
+                if size > self.threshold:
+                    warnings.warn(
+                        f"The {label} spiked at step {at}: it was {size:.1f} standard deviations above its mean over "
+                        f"the {self.window} steps before (the threshold is {self.threshold:g}).",
+                        stacklevel=2,
+                    )
 
     def reset(self) -> None:
         """Forget the window and the counts."""
-        self._previous = StepWindow(len(SIGNALS), self.window)
-        self._counts = torch.zeros(len(SIGNALS), dtype=torch.float64)
+        self._previous = torch.zeros(len(SIGNALS), 0, dtype=torch.float64)
+        self._counts = torch.zeros(len(SIGNALS), dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window and the counts."""
-        return {"previous": self._previous.state_dict(), "counts": self._counts}
+        return {"previous": self._previous, "counts": self._counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the window and the counts of :meth:`state_dict`."""
-        self._previous.load_state_dict(state["previous"])
-        self._counts = state["counts"]
+        self._previous, self._counts = state["previous"], state["counts"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics of the loss and of the gradient norm."""
@@ -126,10 +140,10 @@ def _infos(prefix: str, label: str) -> list[MetricInfo]:
     return [
         MetricInfo(
             f"{prefix}_deviation",
-            f"(x − mean) / σ; x the {label} of the step, mean and population standard deviation σ those of the "
-            "`window` steps before it",
-            "(−∞, ∞)",
-            "Above `threshold`: a spike. Not reported before the window is full; NaN: σ < 1e-10, or x is NaN.",
+            f"(x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), the last being that of "
+            f"`step`; x the {label}, mean and population standard deviation σ those of the `window` steps before it",
+            "(−∞, ∞) each",
+            "Above `threshold`: a spike. The first `window` steps of a run have none; NaN: σ < 1e-10, or x is NaN.",
         ),
         MetricInfo(
             f"{prefix}_spike_count",

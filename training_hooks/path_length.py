@@ -7,28 +7,33 @@ import torch
 from torch import Tensor, nn
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.hook_points import STEP_POINTS, HookPoint
+from framework.errors import UsageError
+from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
 from training_hooks.flat_shards import FlatLayout, FlatMemory
 
-FOLD = 512  # steps whose lengths wait as single numbers before they are added up
+FOLD = 512  # legs whose lengths wait as single numbers before they are added up
 
 
 @HookRegistry.register
 class PathLength(TrainingHook):
     """Measure the path of the parameters over all steps: length, displacement, efficiency.
 
-    A step is θ_t − θ_{t−1}, the parameters after a step less those after the step before (before the first: as the
-    strategy starts), whatever moved them. Every step is measured, at POST_BACKWARD of the next one, where other
-    observers of every step fire too, the last one at the report; that comes after every epoch, in the step loop at
-    SNAPSHOT, and tells of the path as a whole and of the interval since the last report.
+    The path leads through the parameters as the strategy starts, after every ``every``-th step, and at every report,
+    whatever moved them in between; a leg is the way from one of these places to the next. With ``every=1`` it is the
+    path of the optimizer itself, step by step; the default leaves out what happens within four steps and costs a
+    quarter. A report comes after every epoch, in the step loop at SNAPSHOT, and tells of the path as a whole and of the
+    interval since the last report.
 
     Assumes that the same parameters are trained throughout: one that is frozen later stands still, one that is
     unfrozen later is not on the path. Keeps three times the parameters, in float32 or wider: those at the start, at
-    the last report, and after the newest step.
+    the last report, and at the newest place.
+
+    Args:
+        every: steps from one place of the path to the next.
     """
 
     name = "path_length"
@@ -38,7 +43,10 @@ class PathLength(TrainingHook):
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
     }
 
-    def __init__(self) -> None:
+    def __init__(self, *, every: int = 4) -> None:
+        if every < 1:
+            raise UsageError(f"path_length.every is {every}; it must be at least 1.")
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
         self._memory = FlatMemory()
         self.reset()
 
@@ -56,7 +64,7 @@ class PathLength(TrainingHook):
             self._begin(run.model)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Measure the step that is done, if it is new, and report between steps; before any step nothing."""
+        """Measure the leg from the last place, if steps lie between, and report between steps; before any nothing."""
         if not self._memory.names:
             self._begin(ctx.model)
         between_steps = ctx.hook_point not in STEP_POINTS
@@ -65,7 +73,7 @@ class PathLength(TrainingHook):
         if self._done is None:
             self._done = done
         if done > self._done:
-            self._measure(layout)
+            self._measure(layout, done - self._done)
             self._done = done
         return self._report(layout) if between_steps and self._interval_steps else {}
 
@@ -73,19 +81,19 @@ class PathLength(TrainingHook):
         layout = self._memory.begin(trainable(model))
         self._memory.vectors = {name: layout.values() for name in ("start", "interval", "newest")}
 
-    def _measure(self, layout: FlatLayout) -> None:
-        """Turn the vector kept from the step before into the step, and then into the parameters of now."""
+    def _measure(self, layout: FlatLayout, steps: int) -> None:
+        """Turn the vector kept from the place before into the leg, and then into the parameters of now."""
         newest = self._memory.vectors["newest"]
         layout.subtract(layout.parameters, newest)
         self._squares.append(layout.dot(newest.data, newest.data))
         layout.copy(layout.parameters, newest)
-        self._steps += 1
-        self._interval_steps += 1
+        self._steps += steps
+        self._interval_steps += steps
         if len(self._squares) >= FOLD:
             self._fold()
 
     def _fold(self) -> None:
-        """Add the steps that wait to the path of the interval."""
+        """Add the legs that wait to the path of the interval."""
         if self._squares:
             device = self._squares[-1].device
             lengths = torch.stack([square.to(device) for square in self._squares]).sqrt()
@@ -107,14 +115,14 @@ class PathLength(TrainingHook):
             "interval_path": path,
             "interval_displacement": moved,
             "interval_efficiency": moved / path,
-            "mean_step": path / self._interval_steps,
+            "path_per_step": path / self._interval_steps,
         }
         vectors["interval"].data.copy_(newest)
         self._interval_path, self._interval_steps = torch.zeros_like(path), 0
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters kept, the steps not yet added up, and the sums."""
+        """Return the parameters kept, the legs not yet added up, and the sums."""
         return {
             "memory": self._memory.state_dict(),
             "squares": self._squares,
@@ -134,11 +142,11 @@ class PathLength(TrainingHook):
         self._done = state["done"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the path; s_t = θ_t − θ_{t−1}, an interval is an epoch (step loop: from SNAPSHOT to SNAPSHOT)."""
+        """Describe the path; l are the legs, an interval is an epoch (step loop: from SNAPSHOT to SNAPSHOT)."""
         return [
             MetricInfo(
                 "path_length",
-                "Σ_t ‖s_t‖₂ over all steps since the strategy began, s_t = θ_t − θ_{t−1}",
+                "Σ ‖l‖₂ over all legs since the strategy began",
                 "[0, ∞)",
                 "How far the parameters have gone, there and back included.",
             ),
@@ -152,13 +160,13 @@ class PathLength(TrainingHook):
                 "efficiency",
                 "displacement / path_length; NaN before anything has moved",
                 "[0, 1]",
-                "1: a straight line; n independent steps of equal length give 1/√n; falling while the path grows: "
+                "1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows: "
                 "wandering or oscillating.",
             ),
-            MetricInfo("steps", "the number n of steps on the path", "1, 2, …", "For comparing efficiency with 1/√n."),
+            MetricInfo("steps", "the optimizer steps on the path", "1, 2, …", "n = steps / every, for 1/√n."),
             MetricInfo(
                 "interval_path",
-                "Σ ‖s_t‖₂ over the steps of the interval: an epoch, in the step loop since the last SNAPSHOT",
+                "Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT",
                 "[0, ∞)",
                 "Follows the learning rate; rises without it: the steps grow.",
             ),
@@ -166,15 +174,20 @@ class PathLength(TrainingHook):
                 "interval_displacement",
                 "‖θ_t − θ at the interval's beginning‖₂",
                 "[0, interval_path]",
-                "What remains of the interval's steps.",
+                "What remains of the interval's legs.",
             ),
             MetricInfo(
                 "interval_efficiency",
                 "interval_displacement / interval_path; NaN if nothing moved",
                 "[0, 1]",
-                "Near 1: the steps agree; near 1/√(steps of the interval): they are noise.",
+                "Near 1: the legs agree; near 1/√(legs of the interval): they are noise.",
             ),
-            MetricInfo("mean_step", "interval_path / steps of the interval", "[0, ∞)", "The length of a usual step."),
+            MetricInfo(
+                "path_per_step",
+                "interval_path / steps of the interval",
+                "[0, ∞)",
+                "The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.",
+            ),
         ]
 
 

@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
+from framework.hook_points import EPOCH_END, HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, accumulate, norm, trainable
 from framework.registry import HookRegistry
-from training_hooks.step_window import StepWindow, column
 
-STEP_POINTS = frozenset({HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+AROUND_THE_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 EPSILON = 1e-12
 VALUES_PER_LAG = 4
 
@@ -49,7 +49,7 @@ def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
 class TrainingDiagnostics(TrainingHook):
     """Measure loss volatility and autocorrelation, the variation of the gradient norm, and the true update ratio.
 
-    Losses and gradient norms of every step are kept for the last ``window`` steps, across epochs, and reduced at
+    Losses and gradient norms of all steps are reduced over the last ``window`` steps, across epochs, at
     POST_EPOCH, in the step loop at SNAPSHOT; a window that is not full is reduced as far as it goes, and
     ``window_steps`` says how far. The gradient norm is that of POST_BACKWARD, before any clipping. The update ratio is
     measured from the weights before and after ``optimizer.step()``, weight decay included.
@@ -64,11 +64,14 @@ class TrainingDiagnostics(TrainingHook):
     """
 
     name = "training_diagnostics"
-    hook_points = STEP_POINTS | {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
+    hook_points = AROUND_THE_UPDATE | {*EPOCH_END}
     loop_points = {
-        "epoch": STEP_POINTS | {HookPoint.POST_EPOCH},
-        "step": STEP_POINTS | {HookPoint.SNAPSHOT},
+        "epoch": AROUND_THE_UPDATE | {HookPoint.POST_EPOCH},
+        "step": AROUND_THE_UPDATE | {HookPoint.SNAPSHOT},
     }
+    needs_step_series = True
+    _steps: Tensor
+    _ratios: list[Tensor]
     _before: dict[str, Tensor] | None
 
     def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
@@ -83,8 +86,9 @@ class TrainingDiagnostics(TrainingHook):
             raise UsageError(f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
         self.window = window
         self.lags = lags
+        self._most_ratios = -(-window // update_every)
         self._updates = StepSchedule(mode="stride", every_n_steps=update_every)
-        self.point_schedules = dict.fromkeys((HookPoint.PRE_UPDATE, HookPoint.POST_STEP), self._updates)
+        self.point_schedules = dict.fromkeys(AROUND_THE_UPDATE, self._updates)
         self.reset()
 
     def start(self, run: RunInfo) -> None:
@@ -96,16 +100,16 @@ class TrainingDiagnostics(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Collect until the update, return its ratio at POST_STEP and the rest where no step is under way."""
+        """Return the update ratio at POST_STEP, and the rest where no step is under way."""
+        if ctx.hook_point is HookPoint.PRE_UPDATE:
+            self._before = accumulate(None, trainable(ctx.model))
+            return {}
         if ctx.hook_point is HookPoint.POST_STEP:
             return self._finish_update(ctx)
-        if ctx.hook_point is HookPoint.POST_BACKWARD:
-            self._steps.push(column(ctx.loss, ctx.grad_norm()))
-        elif ctx.hook_point is not HookPoint.PRE_UPDATE:
-            return self._reduced()
-        else:
-            self._before = accumulate(None, trainable(ctx.model))
-        return {}
+        if ctx.step_losses is not None and ctx.step_grad_norms is not None:
+            new = torch.stack([ctx.step_losses, ctx.step_grad_norms])
+            self._steps = torch.cat([self._steps.to(new.device), new], dim=1)[:, -self.window :]
+        return self._reduced()
 
     def _finish_update(self, ctx: RunDataContext) -> Metrics:
         if self._before is None:
@@ -114,12 +118,12 @@ class TrainingDiagnostics(TrainingHook):
         before = {name: value.to(after[name].device) for name, value in self._before.items()}
         self._before = None
         ratio = update_ratio(before, after)
-        self._ratios.push(column(ratio))
+        self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
 
     def _reduced(self) -> Metrics:
         metrics: dict[str, Any] = {}
-        losses, norms = self._steps.ordered
+        losses, norms = self._steps
         if len(losses) > 1:
             metrics["window_steps"] = len(losses)
             metrics["loss_volatility"] = spread(losses)
@@ -129,25 +133,26 @@ class TrainingDiagnostics(TrainingHook):
             metrics["loss_change_volatility"] = spread(losses.diff())
         for lag in range(1, min(self.lags, len(losses) // VALUES_PER_LAG) + 1):
             metrics[f"loss_autocorrelation_lag_{lag}"] = autocorrelation(losses, lag)
-        if self._ratios.count:
-            metrics["update_ratio_mean"] = self._ratios.unordered.mean()
+        if self._ratios:
+            metrics["update_ratio_mean"] = torch.stack(
+                [ratio.to(self._ratios[-1].device) for ratio in self._ratios]
+            ).mean()
         return metrics
 
     def reset(self) -> None:
         """Forget all steps."""
-        self._steps = StepWindow(2, self.window)
-        self._ratios = StepWindow(1, -(-self.window // self._updates.every_n_steps))
+        self._steps = torch.zeros(2, 0, dtype=torch.float64)
+        self._ratios = []
         self._before = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, the update ratios within it and, between PRE_UPDATE and POST_STEP, the weights before."""
-        state: dict[str, Any] = {"steps": self._steps.state_dict(), "ratios": self._ratios.state_dict()}
+        state: dict[str, Any] = {"steps": self._steps, "ratios": list(self._ratios)}
         return state if self._before is None else {**state, "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._steps.load_state_dict(state["steps"])
-        self._ratios.load_state_dict(state["ratios"])
+        self._steps, self._ratios = state["steps"], list(state["ratios"])
         self._before = state.get("before")
 
     def describe_metrics(self) -> Sequence[MetricInfo]:

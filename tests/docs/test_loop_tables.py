@@ -48,7 +48,7 @@ def seen(loop: str, *, wanted: bool) -> list[tuple[HookPoint, int, dict[str, boo
         values = {name: getattr(ctx, name) for name in FIELDS}
         found.append((ctx.hook_point, ctx.step, {name: is_set(value) for name, value in values.items()}))
 
-    needs = dict.fromkeys(("needs_grads", "needs_prev_step_grads", "needs_target_grad"), wanted)
+    needs = dict.fromkeys(("needs_grads", "needs_step_series", "needs_prev_step_grads", "needs_target_grad"), wanted)
     spy = at(SpyHook, *HookPoint, **needs)(probe)
     weight = {"0.weight": torch.ones(1)}
     reference = weight if wanted else None

@@ -13,7 +13,6 @@ from torch import nn
 
 from framework.data import TensorLoader, fixed_order
 from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.random_streams import RandomStreams
@@ -22,24 +21,28 @@ from framework.training_state import TrainingState
 from tests.support import Case, RecordingSink, train
 from tests.training_hooks.epoch_end import epoch_end
 from training_hooks.grad_clip import GradClip
-from training_hooks.loss_spikes import LossSpikes
+from training_hooks.loss_spikes import SIGNALS, LossSpikes
 
 Report = dict[str, float]
 
 
-def watch(hook: LossSpikes, losses: list[float], norms: list[float] | None = None) -> list[Report]:
-    """Let a hook see one step for each loss, with a gradient of the given norm."""
-    model, reports = nn.Linear(1, 1, bias=False), []
-    for step, (loss, norm) in enumerate(zip(losses, norms or losses, strict=True), start=1):
-        model.weight.grad = torch.tensor([[norm]])
-        point = {"hook_point": HookPoint.POST_BACKWARD, "step": step}
-        metrics = hook.compute(epoch_end(model, loss=torch.tensor(loss, dtype=torch.float64), **point))
-        reports.append({name: value.item() for name, value in metrics.items()})
+def watch(hook: LossSpikes, losses: list[float], norms: list[float] | None = None, at_once: int = 1) -> list[Report]:
+    """Let a hook see one step for each loss and gradient norm, some at a time, and return its reports, one a step."""
+    model, reports = nn.Linear(1, 1), []
+    pairs = torch.tensor([losses, norms or losses], dtype=torch.float64)
+    for part in pairs.split(at_once, dim=1):
+        metrics = hook.compute(epoch_end(model, step_losses=part[0], step_grad_norms=part[1]))
+        judged = len(metrics.get("loss_deviation", []))
+        reports += [{}] * (part.shape[1] - judged)
+        counts = {name: int(value) for name, value in metrics.items() if name.endswith("count")}
+        for index in range(judged):
+            sizes = {f"{signal}_deviation": metrics[f"{signal}_deviation"][index].item() for signal in SIGNALS}
+            reports.append(counts | sizes)
     return reports
 
 
 def spiking_steps(reports: list[Report], signal: str = "loss") -> list[int]:
-    """Return the positions at which the count of spikes grew."""
+    """Return the positions of the steps that came one at a time at which the count of spikes grew."""
     counts = [report.get(f"{signal}_spike_count", 0) for report in reports]
     return [index for index, (before, now) in enumerate(zip([0, *counts], counts, strict=False)) if now > before]
 
@@ -67,6 +70,15 @@ def test_spikes_and_deviations_are_those_of_the_formula(seed, window, threshold,
         previous = np.array(series[index - window : index])
         expected = (series[index] - previous.mean()) / previous.std()
         assert reports[index]["loss_deviation"] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 50), st.sets(st.integers(0, 39), max_size=4))
+def test_how_many_steps_come_together_changes_nothing(seed, window, at_once, planted):
+    series = [math.inf if index in planted else value for index, value in enumerate(noise(40, seed))]
+    single, together = watch(LossSpikes(window=window), series), watch(LossSpikes(window=window), series, None, at_once)
+    found, expected = ([report.get("loss_deviation", math.nan) for report in way] for way in (together, single))
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    assert together[-1].get("loss_spike_count") == single[-1].get("loss_spike_count")
 
 
 def test_a_spike_is_found_by_the_defaults_and_only_where_it_was_planted():
@@ -140,8 +152,8 @@ def test_a_bad_batch_is_warned_of_by_step_and_kind_each_time_it_comes():
         epoch_loop(task, HookManager([GradClip(), LossSpikes(window=16)], task, state, sinks=[sink]))
     begins = [f"The {kind} spiked at step {step}: it was" for step in (31, 71) for kind in ("loss", "gradient norm")]
     assert [str(warning.message)[: len(begin)] for warning, begin in zip(caught, begins, strict=True)] == begins
-    assert [row[3] for row in sink.rows("loss_spikes/grad_norm_spike_count")] == [0] * 14 + [1] * 40 + [2] * 10
-    assert [row[2] for row in sink.rows("loss_spikes/loss_deviation")] == list(range(17, 81))
+    assert [row[3] for row in sink.rows("loss_spikes/grad_norm_spike_count")] == [1, 2]
+    assert [len(row[3]) for row in sink.rows("loss_spikes/loss_deviation")] == [40 - 16, 40]
 
 
 def test_without_spikes_nobody_is_warned():
@@ -157,7 +169,8 @@ def test_a_run_that_ends_before_the_window_is_full_is_refused():
             UnsuitableError, match=f"with the {window} before it, and the run has {steps} steps; choose"
         ):
             train(Case(), [LossSpikes(window=window)], steps=steps)
-    assert len(train(Case(), [LossSpikes(window=11)], steps=12).sink.rows("loss_spikes/loss_deviation")) == 1
+    (row,) = train(Case(), [LossSpikes(window=11)], steps=12).sink.rows("loss_spikes/loss_deviation")
+    assert len(row[3]) == 1
 
 
 @pytest.mark.parametrize(

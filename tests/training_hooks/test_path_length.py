@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from framework.digest import described
+from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
@@ -34,12 +35,12 @@ class PositionLog(at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_STEP, *REPORT.v
         return {}
 
 
-def expected(positions: list[torch.Tensor], begin: int, end: int) -> dict[str, float]:
-    """Compute the report at ``end`` of the interval from ``begin``."""
-    steps = [b - a for a, b in pairwise(positions)][:end]
-    lengths = [float(step.norm()) for step in steps]
-    path, displacement = math.fsum(lengths), float((positions[end] - positions[0]).norm())
-    part, moved = math.fsum(lengths[begin:end]), float((positions[end] - positions[begin]).norm())
+def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[int]) -> dict[str, float]:
+    """Compute the report at ``end`` of the interval from ``begin``, on the path through these places."""
+    lengths = {b: float((positions[b] - positions[a]).norm()) for a, b in pairwise(places) if b <= end}
+    path, displacement = math.fsum(lengths.values()), float((positions[end] - positions[0]).norm())
+    part = math.fsum(length for place, length in lengths.items() if place > begin)
+    moved = float((positions[end] - positions[begin]).norm())
     return {
         "path_length": path,
         "displacement": displacement,
@@ -48,20 +49,22 @@ def expected(positions: list[torch.Tensor], begin: int, end: int) -> dict[str, f
         "interval_path": part,
         "interval_displacement": moved,
         "interval_efficiency": moved / part,
-        "mean_step": part / (end - begin),
+        "path_per_step": part / (end - begin),
     }
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("every", [1, 2, 4, 100])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_reports_are_those_of_the_positions_after_every_step(loop, model, monkeypatch):
+def test_reports_are_those_of_the_path_through_every_so_many_positions(loop, every, model, monkeypatch):
     monkeypatch.setattr(path_length, "FOLD", 2)
     log = PositionLog(loop)
-    run = train(Case(model, loop=loop), [PathLength(), log], steps=8, snapshot_every=3, scheduler=None)
+    run = train(Case(model, loop=loop), [PathLength(every=every), log], steps=8, snapshot_every=3, scheduler=None)
+    places = sorted({*range(0, len(log.positions), every), *log.reports})
     reports = [metrics for metrics, _, point, _ in run.sink.emitted if point is REPORT[loop]]
     assert len(reports) == len(log.reports) == 3
     for report, begin, end in zip(reports, [0, *log.reports], log.reports, strict=False):
-        wanted = {f"path_length/{name}": value for name, value in expected(log.positions, begin, end).items()}
+        wanted = {f"path_length/{name}": value for name, value in expected(log.positions, begin, end, places).items()}
         assert report == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
@@ -88,7 +91,7 @@ def test_a_straight_line_is_fully_efficient():
     report = walk(PathLength(), torch.arange(5.0)[:, None] * torch.tensor([3.0, 4.0]))
     assert report["path_length"] == report["displacement"] == report["interval_path"] == 20
     assert report["efficiency"] == report["interval_efficiency"] == 1
-    assert (report["mean_step"], report["steps"]) == (5, 4)
+    assert (report["path_per_step"], report["steps"]) == (5, 4)
 
 
 def test_going_back_and_forth_leads_nowhere():
@@ -131,6 +134,11 @@ def test_a_step_is_measured_once_however_often_it_is_seen():
     for step in (1, 2, 2):
         hook.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=step))
     assert hook.compute(epoch_end(model, step=2))["steps"] == 2
+
+
+def test_legs_of_no_steps_are_refused():
+    with pytest.raises(UsageError, match=r"path_length.every is 0; it must be at least 1"):
+        PathLength(every=0)
 
 
 def test_reset_begins_a_new_path():
