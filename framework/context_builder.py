@@ -77,7 +77,7 @@ class ContextBuilder:
         )
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
-        self._profiler.passed("forward")
+        self._profiler.passed("forward", inputs)
         return forward_pass(self._state, inputs, capture, train)
 
     def _norm_of_gradients(self) -> Tensor:

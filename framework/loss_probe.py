@@ -41,7 +41,7 @@ class LossProbe:
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss, zero-dimensional."""
         total = rows(batch)
-        self._profiler.passed("forward")
+        self._profiler.passed("forward", batch)
         with self._borrowed(), torch.no_grad():
             return torch.stack([self._compute_loss(part) * (rows(part) / total) for part in self._parts(batch)]).sum()
 
@@ -70,7 +70,7 @@ class LossProbe:
         self._refuse_sharded()
 
         def product(part: Batch) -> Vector:
-            self._profiler.passed("hessian_product")
+            self._profiler.passed("hessian_product", part)
             return ExactHessian(lambda: self._compute_loss(part), parameters).times(direction, keep=False)
 
         with self._borrowed():
@@ -83,17 +83,17 @@ class LossProbe:
         hessians = []
         with self._borrowed():
             for part in self._parts(batch):
-                self._profiler.passed("forward_backward")
-                hessians.append((rows(part), ExactHessian(partial(self._compute_loss, part), parameters)))
+                self._profiler.passed("forward_backward", part)
+                hessians.append((part, ExactHessian(partial(self._compute_loss, part), parameters)))
 
         def product(vector: Vector) -> dict[str, Tensor]:
             total: dict[str, Tensor] = {}
-            for count, hessian in hessians:
-                self._profiler.passed("second_backward")
+            for part, hessian in hessians:
+                self._profiler.passed("second_backward", part)
                 found = hessian.times(vector)
                 if len(hessians) == 1:
                     return widened(found)
-                total = accumulate(total, found, count / rows(batch))
+                total = accumulate(total, found, rows(part) / rows(batch))
             return total
 
         return product
@@ -125,7 +125,7 @@ class LossProbe:
     def _gradient(self, batch: Batch) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
             parameter.grad = None
-        self._profiler.passed("forward_backward")
+        self._profiler.passed("forward_backward", batch)
         forward_backward(self._task, batch)
         return gradients(self._model)
 

@@ -1,4 +1,4 @@
-"""What hooks cost: passes through the model always, time and memory by section with ``--profile-hooks``."""
+"""What hooks cost: samples sent through the model always, time and memory by section with ``--profile-hooks``."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from framework.batches import rows
 from framework.memory import PeakMemory
 
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
@@ -17,15 +18,15 @@ MEASURED_FIRST, MEASURED_EVERY = 10, 25
 
 @dataclass
 class Profiler:
-    """Adds up wall-clock seconds and calls by section name; switched off it only counts passes through the model."""
+    """Adds up wall-clock seconds and calls by section name; switched off it only counts what goes through the model."""
 
     enabled: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     caller: str = ""
     """The hook whose call is under way."""
-    passes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Batches that hooks sent through the model, by hook and kind of pass."""
+    samples: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Samples that hooks sent through the model, by hook and kind of pass."""
     state_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     _memory: PeakMemory = field(default_factory=PeakMemory)
@@ -66,14 +67,14 @@ class Profiler:
         size = sum(leaf.nbytes for leaf in kept.values())
         self.state_bytes[name] = max(size, self.state_bytes.get(name, 0))
 
-    def passed(self, kind: str) -> None:
-        """Count a pass of one batch for the hook under way.
+    def passed(self, kind: str, batch: Any) -> None:
+        """Count the samples of a batch for the hook under way.
 
-        Kinds: forward, forward_backward, second_backward (through the graph of a gradient that is kept), and
-        hessian_product, which is a forward_backward and a second_backward.
+        ``kind`` is the pass: forward, forward_backward, hessian_product, or second_backward (a Hessian-vector product
+        where the graph of the gradient was there).
         """
-        counts = self.passes.setdefault(self.caller, {})
-        counts[kind] = counts.get(kind, 0) + 1
+        counts = self.samples.setdefault(self.caller, {})
+        counts[kind] = counts.get(kind, 0) + rows(batch)
 
     def report(self) -> dict[str, dict[str, float]]:
         """Return calls, seconds and, for hooks, bytes by section, the dearest first.

@@ -155,7 +155,7 @@ class RunRecord:
             "treatments": dict(run.treatments),
             "hook_errors": manager.errors,
             "hooks_left_out": manager.left_out,
-            "hook_passes": manager.profiler.passes,
+            "hook_samples": manager.profiler.samples,
             "output_dir": str(self.directory),
         }
         if manager.profiler.enabled:

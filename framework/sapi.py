@@ -187,7 +187,7 @@ class ModelDataContext:
                 f"take_step was given {len(learning_rates)} learning rates, but the optimizer has {len(groups)} "
                 "parameter groups; pass one for each."
             )
-        self._profiler.passed("forward_backward")
+        self._profiler.passed("forward_backward", chosen)
         with lent_gradients(self.model), lent_learning_rates(groups, learning_rates), torch.enable_grad():
             loss = forward_backward(self._task, chosen)
             update(self._task, step_scheduler=self._steps_scheduler and learning_rates is None)
@@ -328,7 +328,7 @@ class ModelDataContext:
         steps = 0
         named = list(self.model.named_parameters())
         for batch in loader.batches(self._state.loop.epoch):
-            self._profiler.passed("forward_backward")
+            self._profiler.passed("forward_backward", batch)
             forward_backward(self._task, batch)
             total = accumulate(total, {name: parameter.grad for name, parameter in named if parameter.grad is not None})
             steps += 1

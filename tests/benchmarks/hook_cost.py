@@ -2,12 +2,12 @@
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import training_hooks
-from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
+from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
 from framework.commits import CommitRecord
 from framework.config import RunOptions
 from framework.errors import RunNotice
@@ -29,6 +29,14 @@ PRODUCT_IN_PASSES = 3
 FORWARD_IN_PASSES = 1 / 3
 
 
+class Measured(ModArithmeticRunner):
+    """The experiment with one more group: the observers that fire between epochs only."""
+
+    @property
+    def hook_sets(self) -> Mapping[str, Sequence[str]]:
+        return {**super().hook_sets, "epoch_end": epoch_end_observers()}
+
+
 def train(effort: Effort, epochs: int, **options: Any) -> Summary:
     """Train one strategy as ``loopscope run`` does, without console or files of metrics, and return its summary.
 
@@ -46,12 +54,12 @@ def train(effort: Effort, epochs: int, **options: Any) -> Summary:
 
 def _session(effort: Effort, epochs: int, folder: Path, options: Mapping[str, Any]) -> Session:
     config = ModArithmeticConfig(**effort.quick | {"max_epochs": epochs, "output_dir": folder})
-    return Session(ModArithmeticRunner(config), RunOptions(strategies=["stride"], **options))
+    return Session(Measured(config), RunOptions(strategies=["stride"], **options))
 
 
 def _wants_reference(options: Mapping[str, Any]) -> bool:
-    group = bulk_hooks(options["with_hooks"]) if "with_hooks" in options else []
-    return any(asks_for_reference(HookRegistry.get(name)) for name in [*group, *options.get("hooks", [])])
+    named = [HookRegistry.get(name) for name in options.get("hooks", [])]
+    return "with_hooks" in options or any(map(asks_for_reference, named))
 
 
 def seconds(summary: Summary) -> float:
@@ -71,10 +79,10 @@ def epoch_end_observers() -> list[str]:
 
 def groups_of_observers(effort: Effort) -> Iterator[Row]:
     """Compare runs with observers with bare ones, in turn."""
-    epochs, rounds = max(2, effort.times(10)), effort.times(5)
+    epochs, rounds = max(2, effort.times(25)), effort.times(3)
     kinds: dict[str, dict[str, Any]] = {
         "bare": {},
-        "epoch end": {"hooks": epoch_end_observers()},
+        "epoch end": {"with_hooks": "epoch_end"},
         "observers": {"with_hooks": "observers"},
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -88,14 +96,15 @@ def groups_of_observers(effort: Effort) -> Iterator[Row]:
 
 
 def passes(summary: Summary) -> float:
-    """Return the batches that hooks sent through the model, in forward-backward passes."""
+    """Return what hooks sent through the model, in forward-backward passes of a whole batch."""
     weights = {
         "forward": FORWARD_IN_PASSES,
         "forward_backward": 1.0,
         "second_backward": PRODUCT_IN_PASSES - 1.0,
         "hessian_product": PRODUCT_IN_PASSES,
     }
-    return sum(count * weights[kind] for kinds in summary["hook_passes"].values() for kind, count in kinds.items())
+    kinds = summary["hook_samples"].values()
+    return sum(rows * weights[kind] for counts in kinds for kind, rows in counts.items()) / QUICK["batch_size"]
 
 
 def full_group(effort: Effort) -> Iterator[Row]:
@@ -120,9 +129,9 @@ def each_hook(effort: Effort) -> Iterator[Row]:
     for name, cost in sorted(summary["hook_profile"].items()):
         per_epoch = cost["seconds"] / epochs / bare
         kept = f"{cost.get('state_bytes', 0) / 1e6:.1f} MB kept"
-        sent = ", ".join(f"{count:,} {kind}" for kind, count in summary["hook_passes"].get(name, {}).items())
+        sent = ", ".join(f"{rows:,} {kind}" for kind, rows in summary["hook_samples"].get(name, {}).items())
         against = (
-            f"{cost['calls'] / epochs:.1f} calls and {per_epoch:.1%} of an epoch, {kept}{sent and '; passes: ' + sent}"
+            f"{cost['calls'] / epochs:.1f} calls and {per_epoch:.1%} of an epoch, {kept}{sent and '; samples: ' + sent}"
         )
         yield Row(name, against, MILLISECONDS, Spread.of([cost["seconds"] / cost["calls"]]))
 

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from framework.batches import rows
 from framework.commits import CommitRecord
 from framework.data import TensorLoader, fixed_order
 from framework.errors import LoopscopeError, UsageError
@@ -177,9 +178,9 @@ def test_an_operator_leaves_every_byte_of_the_training_state_and_counts_its_pass
         before = ctx._state.digest()
         times = ctx.hessian_operator()
         [times(direction(ctx, seed)) for seed in (1, 2, 3)]
-        parts = KINDS[name].accumulation_steps
+        count = rows(ctx._state.loop.batch)
         assert ctx._state.digest() == before
-        assert ctx._profiler.passes == {"": {"forward_backward": parts, "second_backward": 3 * parts}}
+        assert ctx._profiler.samples == {"": {"forward_backward": count, "second_backward": 3 * count}}
 
 
 def test_an_operator_refuses_to_go_on_when_the_parameters_have_moved():

@@ -21,6 +21,7 @@ from framework.param_vectors import gradients, norm
 from framework.profiler import Profiler
 from framework.random_streams import RandomStreams
 from tests.support import (
+    ROWS,
     ActingHook,
     Case,
     Mishap,
@@ -474,7 +475,7 @@ def test_profiling_measures_what_a_hook_remembers_and_what_it_takes_at_its_peak(
     assert 55_000_000 < report["peak_bytes"] < 90_000_000
 
 
-def test_passes_through_the_model_are_counted_by_hook_also_without_profiling():
+def test_samples_sent_through_the_model_are_counted_by_hook_also_without_profiling():
     def act(ctx, model_ctx):
         model_ctx.compute_batch_loss()
         model_ctx.compute_batch_gradients()
@@ -483,9 +484,9 @@ def test_passes_through_the_model_are_counted_by_hook_also_without_profiling():
 
     looking = named(SpyHook, "looking", HookPoint.POST_STEP)(lambda ctx: ctx.forward(ctx.batch_data[0]) and None)
     acting = named(ActingHook, "acting", HookPoint.POST_STEP)(act)
-    passes = train(Case(), [looking, acting], steps=3).manager.profiler.passes
-    assert passes["looking"] == {"forward": 3}
-    assert passes["acting"] == {"forward": 3, "forward_backward": 3 * (1 + 1 + 3), "hessian_product": 3}
+    samples = train(Case(), [looking, acting], steps=3).manager.profiler.samples
+    assert samples["looking"] == {"forward": ROWS}
+    assert samples["acting"] == {"forward": ROWS, "forward_backward": ROWS * (1 + 1 + 3), "hessian_product": ROWS}
 
 
 def test_an_observer_may_take_gradients_of_a_batch_and_leaves_no_trace():

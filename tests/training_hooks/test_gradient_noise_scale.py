@@ -16,7 +16,7 @@ from framework.manager import HookManager
 from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.support import Case, RecordingSink, train
+from tests.support import BATCH, Case, RecordingSink, train
 from training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
 
 
@@ -149,7 +149,7 @@ def test_a_network_with_batch_norm_and_dropout_is_measured_without_a_trace():
     assert len(run.sink.rows("gradient_noise_scale/noise_estimate")) == 6
     assert all(row[3] >= 0 for row in run.sink.rows("gradient_noise_scale/noise_estimate"))
     assert run.digests == bare.digests
-    assert run.manager.profiler.passes == {"gradient_noise_scale": {"forward_backward": 2 * 6}}
+    assert run.manager.profiler.samples == {"gradient_noise_scale": {"forward_backward": 6 * BATCH}}
 
 
 @pytest.mark.parametrize(
