@@ -44,7 +44,7 @@ def train(effort: Effort, epochs: int, **options: Any) -> Summary:
     """
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", RunNotice)
-        warnings.filterwarnings("ignore", "The reference of")
+        warnings.filterwarnings("ignore", ".* spiked at step")
         if options:
             _session(effort, 1, Path(folder, "first"), {}).run()
         reference = {"reference": Path(folder, "first")} if _wants_reference(options) else {}
