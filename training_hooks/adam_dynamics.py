@@ -16,7 +16,7 @@ from framework.metrics import Metrics
 from framework.param_vectors import live_gradients, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
-from training_hooks.adam_update import Settings, Update, adam_update, flat
+from training_hooks.measures.adam_update import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17

@@ -11,9 +11,9 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.registry import HookRegistry
-from training_hooks.count_sketch import check_dimensions
-from training_hooks.gradient_history import GradientHistory, refuse_above, spectrum
-from training_hooks.spectra import effective_rank, leading_share
+from training_hooks.measures.count_sketch import check_dimensions
+from training_hooks.measures.gradient_history import GradientHistory, refuse_above, spectrum
+from training_hooks.measures.spectra import effective_rank, leading_share
 
 LAGS = (1, 2, 5, 10, 20, 50)
 WINDOWS = (5, 10, 20, 50)

@@ -13,7 +13,7 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
-from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
+from training_hooks.measures.flat_shards import FlatLayout, FlatMemory, FlatVector
 
 
 def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Sequence[str]) -> dict[str, Tensor]:

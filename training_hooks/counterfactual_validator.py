@@ -15,7 +15,7 @@ from framework.metrics import Metrics
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
 from training_hooks.counterfactual import inner_products, shuffled_epochs
-from training_hooks.student_t import critical_value
+from training_hooks.measures.student_t import critical_value
 
 FEWEST = 3
 """Shuffles that an error needs: it is made of splits with one shuffle fewer, and a split needs two."""

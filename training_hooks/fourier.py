@@ -13,11 +13,11 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import whole
 from framework.registry import HookRegistry
-from training_hooks.concentration import entropy_of_shares, gini
-from training_hooks.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
-from training_hooks.fourier_metrics import FOURIER_METRICS
-from training_hooks.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
-from training_hooks.periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
+from training_hooks.measures.concentration import entropy_of_shares, gini
+from training_hooks.measures.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
+from training_hooks.measures.fourier_metrics import FOURIER_METRICS
+from training_hooks.measures.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
+from training_hooks.measures.periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
 
 NEURON_ROWS = 4
 LOGITS_AT_ONCE = 2**24

@@ -15,7 +15,7 @@ from framework.metrics import Metrics
 from framework.param_vectors import Vector, copied, minus, overwrite, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
-from training_hooks.entanglement import (
+from training_hooks.measures.entanglement import (
     Departure,
     Trail,
     approximation,
@@ -26,8 +26,8 @@ from training_hooks.entanglement import (
     preconditioned_curvature,
     solution_metrics,
 )
-from training_hooks.measured_loss import refuse_exact_under_fsdp
-from training_hooks.stability import adam_preconditioner, stability_threshold
+from training_hooks.measures.measured_loss import refuse_exact_under_fsdp
+from training_hooks.measures.stability import adam_preconditioner, stability_threshold
 
 
 @HookRegistry.register

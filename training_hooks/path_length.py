@@ -13,7 +13,7 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
-from training_hooks.flat_shards import FlatLayout, FlatMemory
+from training_hooks.measures.flat_shards import FlatLayout, FlatMemory
 
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up
 

@@ -17,10 +17,18 @@ from framework.hooks import InterventionHook
 from framework.metrics import Metrics, MetricValue
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
-from training_hooks.critical_sharpness import critical_infos, gradient_metrics, update_metrics
-from training_hooks.lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
-from training_hooks.measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
-from training_hooks.stability import adam_preconditioner, stability_threshold
+from training_hooks.measures.critical_sharpness import critical_infos, gradient_metrics, update_metrics
+from training_hooks.measures.lanczos import (
+    Density,
+    Product,
+    Tridiagonal,
+    lanczos,
+    mean_and_error,
+    rademacher,
+    residuals,
+)
+from training_hooks.measures.measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
+from training_hooks.measures.stability import adam_preconditioner, stability_threshold
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.registry import HookRegistry
-from training_hooks.count_sketch import check_dimensions
-from training_hooks.gradient_history import GradientHistory, refuse_above, spectrum, width_of
-from training_hooks.spectra import participation_ratio
+from training_hooks.measures.count_sketch import check_dimensions
+from training_hooks.measures.gradient_history import GradientHistory, refuse_above, spectrum, width_of
+from training_hooks.measures.spectra import participation_ratio
 
 
 def centred(gram: Tensor) -> Tensor:

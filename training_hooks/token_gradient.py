@@ -12,9 +12,9 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import whole
 from framework.registry import HookRegistry
-from training_hooks.concentration import gini
-from training_hooks.embeddings import first_embedding, first_name, matrix_named
-from training_hooks.spectra import participation_ratio
+from training_hooks.measures.concentration import gini
+from training_hooks.measures.embeddings import first_embedding, first_name, matrix_named
+from training_hooks.measures.spectra import participation_ratio
 
 
 def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
-from training_hooks.flat_shards import FlatLayout, FlatMemory, FlatVector
+from training_hooks.measures.flat_shards import FlatLayout, FlatMemory, FlatVector
 
 
 @dataclass

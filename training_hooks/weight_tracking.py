@@ -12,8 +12,8 @@ from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from framework.registry import HookRegistry
-from training_hooks.power_law import PowerLawFit, fit_power_law
-from training_hooks.spectra import effective_rank, stable_rank
+from training_hooks.measures.power_law import PowerLawFit, fit_power_law
+from training_hooks.measures.spectra import effective_rank, stable_rank
 
 
 def weight_norms(weights: Vector) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """Return the singular values of matrices, stacked for all that have equally many.
 
     They are the roots of the eigenvalues of the smaller Gram matrix in float64, as in
-    :func:`training_hooks.spectra.singular_values`, decomposed together.
+    :func:`training_hooks.measures.spectra.singular_values`, decomposed together.
 
     Returns:
         for each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a

@@ -16,7 +16,7 @@ from framework.manager import HookManager
 from framework.observation import optimizer_groups
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train
 from training_hooks.adam_dynamics import PIECE, AdamDynamics, effective_rates, pieces, spread_indices
-from training_hooks.adam_update import Settings, adam_update
+from training_hooks.measures.adam_update import Settings, adam_update
 
 VARIANTS = {
     "adam": (torch.optim.Adam, {}),

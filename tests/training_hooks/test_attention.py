@@ -14,8 +14,8 @@ from tests.support import Case, SpyHook, build, train
 from tests.training_hooks.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
 from tests.training_hooks.epoch_end import epoch_end
 from training_hooks.attention import Attention, probe_inputs
-from training_hooks.attention_layers import find_attention
-from training_hooks.attention_scores import reading
+from training_hooks.measures.attention_layers import find_attention
+from training_hooks.measures.attention_scores import reading
 
 LAYER = "blocks.0.attention"
 

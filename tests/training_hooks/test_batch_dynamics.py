@@ -17,7 +17,7 @@ from tests.support import LOOPS, MODELS, Case, SpyHook, at, build, run_info, tra
 from tests.training_hooks.gradient_feed import feed, noise
 from training_hooks import batch_dynamics as module
 from training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics
-from training_hooks.count_sketch import cosine_error
+from training_hooks.measures.count_sketch import cosine_error
 
 SIZE = 400
 REPORTS_OF_A_BURST = [2, 3, 5, 6, 10, 11, 20, 21, 30, 40, 50, 51, 60]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training_hooks.circuits import CircuitSpectrum, copying_score, product_spectrum
-from training_hooks.spectra import effective_rank, leading_share
+from training_hooks.measures.circuits import CircuitSpectrum, copying_score, product_spectrum
+from training_hooks.measures.spectra import effective_rank, leading_share
 
 sizes = st.integers(1, 9)
 

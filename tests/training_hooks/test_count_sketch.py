@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import UsageError
-from training_hooks import count_sketch as module
-from training_hooks.count_sketch import CHUNK, check_dimensions, cosine_error, count_sketch
+from training_hooks.measures import count_sketch as module
+from training_hooks.measures.count_sketch import CHUNK, check_dimensions, cosine_error, count_sketch
 
 DIMENSIONS = 1024
 ELEMENTS = 20_000

@@ -17,7 +17,7 @@ from framework.train_step import TrainingTask
 from framework.training_state import TrainingState, of_the_run
 from tests.support import RecordingSink, run_info
 from training_hooks.consecutive import Consecutive
-from training_hooks.flat_shards import FlatLayout, FlatMemory
+from training_hooks.measures.flat_shards import FlatLayout, FlatMemory
 from training_hooks.parameter_delta import ParameterDelta
 from training_hooks.path_length import PathLength
 from training_hooks.variance import Variance

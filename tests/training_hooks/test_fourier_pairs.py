@@ -33,11 +33,11 @@ from tests.support import (
 )
 from tests.training_hooks.epoch_end import epoch_end
 from training_hooks import fourier
-from training_hooks.concentration import gini
-from training_hooks.embeddings import feed_forward_inputs, output_projection
 from training_hooks.fourier import Fourier, acquisition, neuron_spectra
-from training_hooks.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs, waves
-from training_hooks.periodograms import data_stride, one_sided_power, stride_harmonics
+from training_hooks.measures.concentration import gini
+from training_hooks.measures.embeddings import feed_forward_inputs, output_projection
+from training_hooks.measures.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs, waves
+from training_hooks.measures.periodograms import data_stride, one_sided_power, stride_harmonics
 
 LOSSES = ("restricted_loss", "excluded_loss", "full_loss", "full_train_loss")
 

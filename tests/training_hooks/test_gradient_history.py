@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from framework.errors import UnsuitableError
-from training_hooks.count_sketch import count_sketch
-from training_hooks.gradient_history import GradientHistory, refuse_above, row_products, spectrum, width_of
+from training_hooks.measures.count_sketch import count_sketch
+from training_hooks.measures.gradient_history import GradientHistory, refuse_above, row_products, spectrum, width_of
 
 
 class Vector(nn.Module):

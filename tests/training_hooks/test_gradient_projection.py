@@ -11,8 +11,8 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from tests.support import Case, assert_same_bytes, build, train
 from tests.training_hooks.reloading import reloading
-from training_hooks.flat_shards import FlatLayout
 from training_hooks.gradient_projection import GradientProjection, downhill, journey
+from training_hooks.measures.flat_shards import FlatLayout
 
 PLACES = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)
 

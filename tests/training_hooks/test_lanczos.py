@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training_hooks.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
+from training_hooks.measures.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
 
 N = 60
 

@@ -18,9 +18,9 @@ from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.support import RecordingSink, mean_loss, run_info
-from training_hooks.flat_vectors import FlatSpace
 from training_hooks.hessian import Hessian
 from training_hooks.lr_probe import LrProbe
+from training_hooks.measures.flat_vectors import FlatSpace
 from training_hooks.sharpness import Sharpness
 
 ROWS = 12

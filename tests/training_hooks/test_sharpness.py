@@ -19,7 +19,7 @@ from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.framework.test_curvature import KINDS, data, dense_hessian, mean_loss
 from tests.support import Case, RecordingSink, assert_same_bytes, run_info, train
-from training_hooks.measured_loss import spread_batches
+from training_hooks.measures.measured_loss import spread_batches
 from training_hooks.sharpness import Sharpness
 
 ROWS, BATCH, STEPS = 7, 4, 2

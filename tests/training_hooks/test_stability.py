@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from framework.observation import optimizer_groups
-from training_hooks.stability import adam_preconditioner, critical_step, stability_threshold
+from training_hooks.measures.stability import adam_preconditioner, critical_step, stability_threshold
 
 LR = 0.01
 

@@ -11,7 +11,7 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from tests.support import MODELS, Case, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.power_law import fit_power_law
+from training_hooks.measures.power_law import fit_power_law
 from training_hooks.weight_tracking import WeightTracking, as_matrix, spectra_by_size, weight_norms
 
 POINTS = {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}

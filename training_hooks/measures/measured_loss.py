@@ -15,9 +15,9 @@ from framework.data import Batch, Loader
 from framework.errors import UnsuitableError
 from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
 from framework.sapi import ModelDataContext
-from training_hooks.flat_vectors import FlatSpace
-from training_hooks.lanczos import Product
-from training_hooks.stability import Rise
+from training_hooks.measures.flat_vectors import FlatSpace
+from training_hooks.measures.lanczos import Product
+from training_hooks.measures.stability import Rise
 
 
 def spread_batches(loader: Loader, count: int) -> list[Batch]:

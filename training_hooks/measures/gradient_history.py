@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from framework.errors import UnsuitableError
 from framework.param_vectors import gradients, trainable
-from training_hooks.count_sketch import count_sketch
-from training_hooks.flat_vectors import FlatSpace
+from training_hooks.measures.count_sketch import count_sketch
+from training_hooks.measures.flat_vectors import FlatSpace
 
 COLUMNS = 8192
 MIB = 2**20

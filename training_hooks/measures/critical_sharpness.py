@@ -9,8 +9,8 @@ from framework.contexts import MetricInfo, OptimizerGroup
 from framework.data import Batch
 from framework.param_vectors import Vector, copied, dot, minus, trainable
 from framework.sapi import ModelDataContext
-from training_hooks.measured_loss import MeasuredLoss
-from training_hooks.stability import critical_step
+from training_hooks.measures.measured_loss import MeasuredLoss
+from training_hooks.measures.stability import critical_step
 
 
 def proposed_update(model_ctx: ModelDataContext, batch: Batch) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training_hooks.attention_layers import HeadWeights
+from training_hooks.measures.attention_layers import HeadWeights
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
