@@ -47,7 +47,7 @@ def deviations(series: Tensor, window: int) -> Tensor:
 
 @HookRegistry.register
 class LossSpikes(TrainingHook):
-    """Count spikes of the loss and of the gradient norm, and warn of each by its step.
+    """Count spikes of the loss and of the gradient norm, and warn of them by their steps.
 
     A spike is a value above the mean of the previous ``window`` steps by more than ``threshold`` standard deviations.
     A spike enters the window like any other value, so that a lasting rise is a spike at its beginning only; a value
@@ -106,16 +106,17 @@ class LossSpikes(TrainingHook):
         }
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn of every spike by its step; ``step`` is the last of those judged."""
+        """Warn of the spikes by their steps, once for each signal; ``step`` is the last of those judged."""
         for prefix, label in SIGNALS.items():
             sizes = values[f"{prefix}_deviation"]
-            for at, size in enumerate(sizes, start=step - len(sizes) + 1):
-                if size > self.threshold:
-                    warnings.warn(
-                        f"The {label} spiked at step {at}: it was {size:.1f} standard deviations above its mean over "
-                        f"the {self.window} steps before (the threshold is {self.threshold:g}).",
-                        stacklevel=2,
-                    )
+            spikes = {at: size for at, size in enumerate(sizes, step - len(sizes) + 1) if size > self.threshold}
+            if spikes:
+                warnings.warn(
+                    f"The {label} spiked at step {_listed([*spikes])}: it was {max(spikes.values()):.1f} standard "
+                    f"deviations above its mean over the {self.window} steps before (the threshold is "
+                    f"{self.threshold:g}).",
+                    stacklevel=2,
+                )
 
     def reset(self) -> None:
         """Forget the window and the counts."""
@@ -133,6 +134,16 @@ class LossSpikes(TrainingHook):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics of the loss and of the gradient norm."""
         return [info for prefix, label in SIGNALS.items() for info in _infos(prefix, label)]
+
+
+def _listed(steps: list[int]) -> str:
+    """Write out the first three steps.
+
+    >>> _listed([7]), _listed([7, 9, 11, 12, 15])
+    ('7', '7, 9, 11 and 2 more')
+    """
+    more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
+    return ", ".join(map(str, steps[:3])) + more
 
 
 def _infos(prefix: str, label: str) -> list[MetricInfo]:

@@ -156,6 +156,13 @@ def test_a_bad_batch_is_warned_of_by_step_and_kind_each_time_it_comes():
     assert [len(row[3]) for row in sink.rows("loss_spikes/loss_deviation")] == [40 - 16, 40]
 
 
+def test_several_spikes_of_one_delivery_make_one_warning():
+    sizes = [0.0, 7.0, 9.5, 1.0, 8.0, 7.5]
+    with pytest.warns(UserWarning, match=r"loss spiked at step 6, 7, 9 and 1 more: it was 9.5 standard") as caught:
+        LossSpikes().check({"loss_deviation": sizes, "grad_norm_deviation": [0.0]}, 10)
+    assert len(caught) == 1
+
+
 def test_without_spikes_nobody_is_warned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
