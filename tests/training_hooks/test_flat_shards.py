@@ -117,7 +117,7 @@ def run(hooks: list[TrainingHook], *, sharded: bool) -> tuple[dict[tuple[str, in
 
 
 def made() -> list[TrainingHook]:
-    return [PathLength(per_step=True), ParameterDelta(), Consecutive(), Variance(window=4, every=2)]
+    return [PathLength(every=1), ParameterDelta(), Consecutive(), Variance(window=4, every=2)]
 
 
 def work(rank: int, folder: Path) -> None:
