@@ -10,7 +10,14 @@ import torch
 
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
-from tests.benchmarks.hook_cost import counterfactual, each_hook, full_group, groups_of_observers, hessian_product
+from tests.benchmarks.hook_cost import (
+    counterfactual,
+    each_hook,
+    full_group,
+    groups_of_observers,
+    hessian_product,
+    observers_at_the_end_of_epochs,
+)
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.report import environment, misses, page, table
@@ -23,7 +30,9 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),
     "memory": ("Memory", (peak_memory,)),
-    "catalogue": ("Hooks", (groups_of_observers, full_group, hessian_product, counterfactual)),
+    "ends": ("Hooks at the end of epochs", (observers_at_the_end_of_epochs,)),
+    "groups": ("Groups of hooks", (groups_of_observers, full_group)),
+    "curvature": ("Curvature and counterfactuals", (hessian_product, counterfactual)),
     "each": ("Each hook", (each_hook,)),
 }
 
