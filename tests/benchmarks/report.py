@@ -37,11 +37,13 @@ METHOD = """
   buffers and back, each after a training step of its own, so that gradients and batch are new.
   *clone + load_state_dict* clones weights and gradients, copies the optimizer's state dict deeply and loads both.
 - *Bytes copied* are counted by a dispatch mode around a fire.
-- *Hooks.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, evaluations included,
-  without console and files of metrics, in turn with bare ones; the reference solution is that of one epoch. Wall-clock
-  time of the loop. What `full` may cost is what its own passes through the model, which `summary.json` counts in
-  samples, cost at the rate of the bare run's steps; a Hessian-vector product counts as three forward-backward passes
-  (two, if the graph of the gradient was there), a forward pass as a third.
+- *Hooks at the end of epochs.* All observers that fire between epochs only, in one run: the time of each fire at
+  POST_EPOCH, against an epoch without it.
+- *Groups, counterfactuals.* Whole runs of the experiment's strategy `stride` as `loopscope run` makes them, evaluations
+  included, without console and files of metrics, in turn with bare ones; the reference solution is that of one epoch.
+  Wall-clock time of the loop. What `full` may cost is what its own passes through the model, which `summary.json`
+  counts in samples, cost at the rate of the bare run's steps; a Hessian-vector product counts as three forward-backward
+  passes (two, if the graph of the gradient was there), a forward pass as a third.
 - *Each hook.* From one run of 20 epochs with all of them and `--profile-hooks`: mean wall-clock time of a call, streams
   and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is in none of them.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that

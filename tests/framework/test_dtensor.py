@@ -1,10 +1,10 @@
 """The isolation under FSDP2: on every one of two processes, the run with hooks is the run without them."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
 from torch import nn
 from torch.nn import functional
 
@@ -17,6 +17,7 @@ from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState, of_the_run
 from tests.support import ActingHook, DigestTrace, SpyHook, at, differences
+from tests.two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow
 ROWS = 12
@@ -146,25 +147,19 @@ def observe(name) -> str:
     return "unnoticed"
 
 
-def work(rank: int, folder: Path) -> None:
-    """Be one of two processes."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    results = {name: intervene(name) for name in DEEDS}
+def all_results() -> dict[str, Any]:
+    results: dict[str, Any] = {name: intervene(name) for name in DEEDS}
     results["bare"] = run(audit=False)
     results["sapi"] = run([at(ActingHook, *POINTS)(use_the_sapi)])
     results["spy"] = run([SpyHook(lambda ctx: {"draw": torch.rand(())})])
     results["observed"] = {name: observe(name) for name in ("write_to_shards_through_data", "write_to_shards")}
-    torch.save(results, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Return what each of two processes saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [*DEEDS, "sapi", "spy"])

@@ -1,11 +1,11 @@
 """What holds on one process must hold on two: vectors of shards, and the SAPI under FSDP2."""
 
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,6 +30,7 @@ from framework.random_streams import RandomStreams
 from framework.sapi import ModelDataContext
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
+from tests.two_ranks import on_two_ranks
 
 ROWS = 12
 Results = dict[str, Tensor]
@@ -116,22 +117,18 @@ def refusal(ctx: ModelDataContext) -> str:
     return "none"
 
 
-def work(rank: int, folder: Path) -> None:
-    """Be one of two processes."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    results = {"vectors": vector_results(), "sapi": sapi_results(context(sharded=True))}
-    results["refusal"] = refusal(context(sharded=True))
-    torch.save(results, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def all_results() -> dict[str, Any]:
+    return {
+        "vectors": vector_results(),
+        "sapi": sapi_results(context(sharded=True)),
+        "refusal": refusal(context(sharded=True)),
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Return what each of two processes computed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
 def test_products_of_shards_are_reduced_so_that_every_rank_holds_the_number_of_the_whole(ranks):

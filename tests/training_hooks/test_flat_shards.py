@@ -1,10 +1,10 @@
 """Flat vectors on one process, and on two the hooks that are made of them against the same run on one."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
 from torch import nn
 from torch.nn import functional
 
@@ -16,6 +16,7 @@ from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState, of_the_run
 from tests.support import RecordingSink, run_info
+from tests.two_ranks import on_two_ranks
 from training_hooks.consecutive import Consecutive
 from training_hooks.measures.flat_shards import FlatLayout, FlatMemory
 from training_hooks.parameter_delta import ParameterDelta
@@ -120,19 +121,14 @@ def made() -> list[TrainingHook]:
     return [PathLength(every=1), ParameterDelta(), Consecutive(), Variance(window=4, every=2)]
 
 
-def work(rank: int, folder: Path) -> None:
-    """Be one of two processes."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def all_results() -> dict[str, Any]:
     numbers, digest = run(made(), sharded=True)
-    torch.save({"numbers": numbers, "same": digest == run([], sharded=True)[1]}, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return {"numbers": numbers, "same": digest == run([], sharded=True)[1]}
 
 
 @pytest.mark.slow
 def test_two_ranks_report_what_one_reports_and_train_as_they_do_without_hooks(tmp_path):
-    torch.multiprocessing.spawn(work, args=(tmp_path,), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = on_two_ranks(all_results, tmp_path)
     expected, _ = run(made(), sharded=False)
     assert first["same"]
     assert second["same"]

@@ -1,11 +1,10 @@
 """Sharpness and the range test on two processes under FSDP2 report what they report on one."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+import torch.distributed
 from torch import nn
 
 from framework.data import TensorLoader, fixed_order
@@ -18,6 +17,7 @@ from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.support import RecordingSink, mean_loss, run_info
+from tests.two_ranks import on_two_ranks
 from training_hooks.hessian import Hessian
 from training_hooks.lr_probe import LrProbe
 from training_hooks.measures.flat_vectors import FlatSpace
@@ -73,21 +73,14 @@ def round_trip() -> bool:
     return all(torch.equal(back[name].to_local(), value.to_local()) for name, value in vector.items())  # type: ignore[attr-defined]
 
 
-def work(rank: int, folder: Path) -> None:
-    """Be one of two processes."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    results = {"metrics": measured(sharded=True), "refusals": refusals(), "round trip": round_trip()}
-    torch.save(results, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def all_results() -> dict[str, Any]:
+    return {"metrics": measured(sharded=True), "refusals": refusals(), "round trip": round_trip()}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Return what each of two processes computed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, args=(folder,), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
