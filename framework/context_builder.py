@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from framework.loss_probe import LossProbe
 from framework.observation import forward_pass, optimizer_groups
-from framework.param_vectors import joint_norm, live_gradients
 from framework.profiler import Profiler
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
@@ -33,20 +32,16 @@ class ContextBuilder:
         self._state = state
         self._profiler = profiler
         self._reference_weights = _frozen(reference_weights)
-        self._parameters: Sequence[nn.Parameter] = ()
-        self._grad_norm: Tensor | None = None
         self._services = ObserverServices(
             forward=self._forward,
             batch_gradients=LossProbe(task, state, profiler).gradient,
-            grad_norm=self._norm_of_gradients,
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
             last_metrics=last_metrics,
         )
 
-    def build(self, point: HookPoint, target_grad: Vector | None, parameters: Sequence[nn.Parameter]) -> RunDataContext:
-        """Return the view of this moment; ``parameters`` are the model's, which need not be walked through again."""
+    def build(self, point: HookPoint, target_grad: Vector | None) -> RunDataContext:
+        """Return the view of this moment."""
         loop, task = self._state.loop, self._task
-        self._parameters, self._grad_norm = parameters, None
         at_step = point in STEP_POINTS
         evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
         shown = loop.step_series if point in EPOCH_END else None
@@ -79,11 +74,6 @@ class ContextBuilder:
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
         self._profiler.passed("forward", inputs)
         return forward_pass(self._state, inputs, capture, train)
-
-    def _norm_of_gradients(self) -> Tensor:
-        if self._grad_norm is None:
-            self._grad_norm = joint_norm(live_gradients(self._parameters))
-        return self._grad_norm
 
 
 def _frozen(vector: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:

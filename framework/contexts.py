@@ -80,7 +80,6 @@ class ObserverServices:
 
     forward: Callable[[Any, Sequence[str], bool], ForwardResult]
     batch_gradients: Callable[[Any], dict[str, Tensor]]
-    grad_norm: Callable[[], Tensor]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
 
@@ -144,10 +143,6 @@ class RunDataContext:
         What that needs (gradients, buffers, modes, random streams) is borrowed and put back.
         """
         return self.services.batch_gradients(batch)
-
-    def grad_norm(self) -> Tensor:
-        """Return the Euclidean norm of all gradients of this moment, zero-dimensional; computed once for a fire."""
-        return self.services.grad_norm()
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""

@@ -232,7 +232,7 @@ class HookManager:
         isolation = self.isolation
         try:
             isolation.begin()
-            context = self._contexts.build(point, self._target_grad(point), isolation.parameters)
+            context = self._contexts.build(point, self._target_grad(point))
             for listener in due:
                 self._call(listener, context)
             isolation.settle()

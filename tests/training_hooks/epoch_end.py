@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import HookPoint
-from framework.param_vectors import joint_norm, live_gradients
 from framework.profiler import Profiler
 
 
@@ -18,7 +17,6 @@ def epoch_end(model: nn.Module, **fields: Any) -> RunDataContext:
     services = ObserverServices(
         forward=lambda inputs, capture, train: ForwardResult(model(inputs), {}),
         batch_gradients=no_gradients,
-        grad_norm=lambda: joint_norm(live_gradients(model.parameters())),
         optimizer_groups=tuple,
         last_metrics=lambda point: {},
     )
