@@ -1,4 +1,4 @@
-"""What is measured: the two presets of mod_arithmetic, a small MLP, a loop written bare, and hooks that do nothing."""
+"""What is measured: models in runs of their own, a loop written bare, and hooks that do nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +86,66 @@ def small_mlp() -> Subject:
         model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
     )
     return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), 32)
+
+
+class Block(nn.Module):
+    """A layer of a decoder: causal attention and a feed-forward part, each normalised before and added."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, length, width = hidden.shape
+        projected = self.qkv(self.attention_norm(hidden)).view(rows, length, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Decoder(nn.Module):
+    """A language model: embeddings of tokens and positions, blocks, a projection of its own; returns logits.
+
+    Input: tokens, shape (rows, length). Output: shape (rows, vocabulary, length), as cross entropy takes them.
+    """
+
+    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden)).transpose(1, 2)
+
+
+def language_model(
+    *,
+    vocabulary: int = 4096,
+    width: int = 256,
+    layers: int = 10,
+    length: int = 64,
+    batch_size: int = 4,
+    steps: int = 20,
+) -> Subject:
+    """Build a run of a decoder of 10M parameters under AdamW, whose step takes 0.1 to 0.3 s; an epoch is ``steps``."""
+    seed_everything(1)
+    model = Decoder(vocabulary=vocabulary, width=width, layers=layers, heads=max(1, width // 64), length=length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    rows = steps * batch_size
+    data = torch.randint(vocabulary, (rows, length)), torch.randint(vocabulary, (rows, length))
+    loader = TensorLoader(data, batch_size, fixed_order(torch.arange(rows)))
+    task = TrainingTask(
+        model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+    )
+    return Subject.of(task, TrainingState(model, optimizer, RandomStreams(1)), batch_size)
 
 
 def bare_steps(subject: Subject, max_norm: float | None = None) -> Iterator[None]:
