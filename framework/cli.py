@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 from framework.cli_hook_options import parse_hook_options
 from framework.cli_parser import flag_name, parse_run, print_config
 from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names
-from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
+from framework.console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
 from framework.errors import LoopscopeError, UsageError, unknown
 from framework.records import versions
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
     words = list(sys.argv[1:] if arguments is None else arguments)
     warned: list[str] = []
 
-    def warn(text: str) -> None:
-        warned.append(text)
-        _say(f"warning: {text}")
+    def warn(label: Label, sentence: str) -> None:
+        warned.append(sentence)
+        _say(f"{label}: {sentence}")
 
     with show_warnings(warn):
         try:

@@ -24,6 +24,7 @@ from framework.console_tables import (
 )
 from framework.contexts import RunInfo
 from framework.display import Display
+from framework.errors import RunNotice
 from framework.hooks import TrainingHook
 from framework.loops import NoProgress, Progress
 from framework.metrics import MetricSink
@@ -32,11 +33,16 @@ from framework.runner import ExperimentRunner
 from framework.train_step import TrainingTask
 
 Mode = Literal["normal", "silent", "none"]
+Label = Literal["note", "warning"]
+LABEL_STYLES: Mapping[Label, str] = {"note": "bold cyan", "warning": "bold yellow"}
 
 
 @contextmanager
-def show_warnings(show: Callable[[str], None]) -> Iterator[None]:
-    """Hand the text of every warning to ``show`` instead of printing where it was raised."""
+def show_warnings(show: Callable[[Label, str], None]) -> Iterator[None]:
+    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
+
+    A :class:`RunNotice` is information and labelled ``note``; every other warning is trouble and labelled ``warning``.
+    """
     before = warnings.showwarning
 
     def shown(
@@ -47,7 +53,7 @@ def show_warnings(show: Callable[[str], None]) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        show(" ".join(str(message).split()))
+        show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
 
     warnings.showwarning = shown
     try:
@@ -127,9 +133,9 @@ class RunConsole(Display):
         else:
             self.console.print(shown)
 
-    def _warn(self, message: str) -> None:
-        self.warnings.append(message)
-        self._print(Text.assemble(("warning: ", "bold yellow"), message))
+    def _warn(self, label: Label, sentence: str) -> None:
+        self.warnings.append(sentence)
+        self._print(Text.assemble((f"{label}: ", LABEL_STYLES[label]), sentence))
 
     def _stop_progress(self) -> None:
         progress, self._progress = self._progress, None

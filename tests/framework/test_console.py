@@ -10,6 +10,7 @@ from torch import nn
 import sinks  # noqa: F401 - fills the registry of sinks
 from framework.console import RunConsole, show_warnings
 from framework.console_output import make_console
+from framework.errors import RunNotice
 from framework.hook_points import HookPoint
 from framework.train_step import TrainingTask
 from tests.sinks.emits import run_info
@@ -149,12 +150,21 @@ def test_the_header_tells_size_length_hooks_and_folder():
 
 def test_warnings_go_back_to_where_they_went_even_after_an_error():
     before, seen = warnings.showwarning, []
-    with pytest.raises(ZeroDivisionError), show_warnings(seen.append), warnings.catch_warnings():  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), show_warnings(lambda *shown: seen.append(shown)), warnings.catch_warnings():  # noqa: PT012
         warnings.simplefilter("always")
         warnings.warn("one\n  two", stacklevel=1)
         raise ZeroDivisionError
-    assert seen == ["one two"]
+    assert seen == [("warning", "one two")]
     assert warnings.showwarning is before
+
+
+def test_a_notice_of_the_run_reads_as_a_note_and_other_warnings_as_warnings():
+    console = captured(terminal=False)
+    with RunConsole(console=console), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("Left out: 'x'.", RunNotice, stacklevel=1)
+        warnings.warn("Spikes.", stacklevel=1)
+    assert console.file.getvalue() == "note: Left out: 'x'.\nwarning: Spikes.\n"
 
 
 def test_a_pipe_gets_no_control_codes_even_if_colours_are_forced(monkeypatch, capsys):
