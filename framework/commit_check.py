@@ -11,6 +11,7 @@ from framework.hooks import InterventionHook, TrainingHook
 
 VERBS: Mapping[str, StatePart] = {
     "scale_gradients": StatePart.GRADIENTS,
+    "clamp_gradients": StatePart.GRADIENTS,
     "clip_gradients": StatePart.GRADIENTS,
     "replace_gradients": StatePart.GRADIENTS,
     "blend_parameters": StatePart.PARAMETERS,

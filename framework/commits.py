@@ -1,6 +1,6 @@
 """Declared changes: recorded while a hook runs, applied after it was rolled back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import LoopscopeError, UsageError, unknown
-from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, local_shards, overwrite
+from framework.param_vectors import (
+    Vector,
+    gradients,
+    is_partial,
+    joint_norm,
+    live_gradients,
+    local_shards,
+    overwrite,
+)
 
 
 class StatePart(Enum):
@@ -76,6 +84,34 @@ def scale(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 @torch.no_grad()
+def scale_each(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:
+    """Multiply the gradient of every named parameter that has one by its own factor, in place."""
+    live = gradients(model)
+    names = [name for name in factors if name in live]
+    for shard, name in zip(local_shards([live[name] for name in names]), names, strict=True):
+        factor = factors[name]
+        shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
+
+
+@torch.no_grad()
+def clamp(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+    """Bring every element of the gradients into [−max_value, max_value], in place; NaN stays NaN.
+
+    The arithmetic is that of ``torch.nn.utils.clip_grad_value_``. Raises :class:`LoopscopeError` for a DTensor whose
+    ranks hold parts of a sum: the sum of clamped parts is not the clamped sum.
+    """
+    live = live_gradients(parameters)
+    if any(is_partial(gradient) for gradient in live):
+        raise LoopscopeError(
+            "clamp_gradients needs whole gradients or shards of them, but a DTensor's are partial sums."
+        )
+    shards = local_shards(live)
+    if shards:
+        torch._foreach_clamp_min_(shards, -max_value)
+        torch._foreach_clamp_max_(shards, max_value)
+
+
+@torch.no_grad()
 def replace_gradients(model: nn.Module, values: Vector) -> None:
     """Give the named parameters these gradients, in place where they have one."""
     parameters = dict(model.named_parameters())
@@ -94,6 +130,19 @@ def blend(model: nn.Module, target: Vector, weight: float) -> None:
     for parameter, aim in shards:
         wide = torch.promote_types(parameter.dtype, aim.dtype)
         parameter.copy_(parameter.to(wide).lerp(aim.to(wide), weight))
+
+
+def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:
+    """Raise unless every name in ``factors`` is a parameter of the model, and every factor one number."""
+    parameters = dict(model.named_parameters())
+    for name, factor in factors.items():
+        if name not in parameters:
+            raise unknown("parameter", name, parameters)
+        if isinstance(factor, Tensor) and factor.ndim:
+            raise LoopscopeError(
+                f"The factor of {name!r} has shape {tuple(factor.shape)}; a factor is a number or a zero-dimensional "
+                "tensor."
+            )
 
 
 def check_vector(model: nn.Module, vector: Vector) -> None:

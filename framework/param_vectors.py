@@ -29,6 +29,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
+def is_partial(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor whose value is a sum over ranks that nobody has taken yet."""
+    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that hold the bytes on this rank: a DTensor's local shard, any other tensor itself."""
     dtensor = _dtensor_class()

@@ -10,7 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates
-from framework.commits import Clipping, CommitRecord, StatePart, blend, check_vector, clip, replace_gradients, scale
+from framework.commits import (
+    Clipping,
+    CommitRecord,
+    StatePart,
+    blend,
+    check_factors,
+    check_vector,
+    clamp,
+    clip,
+    replace_gradients,
+    scale,
+    scale_each,
+)
 from framework.curvature import METHODS, Method
 from framework.data import Batch, Loader, derived_seed
 from framework.errors import LoopscopeError, unknown
@@ -260,12 +272,28 @@ class ModelDataContext:
 
         return times
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Keep: multiply every gradient by ``factor``."""
-        kept = factor.clone() if self._mutates and isinstance(factor, Tensor) else factor
-        self._commits.record(
-            StatePart.GRADIENTS, "scale_gradients", lambda: scale(live_gradients(self._parameters), kept)
-        )
+    def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
+        """Keep: multiply every gradient by ``factor``, or those of the named parameters each by its own.
+
+        Factors are numbers or zero-dimensional tensors, which the hook then leaves alone.
+        """
+        if isinstance(factor, Mapping):
+            check_factors(self.model, factor)
+            each = {name: self._lasting_factor(value) for name, value in factor.items()}
+            change: Callable[[], None] = partial(scale_each, self.model, each)
+        else:
+            kept = self._lasting_factor(factor)
+            change = lambda: scale(live_gradients(self._parameters), kept)
+        self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
+
+    def clamp_gradients(self, max_value: float) -> None:
+        """Keep: bring every element of the gradients into [−max_value, max_value].
+
+        The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
+        """
+        if not max_value > 0:
+            raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
+        self._commits.record(StatePart.GRADIENTS, "clamp_gradients", partial(clamp, self._parameters, max_value))
 
     def clip_gradients(self, max_norm: float) -> Clipping:
         """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns norm and factor now.
@@ -315,6 +343,9 @@ class ModelDataContext:
     def _lasting(self, vector: Vector) -> Vector:
         """Copy a vector that the coming rollback might change."""
         return copied(vector) if self._mutates else vector
+
+    def _lasting_factor(self, factor: float | Tensor) -> float | Tensor:
+        return factor.clone() if self._mutates and isinstance(factor, Tensor) else factor
 
     def _batch(self, batch: Batch | None) -> Batch:
         if batch is not None:

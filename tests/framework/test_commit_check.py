@@ -45,6 +45,7 @@ def test_the_verbs_are_those_that_record_a_commit_in_the_sapi() -> None:
 
 CALLS = {
     "scale_gradients": lambda self, ctx: ctx.scale_gradients(0.5),
+    "clamp_gradients": lambda self, ctx: ctx.clamp_gradients(0.5),
     "clip_gradients": lambda self, ctx: ctx.clip_gradients(0.5),
     "replace_gradients": lambda self, ctx: [ctx.replace_gradients({}) for _ in range(2)],
     "blend_parameters": lambda self, ctx: (lambda: ctx.blend_parameters({}, 0.5))(),

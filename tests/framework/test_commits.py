@@ -8,9 +8,12 @@ from framework.commits import (
     StatePart,
     UndeclaredCommitError,
     blend,
+    check_factors,
     check_vector,
+    clamp,
     replace_gradients,
     scale,
+    scale_each,
 )
 from framework.errors import LoopscopeError, UsageError
 from framework.param_vectors import copied, trainable
@@ -55,6 +58,37 @@ def test_scaling_multiplies_in_place_and_keeps_dtypes(factor):
     scale([], factor)
     assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [1.0] * 2]
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16]
+
+
+def test_each_named_gradient_is_scaled_by_its_own_factor_and_no_other_one_is():
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2).bfloat16())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 4.0)
+    model[1].bias.grad = None
+    scale_each(model, {"0.weight": 0.5, "1.weight": torch.tensor(0.25, dtype=torch.float64), "1.bias": 0.0})
+    assert model[1].weight.grad.dtype is torch.bfloat16
+    assert [model[0].weight.grad.tolist(), model[0].bias.grad.tolist()] == [[[2.0] * 2], [4.0]]
+    assert (model[1].weight.grad.tolist(), model[1].bias.grad) == ([[1.0]] * 2, None)
+
+
+def test_a_factor_that_is_no_number_and_a_name_that_is_no_parameters_are_refused():
+    model = nn.Linear(2, 1)
+    check_factors(model, {"weight": 0.5, "bias": torch.tensor(0.5)})
+    with pytest.raises(UsageError, match=r"Unknown parameter 'weigth'\. Did you mean 'weight'"):
+        check_factors(model, {"weigth": 1.0})
+    with pytest.raises(LoopscopeError, match=r"The factor of 'bias' has shape \(1,\); a factor is a number or"):
+        check_factors(model, {"bias": torch.ones(1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_clamping_is_that_of_torch(dtype):
+    values = torch.tensor([0.0, 0.3, -0.3, 2.0, -2.0, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    ours, theirs = (nn.Parameter(torch.zeros(8, dtype=dtype)) for _ in range(2))
+    ours.grad, theirs.grad = values.clone(), values.clone()
+    clamp([ours, nn.Parameter(torch.zeros(3))], 0.3)
+    torch.nn.utils.clip_grad_value_([theirs], 0.3)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+    clamp([], 0.3)
 
 
 def test_replacing_gradients_writes_into_those_that_are_there_and_makes_those_that_are_not():

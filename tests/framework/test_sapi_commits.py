@@ -14,6 +14,8 @@ def test_commits_are_recorded_and_not_applied():
     ctx = context()
     before = ctx._state.digest()
     ctx.scale_gradients(2.0)
+    ctx.scale_gradients({"0.bias": torch.tensor(2.0)})
+    ctx.clamp_gradients(0.1)
     ctx.clip_gradients(0.1)
     ctx.replace_gradients({"0.bias": torch.ones(8)})
     ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
@@ -29,17 +31,22 @@ def test_commits_of_one_call_build_on_each_other(mutates):
     live = copied(gradients(ctx.model))
     ctx.replace_gradients(scaled(10.0, live))
     ctx.scale_gradients(torch.tensor(0.5))
+    ctx.scale_gradients({"0.bias": torch.tensor(3.0)})
+    ctx.clamp_gradients(0.5)
     ctx.clip_gradients(0.25)
     ctx._commits.apply()
     found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
+    expected["0.bias"] *= 3.0
     for name, parameter in trainable(ctx.model).items():
         parameter.grad = expected[name]
+    torch.nn.utils.clip_grad_value_(ctx.model.parameters(), 0.5)
     torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
     assert_close(found, gradients(ctx.model))
 
 
 UNDECLARED = {
     "scale_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.scale_gradients(2.0)),
+    "clamp_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clamp_gradients(2.0)),
     "clip_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clip_gradients(2.0)),
     "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
     "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
@@ -63,6 +70,29 @@ def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
         with pytest.raises(UsageError, match="Unknown parameter"):
             ask({"bias": torch.ones(3)})
     assert ctx._commits.changes == []
+
+
+def test_factors_and_limits_that_cannot_be_are_refused_when_asked_for():
+    ctx = context()
+    with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
+        ctx.scale_gradients({"bias": 2.0})
+    with pytest.raises(LoopscopeError, match="shape"):
+        ctx.scale_gradients({"0.bias": torch.ones(8)})
+    for max_value in (0.0, -1.0, float("nan")):
+        with pytest.raises(LoopscopeError, match=f"max_value is {max_value}; the largest magnitude"):
+            ctx.clamp_gradients(max_value)
+    assert ctx._commits.changes == []
+
+
+def test_factors_that_a_hook_takes_from_what_is_rolled_back_count_as_they_were():
+    def shrink(run_ctx, ctx):
+        factor = ctx.model[0].bias.detach()[0]
+        factor.fill_(0.5)
+        ctx.scale_gradients({name: factor for name in gradients(ctx.model)})
+
+    case = Case("batchnorm_mlp", "sgd_momentum")
+    shrunk = train(case, [committing(shrink)])
+    assert shrunk.final == train(case, [committing(lambda run_ctx, ctx: ctx.scale_gradients(0.5))]).final
 
 
 def committing(act, **attributes):
