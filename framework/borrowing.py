@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from framework.precision import twin
+from framework.train_step import TrainingTask
+
 
 @contextmanager
 def lent_buffers(model: nn.Module) -> Iterator[None]:
@@ -76,6 +79,17 @@ def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]
     finally:
         for group, held in zip(groups, before, strict=True):
             group["lr"] = held
+
+
+@contextmanager
+def lent_scaler(task: TrainingTask) -> Iterator[None]:
+    """Let the body scale its losses by a twin of the task's scaler, which may itself be in the middle of a step."""
+    scaler = task.scaler
+    try:
+        task.scaler = twin(scaler)
+        yield
+    finally:
+        task.scaler = scaler
 
 
 def fully_sharded_modules(model: nn.Module) -> list[Any]:

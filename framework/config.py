@@ -25,6 +25,8 @@ class ExperimentConfig:
         output_dir: folder under which EXPERIMENT/STRATEGY/ is written.
         batch_size: samples per optimizer step.
         accumulation_steps: micro-batches into which each batch is split.
+        amp: mixed precision: autocast to bf16, or to fp16 with the loss scaled.
+        with_compile: compile the model (torch.compile) for the training steps.
         eval_every: epochs (step loop: steps) between evaluations.
         snapshot_every: epochs (step loop: steps) between SNAPSHOT points.
         checkpoint_every: epochs (step loop: steps) between durable checkpoints; 0 writes none.
@@ -34,6 +36,8 @@ class ExperimentConfig:
     output_dir: Path = Path("output")
     batch_size: int = 32
     accumulation_steps: int = 1
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    with_compile: bool = False
     eval_every: int = 1
     snapshot_every: int = 10
     checkpoint_every: int = 0

@@ -63,6 +63,8 @@ class ContextBuilder:
             val_acc=evaluation.get("val_acc"),
             evaluation=MappingProxyType(evaluation),
             lr=task.optimizer.param_groups[0]["lr"],
+            loss_scale=None if loop.loss is None else loop.loss_scale,
+            skipped_steps=loop.skipped_steps,
             accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
             step_losses=series[0],
             step_grad_norms=series[1],

@@ -107,6 +107,11 @@ class RunDataContext:
     evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """All numbers of the newest evaluation, the two accuracies included, as long as no step was taken since."""
     lr: float | None = None
+    loss_scale: float | None = None
+    """What the loss of the step was multiplied by for its backward pass, which taps see (float16 only); gradients on
+    parameters are unscaled."""
+    skipped_steps: int = 0
+    """Steps so far whose update was skipped, since their gradients left float16; they fire no POST_STEP."""
     accumulated_grads: Mapping[str, Tensor] | None = None
     """Mean gradient of the finished epoch (step loop: of the last ``log_every`` steps) by parameter name, as
     POST_BACKWARD saw it (``needs_grads``)."""

@@ -27,8 +27,8 @@ class GradientKeeper:
         """Look the model's parameters up again at the next step: they are otherwise taken for the same."""
         self._named = []
 
-    def gather(self, loop: LoopState) -> None:
-        """Keep this step's gradients, as far as a hook asks for them."""
+    def gather(self, loop: LoopState, *, skipped: bool = False) -> None:
+        """Keep this step's gradients, as far as a hook asks for them; of a skipped step only loss and norm."""
         if not (self._sums or self._previous or self._series):
             return
         self._named = self._named or list(self._task.model.named_parameters())
@@ -36,10 +36,10 @@ class GradientKeeper:
         with torch.no_grad():
             if self._series:
                 _append(loop, list(live.values()))
-            if self._sums and self._hooks.wants("needs_grads", points=EPOCH_END):
+            if self._sums and not skipped and self._hooks.wants("needs_grads", points=EPOCH_END):
                 loop.gradient_sum = accumulate(loop.gradient_sum, live)
                 loop.gradient_steps += 1
-            if self._previous:
+            if self._previous and not skipped:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
                 if self._hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
                     loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}

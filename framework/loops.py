@@ -10,7 +10,7 @@ from framework.data import Batch
 from framework.gradient_keeper import GradientKeeper
 from framework.hook_points import EPOCH_END, HookPoint
 from framework.manager import HookManager
-from framework.train_step import TrainingTask, forward_backward, update
+from framework.train_step import TrainingTask, forward_backward, is_skipped, update
 from framework.training_state import LoopState
 
 
@@ -54,7 +54,7 @@ def epoch_loop(
             progress.step(loop)
         _end_of_batches(loop)
         hooks.flush_steps()
-        if task.scheduler is not None and task.scheduler_interval == "epoch":
+        if task.scheduler is not None and task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
             task.scheduler.step()
         _finish_accumulation(loop)
         if _is_due(loop.epoch + 1, task.eval_every, task.length):
@@ -124,20 +124,26 @@ def _training_step(
     *,
     step_scheduler: bool,
 ) -> None:
-    """Take one optimizer step and fire its four points."""
+    """Take one optimizer step and fire its four points; a step that is skipped has but two of them."""
     loop.step += 1
     loop.batch, loop.loss = batch, None
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
     hooks.fire(HookPoint.PRE_STEP)
+    loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()
     loss = forward_backward(task, batch)
+    skipped = is_skipped(task)
     loop.loss = loss
     loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
     loop.running_steps += 1
-    keeper.gather(loop)
+    keeper.gather(loop, skipped=skipped)
     hooks.fire(HookPoint.POST_BACKWARD)
-    hooks.fire(HookPoint.PRE_UPDATE)
-    update(task, step_scheduler=step_scheduler)
-    hooks.fire(HookPoint.POST_STEP)
+    if not skipped:
+        hooks.fire(HookPoint.PRE_UPDATE)
+    update(task, step_scheduler=step_scheduler, skipped=skipped)
+    if not skipped:
+        hooks.fire(HookPoint.POST_STEP)
+    else:
+        loop.skipped_steps += 1
 
 
 def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:

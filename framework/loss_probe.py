@@ -15,13 +15,14 @@ from framework.borrowing import (
     lent_buffers,
     lent_gradients,
     lent_modes,
+    lent_scaler,
 )
 from framework.curvature import ExactHessian, Method, central_difference
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from framework.profiler import Profiler
-from framework.train_step import TrainingTask, forward_backward
+from framework.train_step import TrainingTask, measure_gradients
 from framework.training_state import TrainingState
 
 
@@ -112,6 +113,7 @@ class LossProbe:
             stack.enter_context(lent_buffers(self._model))
             stack.enter_context(lent_modes(self._model, train=None))
             stack.enter_context(lent_gradients(self._model))
+            stack.enter_context(lent_scaler(self._task))
             stack.enter_context(gathered_for_a_while(self._model))
             stack.enter_context(torch.enable_grad())
             yield
@@ -126,7 +128,7 @@ class LossProbe:
         for parameter in self._model.parameters():
             parameter.grad = None
         self._profiler.passed("forward_backward", batch)
-        forward_backward(self._task, batch)
+        measure_gradients(self._task, batch)
         return gradients(self._model)
 
 

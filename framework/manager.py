@@ -13,19 +13,13 @@ from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch
-from framework.errors import (
-    HookError,
-    LoopscopeError,
-    RunNotice,
-    StateMutationError,
-    UnsuitableError,
-    UsageError,
-)
+from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
 from framework.isolation import Call, Isolation
 from framework.listeners import Listener, Listeners
+from framework.loss_probe import LossProbe
 from framework.metrics import Metrics, MetricSink
 from framework.offload import StateOffload
 from framework.profiler import Profiler
@@ -178,6 +172,8 @@ class HookManager:
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``."""
+        if point is HookPoint.POST_BACKWARD and self._taps.need_a_pass:
+            self._pass_for_taps()
         listeners = self._listeners.at[point]
         if listeners:
             loop = self.state.loop
@@ -202,7 +198,7 @@ class HookManager:
         return self._listeners.need(need)
 
     def wants_previous_gradients(self, epoch: int, step: int) -> bool:
-        """Tell whether a hook will look, at ``step`` of ``epoch``, at the gradients of the step before."""
+        """Tell whether a hook will look, at ``step``, at the gradients of the step before."""
         return self.wants("needs_prev_step_grads", points=STEP_POINTS, epoch=epoch, step=step)
 
     def flush_steps(self) -> None:
@@ -368,6 +364,14 @@ class HookManager:
 
         commits = hook.commits if isinstance(hook, InterventionHook) else ()
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
+
+    def _pass_for_taps(self) -> None:
+        """Run the step's batch once more, on streams of its own, for the taps that a compiled pass cannot serve."""
+        gradient = partial(LossProbe(self.task, self.state, self.profiler).gradient, self.state.loop.batch)
+        with self.isolation.visit():
+            self.isolation.observe(
+                Call("taps", "POST_BACKWARD", self.state.loop.step, "The"), partial(self._taps.hear, gradient)
+            )
 
     def _target_grad(self, point: HookPoint) -> dict[str, torch.Tensor] | None:
         """Ask the experiment for its target gradient, if a hook wants it now; isolated, and leaving nothing behind."""

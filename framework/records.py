@@ -84,7 +84,7 @@ class RunRecord:
     def _left_by_a_run(self) -> Iterator[Path]:
         """Yield every path that a run may write here, the one by which it is known last."""
         for sink in SinkRegistry:
-            yield self.directory / f"{self.strategy}.{sink.name}"
+            yield from (self.directory / name for name in sink.leaves(self.strategy))
         yield self.weights_path
         yield self.directory / "checkpoints"
         yield self.directory / SUMMARY
@@ -144,6 +144,7 @@ class RunRecord:
             "seed": run.seed,
             "epochs": loop.epoch,
             "steps": loop.step,
+            "skipped_steps": loop.skipped_steps,
             "target_reached": loop.reached,
             "seconds": dict(seconds),
             "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,

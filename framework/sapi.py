@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates
+from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates, lent_scaler
 from framework.commits import (
     Clipping,
     CommitRecord,
@@ -31,7 +31,7 @@ from framework.light_snapshot import LightSnapshot
 from framework.loss_probe import LossProbe
 from framework.param_vectors import Vector, accumulate, copied, live_gradients, local_shards
 from framework.profiler import Profiler
-from framework.train_step import TrainingTask, forward_backward, update
+from framework.train_step import TrainingTask, forward_backward, is_skipped, measure_gradients, update
 from framework.training_state import TrainingState
 
 
@@ -177,6 +177,7 @@ class ModelDataContext:
         """
         with ExitStack() as stack:
             stack.enter_context(lent_gradients(self.model))
+            stack.enter_context(lent_scaler(self._task))
             stack.enter_context(torch.enable_grad())
             if step:
                 self._must_mutate("run_training_epoch(step=True)")
@@ -200,9 +201,15 @@ class ModelDataContext:
                 "parameter groups; pass one for each."
             )
         self._profiler.passed("forward_backward", chosen)
-        with lent_gradients(self.model), lent_learning_rates(groups, learning_rates), torch.enable_grad():
+        with (
+            lent_gradients(self.model),
+            lent_scaler(self._task),
+            lent_learning_rates(groups, learning_rates),
+            torch.enable_grad(),
+        ):
             loss = forward_backward(self._task, chosen)
-            update(self._task, step_scheduler=self._steps_scheduler and learning_rates is None)
+            steps_scheduler = self._steps_scheduler and learning_rates is None
+            update(self._task, step_scheduler=steps_scheduler, skipped=is_skipped(self._task))
         return loss
 
     def get_shuffled_loader(self) -> Loader:
@@ -356,17 +363,23 @@ class ModelDataContext:
 
     def _train(self, loader: Loader, *, step: bool) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
-        steps = 0
+        steps = skips = 0
         named = list(self.model.named_parameters())
         for batch in loader.batches(self._state.loop.epoch):
             self._profiler.passed("forward_backward", batch)
-            forward_backward(self._task, batch)
-            total = accumulate(total, {name: parameter.grad for name, parameter in named if parameter.grad is not None})
-            steps += 1
+            compute_gradients = forward_backward if step else measure_gradients
+            compute_gradients(self._task, batch)
+            skipped = step and is_skipped(self._task)
+            if not skipped:
+                live = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+                total = accumulate(total, live)
             if step:
-                update(self._task, step_scheduler=self._steps_scheduler)
+                update(self._task, step_scheduler=self._steps_scheduler, skipped=skipped)
+            steps += not skipped
+            skips += skipped
         if not steps:
-            raise LoopscopeError("The loader has no batches, so there is no epoch to run.")
+            reason = "the gradients of all its batches left float16" if skips else "it has no batches"
+            raise LoopscopeError(f"The loader has no epoch to run: {reason}.")
         with torch.no_grad():
             torch._foreach_div_(local_shards(total.values()), steps)
         return total

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from framework.compilation import compile_model
 from framework.config import RunOptions, require
 from framework.contexts import RunInfo
 from framework.display import Display
@@ -17,6 +18,7 @@ from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_optio
 from framework.hooks import TrainingHook
 from framework.manager import HookManager
 from framework.metrics import MetricSink
+from framework.precision import Precision
 from framework.random_streams import RandomStreams, seed_everything
 from framework.records import RunRecord
 from framework.reference import Reference, differences, find_reference, load_reference
@@ -195,12 +197,16 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
     optimizer = runner.build_optimizer(model)
     scheduler = runner.build_scheduler(optimizer)
     loader = runner.build_loader(strategy)
+    if config.with_compile:
+        compile_model(model)
+    precision = Precision.of(config.amp, runner.device)
     task = TrainingTask(
         model,
         optimizer,
         loader,
-        runner.compute_loss,
-        evaluate=runner.evaluate,
+        precision.autocast(runner.compute_loss),
+        evaluate=precision.autocast(runner.evaluate),
+        scaler=precision.scaler(),
         should_stop=runner.should_stop,
         target_grad=runner.target_grad,
         scheduler=scheduler,
@@ -213,7 +219,9 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         config=config,
     )
     streams = RandomStreams(config.seed, loader.generators())
-    state = TrainingState(model, optimizer, streams, scheduler=scheduler, extras={"experiment": runner})
+    state = TrainingState(
+        model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras={"experiment": runner}
+    )
     require(len(loader) > 0, f"Strategy {strategy!r} has no training batches.")
     return task, state
 

@@ -1,6 +1,7 @@
 """Gradient taps: functions that see, or replace, a gradient while it flows backward."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from framework.compilation import eagerly, is_compiled
 from framework.errors import StateMutationError, UsageError, unknown
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]
+AfterForward = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,21 @@ class TapOwner:
 
 
 class TapSet:
-    """The taps of a run: attached to the model, silenced while somebody else runs backward, removed at the end."""
+    """The taps of a run: attached to the model, silenced while somebody else runs backward, removed at the end.
+
+    A compiled model would take a tap on an output into its graphs, which could change the last bits of the run. Those
+    that only read hear a pass of their own instead (:meth:`hear`); those that replace end a graph where they are.
+    """
 
     def __init__(self, model: nn.Module, *, audit: bool = False) -> None:
         """Make an empty set; ``audit`` compares every byte of a gradient before and after each tap."""
         self._model = model
         self._audit = audit
+        self._compiled = is_compiled(model)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._apart: list[tuple[Callable[[], bool], nn.Module, AfterForward]] = []
         self._silent = 0
+        self._stances = ExitStack()
 
     def attach(self, owner: TapOwner, taps: Iterable[GradientTap]) -> None:
         """Attach a hook's taps; raises :class:`UsageError`, with no tap left on the model, if one cannot be."""
@@ -74,14 +84,20 @@ class TapSet:
         watched = self._watched(owner, tap)
         if tap.kind == "output":
             module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
-            self._handles.append(module.register_forward_hook(self._on_output(watched, owner.is_due)))
+            after_forward = self._on_output(watched, owner.is_due)
+            if self._compiled and not tap.replaces:
+                self._apart.append((owner.is_due, module, after_forward))
+                return
+            if self._compiled:
+                after_forward = torch.compiler.disable(after_forward)  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_forward_hook(after_forward))
             return
         parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
         if not parameter.requires_grad:
             raise UsageError(f"Hook {owner.hook!r} taps {tap.target!r}, which has no gradient: it is frozen.")
         self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
 
-    def _on_output(self, watched: OnGradient, is_due: Callable[[], bool]) -> Callable[..., None]:
+    def _on_output(self, watched: OnGradient, is_due: Callable[[], bool]) -> AfterForward:
         def after_forward(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
             if self._silent or not is_due():
                 return
@@ -112,14 +128,34 @@ class TapSet:
         return on_gradient
 
     def silenced(self) -> "TapSet":
-        """Call no tap in the body (``with taps.silenced():``): the passes in it are not the run's own."""
+        """Call no tap in the body (``with taps.silenced():``): the passes in it are not the run's own.
+
+        Compiled modules run eagerly there: compiling them for other shapes or modes may change what the run is given.
+        """
         return self
 
     def __enter__(self) -> None:
         self._silent += 1
+        if self._compiled:
+            self._stances.enter_context(eagerly())
 
     def __exit__(self, *error: object) -> None:
         self._silent -= 1
+        if not self._silent:
+            self._stances.close()
+
+    @property
+    def need_a_pass(self) -> bool:
+        """Tell whether a tap is due now that a compiled pass cannot serve."""
+        return any(is_due() for is_due, _, _ in self._apart)
+
+    def hear(self, compute_gradients: Callable[[], object]) -> None:
+        """Run a pass eagerly, heard by the taps that a compiled pass cannot serve."""
+        with ExitStack() as stack:
+            stack.enter_context(eagerly())
+            for _, module, after_forward in self._apart:
+                stack.callback(module.register_forward_hook(after_forward).remove)
+            compute_gradients()
 
     def remove(self) -> None:
         """Take every tap off the model."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from framework.batches import micro_batches, rows
 from framework.data import Batch, Loader
+from framework.precision import overflowed
 
 
 @dataclass
@@ -29,6 +31,8 @@ class TrainingTask:
     should_stop: Callable[[dict[str, float]], bool] = lambda evaluation: False
     target_grad: Callable[[nn.Module], dict[str, Tensor] | None] = lambda model: None
     scheduler: LRScheduler | None = None
+    scaler: GradScaler | None = None
+    """Scales the loss, for float16."""
     scheduler_interval: str = "epoch"
     """When the scheduler steps in the epoch loop: every ``epoch`` or every ``step``; in the step loop, every step."""
     length: int = 1
@@ -42,26 +46,56 @@ class TrainingTask:
 
 
 def forward_backward(task: TrainingTask, batch: Batch) -> Tensor:
-    """Compute the gradients of the batch's mean loss and return that loss, detached.
+    """Compute the gradients of the batch's mean loss, unscaled, and return that loss, detached.
 
     With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
     """
     task.optimizer.zero_grad()
     if task.accumulation_steps == 1:
-        loss = task.compute_loss(task.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-    pieces = micro_batches(batch, task.accumulation_steps)
-    losses = []
-    for piece in pieces:
-        loss = task.compute_loss(task.model, piece) * (rows(piece) / rows(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    return torch.stack(losses).sum()
+        loss = _backward(task, task.compute_loss(task.model, batch))
+    else:
+        pieces = micro_batches(batch, task.accumulation_steps)
+        shares = [rows(piece) / rows(batch) for piece in pieces]
+        losses = [
+            _backward(task, task.compute_loss(task.model, piece) * share)
+            for piece, share in zip(pieces, shares, strict=True)
+        ]
+        loss = torch.stack(losses).sum()
+    if task.scaler is not None:
+        task.scaler.unscale_(task.optimizer)
+    return loss
 
 
-def update(task: TrainingTask, *, step_scheduler: bool) -> None:
-    """Let the optimizer use the gradients."""
-    task.optimizer.step()
-    if step_scheduler and task.scheduler is not None:
+def _backward(task: TrainingTask, loss: Tensor) -> Tensor:
+    scaled = loss if task.scaler is None else task.scaler.scale(loss)
+    scaled.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def is_skipped(task: TrainingTask) -> bool:
+    """Tell whether this step's update has to be skipped: scaled too far, its gradients left float16."""
+    return overflowed(task.scaler, task.optimizer)
+
+
+def measure_gradients(task: TrainingTask, batch: Batch) -> None:
+    """Compute the gradients for nobody's step: where they leave float16, again with the loss scaled less."""
+    while True:
+        forward_backward(task, batch)
+        if task.scaler is None:
+            return
+        skipped = is_skipped(task)
+        task.scaler.update()
+        if not skipped or task.scaler.get_scale() < 1:
+            return
+
+
+def update(task: TrainingTask, *, step_scheduler: bool, skipped: bool = False) -> None:
+    """Let the optimizer use the gradients; a ``skipped`` step only lowers the scale of the loss."""
+    if task.scaler is None:
+        task.optimizer.step()
+    else:
+        if not skipped:
+            task.scaler.step(task.optimizer)
+        task.scaler.update()
+    if step_scheduler and not skipped and task.scheduler is not None:
         task.scheduler.step()

@@ -72,6 +72,10 @@ class LoopState:
     current_grads: dict[str, Tensor] | None = None
     pre_epoch: Any = None
     """The snapshot taken at PRE_EPOCH; handed to nobody, so the guardian need not copy it."""
+    loss_scale: float | None = None
+    """What the loss of the step was multiplied by for its backward pass (float16 only)."""
+    skipped_steps: int = 0
+    """Steps whose update was skipped, since their gradients left float16."""
     stopped: bool = False
     reached: dict[str, int] | None = None
 

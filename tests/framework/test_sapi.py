@@ -258,7 +258,7 @@ def test_an_empty_loader_is_refused():
     ctx = context()
     empty = TensorLoader(ctx.loader._tensors, 4, lambda epoch: torch.arange(0))
     empty.batches = lambda epoch, start=0: iter(())
-    with pytest.raises(LoopscopeError, match="no batches, so there is no epoch"):
+    with pytest.raises(LoopscopeError, match="no epoch to run: it has no batches"):
         ctx.run_training_epoch(empty)
     with pytest.raises(LoopscopeError, match="no batches, so there is nothing to take the mean of"):
         ctx.hessian_vector_product(trainable(ctx.model), loader=empty)

@@ -1,0 +1,44 @@
+"""Compiled models: the training steps run compiled, everything else eagerly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from framework.errors import UsageError
+
+
+def compile_model(model: nn.Module) -> None:
+    """Compile a model in place; raises :class:`UsageError` where there is no compiler for it.
+
+    Every shape has a graph of its own (``dynamic=False``): with graphs for several shapes, which of them a batch gets
+    would depend on the batches before it, and so would its last bits.
+    """
+    if next(model.parameters()).device.type == "cpu":
+        _check_compiler()
+    model.compile(dynamic=False)
+
+
+def _check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UsageError(
+            "--with-compile needs a C++ compiler on a CPU, and there is none; install g++ or clang, or set CXX to one."
+        ) from error
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether a module of the model was compiled with :meth:`torch.nn.Module.compile`."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run compiled modules eagerly in the body: hooks of modules are called, and nothing is compiled for its shapes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
