@@ -125,6 +125,9 @@ def replace_gradients(model: nn.Module, values: Vector) -> None:
 def blend(model: nn.Module, target: Vector, weight: float) -> None:
     """Move the named parameters to (1 − weight)·θ + weight·target, computed in the wider of the two dtypes."""
     parameters = dict(model.named_parameters())
+    if weight == 1:
+        overwrite(parameters, target)
+        return
     names = list(target)
     shards = zip(local_shards([parameters[name] for name in names]), local_shards(target.values()), strict=True)
     for parameter, aim in shards:
