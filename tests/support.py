@@ -72,9 +72,9 @@ def data_for(model: str) -> tuple[Tensor, Tensor]:
     """Draw inputs and targets that suit a model."""
     generator = torch.Generator().manual_seed(5)
     targets = torch.randint(TOKENS, (ROWS,), generator=generator)
-    if model == "batchnorm_mlp":
-        return torch.randn(ROWS, 4, generator=generator), targets
-    return torch.randint(TOKENS, (ROWS, 2), generator=generator), targets
+    if model in ("transformer", "tied"):
+        return torch.randint(TOKENS, (ROWS, 2), generator=generator), targets
+    return torch.randn(ROWS, 4, generator=generator), targets
 
 
 @dataclass(frozen=True)
