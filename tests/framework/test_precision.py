@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from framework.hook_points import STEP_POINTS, HookPoint
 from framework.precision import Precision
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
+from tests.framework.small_experiment import Small, SmallSteps, read_json, registered, session
 from tests.support import LOOPS, ActingHook, Case, Run, SpyHook, at, differences, mean_loss, train
 
 POST_BACKWARD = HookPoint.POST_BACKWARD
@@ -151,3 +153,14 @@ def test_losses_are_computed_in_the_precision_asked_for(amp: str, dtype: torch.d
     Precision.of(amp, torch.device("cpu")).autocast(partial(model))(torch.ones(1, 3))
     assert model.seen == [dtype]
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_an_experiment_trains_in_mixed_precision(tmp_path: Path, amp: str, runner: type[Small]) -> None:
+    with registered(runner):
+        summary = session(tmp_path, runner, strategies=["plain"], amp=amp).run()[0]
+    config = read_json(tmp_path / runner.name / "plain/experiment_config.json")
+    assert (config["config"]["amp"], summary["status"]) == (amp, "completed")
+    assert summary["final"]["val_loss"] < summary["initial"]["val_loss"]
+    assert summary["skipped_steps"] == 0

@@ -1,0 +1,106 @@
+"""Every registered hook under micro-batches, mixed precision, skipped steps and a compiled model, in both loops."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+import training_hooks  # noqa: F401 - fills the registry
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import EVERY_STEP
+from framework.hooks import InterventionHook
+from framework.precision import Precision
+from framework.registry import HookRegistry, hook_kind
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import LOOPS, Case, Run, differences, mean_loss, train
+
+QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
+COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train: mixed precision, and whether the model is compiled (by a backend that changes no number)."""
+
+    amp: str = "none"
+    compiled: bool = False
+
+    def introduce(self, task: TrainingTask, state: TrainingState) -> None:
+        precision = Precision.of(self.amp, torch.device("cpu"))
+        task.compute_loss = precision.autocast(mean_loss)
+        if self.amp == "fp16":
+            task.scaler = state.scaler = GradScaler("cpu", init_scale=2.0**16)
+        if self.compiled:
+            task.model.compile(backend="eager", dynamic=False)
+
+
+MODES = {
+    "micro-batches": Mode(),
+    "bf16": Mode("bf16"),
+    "fp16": Mode("fp16"),
+    "compiled": Mode(compiled=True),
+}
+
+
+def run(mode: str, loop: str, hooks: list[Any]) -> Run:
+    """Train the tied model in micro-batches of three, two and two rows."""
+    case = Case("tied", "adamw_fused", loop)
+    return train(
+        case,
+        hooks,
+        steps=STEPS,
+        accumulation_steps=3,
+        introduce=MODES[mode].introduce,
+        raises=(UsageError,),
+        reference_weights=reference(),
+    )
+
+
+@cache
+def reference() -> dict[str, torch.Tensor]:
+    model: nn.Module = train(Case("tied", "adamw_fused"), steps=6, audit=False).task.model
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@cache
+def bare(mode: str, loop: str) -> Run:
+    return run(mode, loop, [])
+
+
+def with_hook(mode: str, loop: str, name: str) -> Run:
+    hook = HookRegistry.get(name)()
+    hook.step_schedule = EVERY_STEP
+    return run(mode, loop, [hook])
+
+
+@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> None:
+    hooked = with_hook(mode, loop, name)
+    if hooked.error is not None:
+        assert isinstance(hooked.error, UnsuitableError)
+        return
+    assert len(hooked.digests) == len(bare(mode, loop).digests)
+    for before, after in zip(bare(mode, loop).digests, hooked.digests, strict=True):
+        assert not differences(before, after)
+
+
+@pytest.mark.parametrize("name", COMMITTING)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name: str) -> None:
+    trained = with_hook(mode, loop, name)
+    assert trained.error is None
+    assert all(parameter.isfinite().all() for parameter in trained.task.model.parameters())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_run_in_float16_skips_a_step_but_not_all(loop: str) -> None:
+    assert 0 < bare("fp16", loop).state.loop.skipped_steps < STEPS
