@@ -14,12 +14,11 @@ In keys and text the characters ``% , ; : [ ] "`` and control characters are per
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from sinks.record import plain
+from sinks.record import NUMBERS, number_texts, plain
 
-NUMBERS = frozenset({float, int, bool})
 _SPECIAL = re.compile(r'[%,;:\[\]"\x00-\x1f\x7f]')
 _ENCODED = re.compile(r"%([0-9A-F]{2})")
 _INTEGER = re.compile(r"-?\d+")
@@ -51,9 +50,10 @@ def element(value: Any) -> str:
     return element(plain(value))
 
 
-def elements(values: Sequence[Any]) -> Iterable[str]:
+def elements(values: Collection[Any]) -> list[str]:
     """Return the texts of many values, quickly where all of them are plain numbers."""
-    return map(repr, values) if NUMBERS.issuperset(map(type, values)) else map(element, values)
+    texts = number_texts(values)
+    return list(map(element, values)) if texts is None else texts
 
 
 def cell(value: Any) -> str:

@@ -1,6 +1,9 @@
 """The record of a run as a table: one row per emit, its columns known before the first."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,24 +11,31 @@ from framework.contexts import MetricInfo, RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import MetricSink, Series
 from framework.registry import SinkRegistry
-from sinks.cells import (
-    NUMBERS,
-    cell,
-    element,
-    elements,
-    escape,
-    parse_cell,
-    parse_element,
-    parse_pairs,
-    split,
-    unescape,
-)
-from sinks.record import Record, plain
+from sinks.cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
+from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from sinks.run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the texts of one set of metrics lie in a row, behind its position."""
+
+    order: Sequence[int]
+    """For each text of the row, which metric it belongs to."""
+    between: Sequence[str]
+    """What stands before, between and after the texts."""
+    keyed: Sequence[bool]
+    """For each metric, whether it stands behind a key."""
+
+    def row(self, position: str, texts: Sequence[str]) -> str:
+        """Return a row with the text of each metric."""
+        pieces = [*self.between]
+        pieces[1::2] = map(texts.__getitem__, self.order)
+        return f"{position}{''.join(pieces)}\n"
 
 
 class Columns:
@@ -43,15 +53,23 @@ class Columns:
         index = {name: position for position, name in enumerate(self.names)}
         self._alone = {name: index[name] for name in alone}
         self._families = {name: index[name + PER_PARAMETER if name in alone else name] for name in families}
-        self._places: dict[str, tuple[int, str]] = {}
+        self.layout = lru_cache(LAYOUTS)(self._layout)
 
-    def place(self, metric: str) -> tuple[int, str]:
+    def _layout(self, metrics: tuple[str, ...], *, brackets: bool) -> Layout:
+        """Lay out a row of these metrics; ``brackets`` says whether to put those behind a key into brackets."""
+        places = [self._place(metric) for metric in metrics]
+        order = sorted(range(len(metrics)), key=lambda metric: places[metric][0])
+        between, column, closing = [], len(POSITION) - 1, ""
+        for metric in order:
+            place, key = places[metric]
+            separator = "," * (place - column) or ";"
+            between += [closing + separator + (f"{key}:" + "[" * brackets if key else ""), ""]
+            column, closing = place, "]" if key and brackets else ""
+        between.append(closing + "," * (len(self.names) - 1 - column))
+        return Layout(order, between, [bool(key) for _, key in places])
+
+    def _place(self, metric: str) -> tuple[int, str]:
         """Return the column of a metric and its key in there, encoded; empty where the column is its own."""
-        if metric not in self._places:
-            self._places[metric] = self._found(metric)
-        return self._places[metric]
-
-    def _found(self, metric: str) -> tuple[int, str]:
         if metric in self._alone:
             return self._alone[metric], ""
         family = metric
@@ -90,29 +108,27 @@ class CSVSink(MetricSink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one row, or at step-level points one for each set of steps."""
-        if hook_point not in STEP_POINTS:
-            position = [str(epoch), str(step), hook_point.name]
-            self._file.write(self._row(position, ((name, *_texts(value)) for name, value in metrics.items())))
+        if hook_point in STEP_POINTS:
+            series = in_step(metrics.values())
+            groups = _by_steps(metrics, step) if series is None else [(tuple(metrics), *series)]
+            self._file.write("".join([self._series_row(epoch, hook_point, *group) for group in groups]))
             return
-        rows = []
-        for steps, values in _by_steps(metrics, step).items():
-            position = [str(epoch), ";".join(map(str, steps)), hook_point.name]
-            rows.append(self._row(position, ((name, *_series_texts(series)) for name, series in values.items())))
-        self._file.write("".join(rows))
+        layout = self._columns.layout(tuple(metrics), brackets=False)
+        texts = number_texts(metrics.values())
+        if texts is None:
+            together = zip(metrics.values(), layout.keyed, strict=True)
+            texts = [element(value) if keyed else _alone(value) for value, keyed in together]
+        self._file.write(layout.row(f"{epoch},{step},{hook_point.name}", texts))
 
-    def _row(self, position: list[str], texts: Iterable[tuple[str, str, str]]) -> str:
-        """Make a row of (metric, text for a cell of its own, text behind a key)."""
-        cells = position + [""] * (len(self._columns.names) - len(position))
-        pairs: dict[int, list[str]] = {}
-        for metric, alone, keyed in texts:
-            column, key = self._columns.place(metric)
-            if key:
-                pairs.setdefault(column, []).append(f"{key}:{keyed}")
-            else:
-                cells[column] = alone
-        for column, items in pairs.items():
-            cells[column] = ";".join(items)
-        return ",".join(cells) + "\n"
+    def _series_row(
+        self, epoch: int, point: HookPoint, names: tuple[str, ...], steps: Sequence[int], values: Sequence[list[Any]]
+    ) -> str:
+        """Make the row of series that share their steps."""
+        texts = elements(list(chain.from_iterable(values)))
+        if len(steps) != 1:
+            texts = in_runs(texts, len(values), len(steps), ";")
+        layout = self._columns.layout(names, brackets=len(steps) > 1)
+        return layout.row(f"{epoch},{';'.join(map(str, steps))},{point.name}", texts)
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""
@@ -123,29 +139,22 @@ class CSVSink(MetricSink):
         self._file.close()
 
 
-def _texts(value: Any) -> tuple[str, str]:
-    """Return a value's text in a cell of its own and behind a key."""
-    if type(value) in NUMBERS:
-        text = repr(value)
-        return text, text
-    if isinstance(value, Series):
-        value = plain(value)
-    return cell(value), element(value)
+def _alone(value: Any) -> str:
+    """Return a value's text in a cell of its own."""
+    return cell(plain(value) if isinstance(value, Series) else value)
 
 
-def _series_texts(values: list[Any]) -> tuple[str, str]:
-    """Return a series' text in a cell of its own and behind a key; its length is that of the steps."""
-    text = ";".join(elements(values))
-    return text, f"[{text}]" if len(values) > 1 else text
+Group = tuple[tuple[str, ...], Sequence[int], Sequence[list[Any]]]
 
 
-def _by_steps(metrics: Mapping[str, Any], step: int) -> dict[tuple[int, ...], dict[str, list[Any]]]:
-    """Group the values of series by their steps; a value that is none counts as a series of the one ``step``."""
+def _by_steps(metrics: Mapping[str, Any], step: int) -> Iterator[Group]:
+    """Yield names, steps and values of the series of each set of steps; what is none is one of the one ``step``."""
     groups: dict[tuple[int, ...], dict[str, list[Any]]] = {}
     for name, value in metrics.items():
         series = value if isinstance(value, Series) else Series([step], [value])
         groups.setdefault(tuple(series.steps), {})[name] = series.values
-    return groups
+    for steps, values in groups.items():
+        yield tuple(values), steps, list(values.values())
 
 
 def read_csv(path: Path) -> Iterator[Record]:

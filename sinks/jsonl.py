@@ -1,7 +1,9 @@
 """The lossless record of a run: one JSON object per emit."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,11 +11,12 @@ from framework.contexts import RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import MetricSink, Series
 from framework.registry import SinkRegistry
-from sinks.record import Record, plain
+from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from sinks.run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity", "True": "true", "False": "false"}
 
 
 @SinkRegistry.register
@@ -39,16 +42,8 @@ class JSONLSink(MetricSink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one line; raises ``ValueError`` for a metric named like a field of the position."""
-        if not metrics.keys().isdisjoint(POSITION):
-            raise ValueError(f"A metric is named {', '.join(POSITION)} or one of them; metrics are named hook/metric.")
-        record = {"epoch": epoch, "step": step, "hook_point": hook_point.name}
-        if hook_point in STEP_POINTS:
-            metrics = {name: _shown(value) for name, value in metrics.items()}
-        try:
-            line = _encode({**record, **metrics})
-        except TypeError:
-            line = _encode({**record, **plain(metrics)})
-        self._file.write(line + "\n")
+        body = _fields(metrics, hook_point)
+        self._file.write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{body}}}\n')
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""
@@ -57,6 +52,58 @@ class JSONLSink(MetricSink):
     def close(self, status: str) -> None:
         """Close the strategy's file."""
         self._file.close()
+
+
+def _fields(metrics: Mapping[str, Any], point: HookPoint) -> str:
+    """Return what follows the position: quickly where all are plain numbers, or series with the same steps."""
+    keys = _keys(tuple(metrics))
+    series = in_step(metrics.values()) if point in STEP_POINTS else None
+    numbers = _numbers(metrics.values() if series is None else list(chain.from_iterable(series[1])))
+    if numbers is None:
+        return "," + _encoded({name: _shown(value) for name, value in metrics.items()})[1:-1]
+    return _woven(keys, numbers) if series is None else _woven(keys, *_series_texts(series[0], len(keys), numbers))
+
+
+@lru_cache(LAYOUTS)
+def _keys(names: tuple[str, ...]) -> list[str]:
+    """Return what comes before each metric's value."""
+    if not set(POSITION).isdisjoint(names):
+        raise ValueError(f"A metric is named {', '.join(POSITION)} or one of them; metrics are named hook/metric.")
+    return [f",{_encode(name)}:" for name in names]
+
+
+def _woven(*columns: list[str]) -> str:
+    """Join texts row by row.
+
+    >>> _woven(["a:", "b:"], ["1;", "2"])
+    'a:1;b:2'
+    """
+    pieces = [""] * (len(columns) * len(columns[0]))
+    for index, column in enumerate(columns):
+        pieces[index :: len(columns)] = column
+    return "".join(pieces)
+
+
+def _numbers(values: Collection[Any]) -> list[str] | None:
+    """Return the JSON text of every value, or nothing unless all of them are plain numbers."""
+    texts = number_texts(values)
+    if texts is None or _WORDS.keys().isdisjoint(texts):
+        return texts
+    return [_WORDS.get(text, text) for text in texts]
+
+
+def _series_texts(steps: list[int], count: int, numbers: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the JSON texts of ``count`` series with the same steps, each in three parts."""
+    opening = f'{{"steps":[{",".join(map(str, steps))}],"values":['
+    values = numbers if len(steps) == 1 else in_runs(numbers, count, len(steps), ",")
+    return [opening] * count, values, ["]}"] * count
+
+
+def _encoded(metrics: dict[str, Any]) -> str:
+    try:
+        return _encode(metrics)
+    except TypeError:
+        return _encode(plain(metrics))
 
 
 def _shown(value: Any) -> Any:

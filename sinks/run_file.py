@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from framework.contexts import RunInfo
 
@@ -17,13 +17,13 @@ class RunFile:
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     def open(self, run: RunInfo) -> None:
         """Close the file of the strategy before, if any, and start that of ``run``."""
         self.close()
         path = run.output_dir / f"{run.strategy}{self._suffix}"
-        self._file = path.open("w", encoding="utf-8", newline="\n")
+        self._file = FileIO(path, "w")
 
     def write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
@@ -31,13 +31,14 @@ class RunFile:
             raise RuntimeError(
                 f"No {self._suffix} file is open: emit is called after set_run_context(run) and before close(status)."
             )
-        self._file.write(text)
-        self._file.flush()
+        data = text.encode()
+        written = self._file.write(data)
+        while written < len(data):
+            written += self._file.write(memoryview(data)[written:])
 
     def flush(self) -> None:
         """Force what was written onto the disk."""
         if self._file is not None:
-            self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -56,6 +56,14 @@ def emits(draw: Any, names: st.SearchStrategy[str]) -> Emit:
     return Emit(metrics, epoch, point, max(series.steps[-1] for series in metrics.values()))
 
 
+@st.composite
+def series_in_step(draw: Any, names: st.SearchStrategy[str]) -> dict[str, Series]:
+    """Draw series of numbers that all have the same steps, as most flushes give them to the sinks."""
+    steps = draw(STEPS)
+    values = st.lists(NUMBERS, min_size=len(steps), max_size=len(steps))
+    return {name: Series(list(steps), draw(values)) for name in draw(st.lists(names, min_size=1, max_size=6))}
+
+
 def exact(value: Any) -> Any:
     """Make values comparable with types told apart and NaN equal to itself."""
     if isinstance(value, Series):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import Series
 from sinks.csv import CSVSink, read_csv
-from tests.sinks.emits import WORDS, emits, exact, run_info
+from tests.sinks.emits import WORDS, Emit, emits, exact, run_info, series_in_step
 
 DESCRIBED = [
     "h/loss",
@@ -84,6 +84,15 @@ def test_every_row_is_read_back_as_emitted(tmp_path, all_emits):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(series_in_step(PLACES.map(placed)), max_size=4))
+def test_series_in_step_are_one_row_and_read_back_as_emitted(tmp_path, flushes):
+    all_emits = [Emit(metrics, 3, HookPoint.POST_STEP, 7) for metrics in flushes]
+    path = written(tmp_path, *((emit.metrics, emit.point) for emit in all_emits))
+    found = [(r.epoch, r.step, r.hook_point, exact(r.metrics)) for r in read_csv(path)]
+    assert found == [row for emit in all_emits for row in expected_rows(emit)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(PLACES.map(placed)), max_size=3))
 def test_any_csv_reader_splits_the_file_into_the_same_cells(tmp_path, all_emits):
     sink = CSVSink()
@@ -112,6 +121,21 @@ def test_parameters_share_a_column_and_a_scalar_of_that_name_keeps_its_own(tmp_p
     assert row["h/norm"] == "1.5"
     assert row["h/norm/<parameter>"] == "w:0.5;b:nan"
     assert row["g/ratio"] == "w:2"
+
+
+def test_the_order_of_the_metrics_is_of_no_consequence_to_their_columns(tmp_path):
+    metrics = {"g/ratio/w": 4, "h/norm/b": 3, "h/loss": 1, "h/norm": 2, "h/norm/w": 5}
+    backwards = dict(reversed(metrics.items()))
+    first, second = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH), (backwards, HookPoint.POST_EPOCH)))
+    filled = {"h/loss": "1", "h/norm": "2", "h/norm/<parameter>": "b:3;w:5", "g/ratio": "w:4"}
+    assert {name: first[name] for name in filled} == filled
+    assert {name: second[name] for name in filled} == filled | {"h/norm/<parameter>": "w:5;b:3"}
+
+
+def test_series_behind_a_key_have_brackets_as_soon_as_they_have_two_values(tmp_path):
+    single, several = {"h/norm/w": Series([4], [1])}, {"h/norm/w": Series([4, 5], [1, 2])}
+    rows = cells(written(tmp_path, *((metrics, HookPoint.POST_STEP) for metrics in (single, several, single))))
+    assert [row["h/norm/<parameter>"] for row in rows] == ["w:1", "w:[1;2]", "w:1"]
 
 
 def test_a_metric_that_nobody_described_goes_to_the_last_column(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from framework.hook_points import HookPoint
 from framework.metrics import Series
 from sinks.jsonl import JSONLSink, read_jsonl
-from tests.sinks.emits import WORDS, emits, exact, run_info
+from tests.sinks.emits import NUMBERS, VALUES, WORDS, emits, exact, run_info, series_in_step
 
 NAMES = st.builds("{}/{}".format, WORDS, WORDS)
 
@@ -40,6 +40,30 @@ def test_everything_that_was_emitted_is_read_back_exactly(tmp_path, all_emits):
 def test_a_line_is_one_object_with_position_and_metrics_in_order(tmp_path):
     path = written(tmp_path, ({"b/y": 0.1, "a/x": {"k": [1, 2]}}, HookPoint.POST_EPOCH))
     assert path.read_text() == '{"epoch":3,"step":7,"hook_point":"POST_EPOCH","b/y":0.1,"a/x":{"k":[1,2]}}\n'
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.one_of(st.dictionaries(NAMES, NUMBERS, max_size=6), st.dictionaries(NAMES, VALUES, max_size=3)))
+def test_a_line_of_values_is_what_the_json_module_writes(tmp_path, metrics):
+    line = {"epoch": 3, "step": 7, "hook_point": "POST_EPOCH"} | metrics
+    path = written(tmp_path, (metrics, HookPoint.POST_EPOCH))
+    assert path.read_text() == json.dumps(line, separators=(",", ":")) + "\n"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(series_in_step(NAMES))
+def test_a_line_of_series_is_what_the_json_module_writes(tmp_path, metrics):
+    fields = {name: {"steps": series.steps, "values": series.values} for name, series in metrics.items()}
+    line = {"epoch": 3, "step": 7, "hook_point": "POST_STEP"} | fields
+    path = written(tmp_path, (metrics, HookPoint.POST_STEP))
+    assert path.read_text() == json.dumps(line, separators=(",", ":")) + "\n"
+
+
+def test_the_same_names_with_other_kinds_of_values_are_written_as_such(tmp_path):
+    kinds = [{"h/a": 1.0, "h/b": 2}, {"h/a": Series([1], [0.5]), "h/b": 2}, {"h/a": [1, 2], "h/b": math.inf}]
+    kinds.append({"h/a": Series([1, 2], [0.5, 1]), "h/b": Series([1, 2], ["x", None])})
+    records = read_jsonl(written(tmp_path, *((metrics, HookPoint.POST_STEP) for metrics in kinds)))
+    assert [record.metrics for record in records] == kinds
 
 
 def test_a_series_has_its_steps_beside_its_values(tmp_path):

@@ -1,4 +1,5 @@
 import os
+import resource
 
 import pytest
 
@@ -38,3 +39,31 @@ def test_an_older_file_is_written_over_and_others_are_left_alone(tmp_path):
 def test_only_line_feeds_end_a_line(tmp_path):
     (tmp_path / "x").write_bytes("a\rb\x85c\u2028d\n\ncut".encode())
     assert list(complete_lines(tmp_path / "x")) == ["a\rb\x85c\u2028d", ""]
+
+
+@pytest.fixture
+def a_megabyte_of_room():
+    """Let files grow to a megabyte, as a disk does that is nearly full: a write beyond is cut short."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_that_finds_no_room_is_an_error_rather_than_cut_short(tmp_path, a_megabyte_of_room):
+    file = RunFile(".txt")
+    file.open(run_info(tmp_path))
+    file.write("x" * (2**20 - 2) + "\n")
+    with pytest.raises(OSError, match="File too large"):
+        file.write("cut\n")
+    file.close()
+    assert len(list(complete_lines(tmp_path / "only.txt"))) == 1
+
+
+def test_a_line_is_on_file_in_full_as_soon_as_it_is_written(tmp_path):
+    file = RunFile(".txt")
+    file.open(run_info(tmp_path))
+    text = "ü\r" * 100_000 + "\n"
+    file.write(text)
+    assert (tmp_path / "only.txt").read_bytes() == text.encode()
+    file.close()
