@@ -1,14 +1,15 @@
 """Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_not
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from framework.errors import LoopscopeError, unknown
 from framework.precision import twin
 from framework.train_step import TrainingTask
 
@@ -123,3 +124,47 @@ def lent_for_evaluation(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode for the body; modes, buffers, attributes and shards are put back."""
     with gathered_for_a_while(model), lent_buffers(model), lent_modes(model, train=False):
         yield
+
+
+@contextmanager
+def lent_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of the named parameters and buffers for the body, under all names of each.
+
+    The live tensors are not touched: the entries of the modules' tables are exchanged. What modules keep beside
+    their tables, as recurrent ones do, is put back by :func:`lent_buffers`, to be entered before. Tensors are converted
+    to dtype and device of those that they stand for. Raises :class:`LoopscopeError` for a name that the model lacks, a
+    shape that differs, and under FSDP2, whose wrappers hold references of their own to the parameters.
+    """
+    if fully_sharded_modules(model):
+        raise LoopscopeError(
+            "Other weights cannot be lent to a model under FSDP2 (fully_shard): it gathers the parameters that it was "
+            "given. Evaluate a copy of the model that is not sharded."
+        )
+    replacements = _replacements(model, weights)
+    tables: list[Any] = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    contents = [(table, table.copy()) for table in tables]
+    try:
+        for table, before in contents:
+            table.update({key: replacements[id(live)] for key, live in before.items() if id(live) in replacements})
+        yield
+    finally:
+        for table, before in contents:
+            table.clear()
+            table.update(before)
+
+
+def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, Any]:
+    """Return what to put in the place of each live tensor, by its id: parameters for parameters."""
+    live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    found: dict[int, Any] = {}
+    for name, value in weights.items():
+        if name not in live:
+            raise unknown("weight", name, live)
+        own = live[name]
+        if value.shape != own.shape:
+            raise LoopscopeError(
+                f"The weight lent for {name!r} has shape {tuple(value.shape)}, but the model's has {tuple(own.shape)}."
+            )
+        lent = value.detach().to(device=own.device, dtype=own.dtype)
+        found[id(own)] = nn.Parameter(lent, own.requires_grad) if isinstance(own, nn.Parameter) else lent
+    return found

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from framework.borrowing import lent_for_evaluation, lent_weights
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from framework.loss_probe import LossProbe
@@ -35,6 +37,7 @@ class ContextBuilder:
         self._services = ObserverServices(
             forward=self._forward,
             batch_gradients=LossProbe(task, state, profiler).gradient,
+            evaluate=self._evaluate,
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
             last_metrics=last_metrics,
         )
@@ -76,6 +79,12 @@ class ContextBuilder:
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
         self._profiler.passed("forward", inputs)
         return forward_pass(self._state, inputs, capture, train)
+
+    def _evaluate(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        model = self._task.model
+        with torch.no_grad(), self._state.streams.isolated(), lent_for_evaluation(model), lent_weights(model, weights):
+            self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
+            return self._task.evaluate(model)
 
 
 def _frozen(vector: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:

@@ -80,6 +80,7 @@ class ObserverServices:
 
     forward: Callable[[Any, Sequence[str], bool], ForwardResult]
     batch_gradients: Callable[[Any], dict[str, Tensor]]
+    evaluate: Callable[[Mapping[str, Tensor]], dict[str, float]]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
 
@@ -148,6 +149,18 @@ class RunDataContext:
         What that needs (gradients, buffers, modes, random streams) is borrowed and put back.
         """
         return self.services.batch_gradients(batch)
+
+    def evaluate(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the numbers of the experiment's evaluation with other weights; the model's own are not touched.
+
+        In eval mode and on the random stream of the run's own evaluation after this step, so that both see the same
+        draws. Raises :class:`LoopscopeError` under FSDP2, where weights cannot be exchanged.
+
+        Args:
+            weights: tensors that stand for parameters and buffers, by name; the model's own stand where none is given.
+                DTensors for DTensors; of the same shapes, of any floating-point dtype and device.
+        """
+        return self.services.evaluate(weights)
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""

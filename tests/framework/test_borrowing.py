@@ -5,8 +5,22 @@ import torch
 from torch import nn
 
 from framework.audit import Audit
-from framework.borrowing import lent_buffers, lent_gradients, lent_modes
-from tests.support import Case, Mishap, build
+from framework.borrowing import lent_buffers, lent_for_evaluation, lent_gradients, lent_modes, lent_weights
+from framework.errors import LoopscopeError, UsageError
+from framework.hook_points import HookPoint
+from tests.support import (
+    LOOPS,
+    MODELS,
+    TOKENS,
+    Case,
+    Mishap,
+    SpyHook,
+    TiedModel,
+    at,
+    batchnorm_mlp,
+    build,
+    train,
+)
 from tests.vandals import Scene, train_one_step
 
 
@@ -93,3 +107,62 @@ def test_under_audit_a_borrowed_pass_is_no_change(model):
     ):
         task.compute_loss(task.model, scene.batch).backward()
     audit.check("Nobody")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_lent_weights_stand_under_all_names_of_a_tied_parameter_and_the_live_ones_come_back(raises):
+    model = TiedModel()
+    live, table, order = model.embedding.weight, model.decoder._parameters, list(model.state_dict())
+    version, other = live._version, torch.ones_like(live, dtype=torch.float64)
+    with suppress(Mishap), lent_weights(model, {"embedding.weight": other}):
+        assert model.decoder.weight is model.embedding.weight
+        assert torch.equal(model.decoder.weight, torch.ones_like(live))
+        if raises:
+            raise Mishap
+    assert model.decoder.weight is model.embedding.weight is live
+    assert (model.decoder._parameters, list(model.state_dict())) == (table, order)
+    assert live._version == version
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("build_model", [batchnorm_mlp, lambda: nn.LSTM(4, 3)], ids=["batchnorm", "lstm"])
+def test_a_model_with_lent_weights_computes_what_one_that_loaded_them_does(build_model):
+    model, other, inputs = build_model(), build_model(), torch.randn(5, 4)
+    for buffer in other.buffers():
+        buffer.add_(1)
+    before = model.eval()(inputs)
+    with lent_for_evaluation(model), lent_weights(model, other.state_dict()):
+        lent = model(inputs)
+    loaded, again = other.eval()(inputs), model(inputs)
+    for expected, found in ((loaded, lent), (before, again)):
+        assert torch.equal(*(each[0] if isinstance(each, tuple) else each for each in (expected, found)))
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_lent():
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=r"Unknown weight 'weigth'\. Did you mean 'weight'"):
+        lent_weights(model, {"weigth": torch.ones(1, 2)}).__enter__()
+    with pytest.raises(LoopscopeError, match=r"'weight' has shape \(2,\), but the model's has \(1, 2\)"):
+        lent_weights(model, {"weight": torch.ones(2)}).__enter__()
+
+
+@pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
+def test_an_observer_may_evaluate_other_weights_and_the_run_keeps_its_bytes(case):
+    seen = []
+
+    def probe(ctx):
+        if ctx.evaluation:
+            doubled = {name: 2 * value for name, value in ctx.model.named_parameters()}
+            seen.append((ctx.evaluate({}), dict(ctx.evaluation), ctx.evaluate(doubled)))
+
+    run = train(case, [at(SpyHook, HookPoint.SNAPSHOT)(probe)], steps=6, evaluate=first_logit)
+    assert run.digests == train(case, steps=6, evaluate=first_logit, audit=False).digests
+    assert len(seen) >= 1
+    assert all(own == of_the_run and other != own for own, of_the_run, other in seen)
+
+
+def first_logit(model: nn.Module) -> dict[str, float]:
+    """Evaluate on one row drawn at random."""
+    inputs = torch.rand(1, 4) if isinstance(model, nn.Sequential) else torch.randint(TOKENS, (1, 2))
+    assert not model.training
+    return {"first": model(inputs)[0, 0].item()}
