@@ -1,4 +1,4 @@
-"""The command ``loopscope``: run, list, hooks."""
+"""The command ``loopscope``: run, replay, list, hooks."""
 
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -9,7 +9,9 @@ from typing import Any
 from jsonargparse import Namespace
 
 from framework.cli_hook_options import parse_hook_options
-from framework.cli_parser import flag_name, parse_run, print_config
+from framework.cli_parser import parse_run, print_config
+from framework.cli_replay import replay, replay_usage
+from framework.cli_sinks import wanted_sinks
 from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names
 from framework.console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
 from framework.errors import LoopscopeError, UsageError, unknown
@@ -21,6 +23,7 @@ from framework.session import Session, check_device
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
+  loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope list             the experiments, their strategies and presets
   loopscope hooks            all hooks, one line each
   loopscope hooks NAME       every metric and option of a hook
@@ -90,7 +93,7 @@ def _say(text: str) -> None:
 
 
 def _dispatch(words: list[str]) -> None:
-    commands: dict[str, Callable[[list[str]], None]] = {"run": _run, "list": _list, "hooks": _hooks}
+    commands: dict[str, Callable[[list[str]], None]] = {"run": _run, "replay": _replay, "list": _list, "hooks": _hooks}
     if not words or words[0] == "help" or words[0] in HELP:
         _show(USAGE)
     elif words[0] == "--version":
@@ -117,6 +120,13 @@ def _hooks(words: list[str]) -> None:
         print_hook(HookRegistry.get(words[0].replace("-", "_")))
     else:
         print_hooks(list(HookRegistry))
+
+
+def _replay(words: list[str]) -> None:
+    if set(words) & set(HELP):
+        _show(replay_usage())
+    else:
+        replay(words, _show)
 
 
 def _asks_for_help(words: Sequence[str], command: str, *, most: int) -> bool:
@@ -153,9 +163,9 @@ def _train(runner: ExperimentRunner[Any], options: Namespace) -> None:
         hooks=[name.replace("-", "_") for name in options["hooks"]],
         hook_options=parse_hook_options(options["hook_config"]),
     )
-    wanted = [sink for sink in SinkRegistry if sink.flag and options[flag_name(sink)]]
+    make_sinks = wanted_sinks(vars(options))
     with RunConsole(_mode(options)) as console:
-        Session(runner, run_options, lambda: [*console.sinks(), *(sink() for sink in wanted)], console).run()
+        Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
 
 
 def _chosen(options: Namespace, group: type[ExperimentConfig | RunFlags]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> tuple[HelpfulPars
 def option_types(experiment: Experiment) -> dict[str, Any]:
     """Return the options that flags and config files may set, with their types."""
     lists = dict.fromkeys(("strategy", "hooks", "hook_config"), list[str])
-    sinks = {flag_name(sink): bool for sink in SinkRegistry if sink.flag}
+    sinks = {flag_name(sink): str if sink.option else bool for sink in SinkRegistry if sink.flag}
     return {"preset": str, **lists, **sinks, **get_type_hints(CommandFlags), **get_type_hints(experiment.config_class)}
 
 
@@ -96,7 +96,10 @@ def run_parser(experiment: Experiment, preset: str | None) -> HelpfulParser:
     for sink in SinkRegistry:
         if sink.flag:
             first_line = (sink.__doc__ or "").partition("\n")[0]
-            add(f"--{flag_name(sink)}", type=bool, nargs="?", const=True, default=False, help=first_line)
+            kind: dict[str, Any] = {"type": bool, "nargs": "?", "const": True, "default": False}
+            if sink.option:
+                kind = {"type": str | None, "default": None, "metavar": sink.option.upper()}
+            add(f"--{flag_name(sink)}", **kind, help=first_line)
     parser.add_options(CommandFlags)
     parser.add_options(experiment.config_class)
     if preset is not None:

@@ -1,7 +1,7 @@
 """What a hook may return, where it goes, and how step metrics wait on their device for one transfer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,20 @@ class MetricSink(ABC):
 
     name: ClassVar[str] = "sink"
     flag: ClassVar[str | None] = None
-    """The switch of the command line that asks for this sink, such as ``--hook-csv``."""
+    """The option of the command line that asks for this sink, such as ``--hook-csv``."""
+    option: ClassVar[str | None] = None
+    """The argument of the constructor, a text, that this option takes; one without is a switch."""
+    includes: ClassVar[tuple[str, ...]] = ()
+    """Names of the sinks whose files this one writes too: the command line makes none of those beside it."""
+
+    @classmethod  # noqa: B027 - optional
+    def check_installed(cls) -> None:
+        """Raise :class:`UsageError` that says how to get it if a package that this sink needs is missing."""
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the names of the files and folders that this sink may leave in the run's folder."""
+        return [f"{strategy}.{cls.name}"]
 
     def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
         """Prepare for the strategy that starts now (open files, start an external run)."""

@@ -1,5 +1,6 @@
 """The registries of hooks and experiments, and the expansion of what a user selects."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -104,6 +105,8 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} needs a name of its own, of letters, digits and underscores.")
     if sink.flag is not None and not sink.flag.startswith("--"):
         raise UsageError(f"Sink class {qualified(sink)} has the flag {sink.flag!r}; it must begin with two dashes.")
+    if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
+        raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
 
 
 HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class)

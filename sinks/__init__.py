@@ -4,5 +4,16 @@ from sinks.console import ConsoleSink
 from sinks.csv import CSVSink, read_csv
 from sinks.jsonl import JSONLSink, read_jsonl
 from sinks.record import Record
+from sinks.tensorboard_sink import TensorBoardSink
+from sinks.wandb_sink import WandbSink
 
-__all__ = ["CSVSink", "ConsoleSink", "JSONLSink", "Record", "read_csv", "read_jsonl"]
+__all__ = [
+    "CSVSink",
+    "ConsoleSink",
+    "JSONLSink",
+    "Record",
+    "TensorBoardSink",
+    "WandbSink",
+    "read_csv",
+    "read_jsonl",
+]

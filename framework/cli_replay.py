@@ -1,0 +1,77 @@
+"""``loopscope replay RUN --to SINK``: sends the record of a run that is over to another destination."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from framework.errors import UsageError, nearest, unknown
+from framework.registry import SinkRegistry
+from framework.replay import ReplaySink, run_folders
+
+REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
+
+  sends the JSONL record of a run that is over, as the sink would have during the run
+
+  RUN          the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: then all its strategies
+  --to SINK    where to: {sinks}
+{lines}"""
+
+
+def replay_usage() -> str:
+    """Return the help of the command."""
+    sinks = _targets().values()
+    options = {sink.option: sink.name for sink in sinks if sink.option}
+    return REPLAY_USAGE.format(
+        sinks="|".join(sink.name for sink in sinks),
+        options=" ".join(f"[--{option} {option.upper()}]" for option in options),
+        lines="".join(
+            f"  --{option} {option.upper()}   the {option} of {name}; by default the experiment's name\n"
+            for option, name in options.items()
+        ),
+    )
+
+
+def replay(words: Sequence[str], show: Callable[[str], None]) -> None:
+    """Run the command; raises :class:`UsageError` before anything is sent if any of it cannot be."""
+    sinks = _targets()
+    known = {"to", *(sink.option for sink in sinks.values() if sink.option)}
+    runs, options = _parted(words, known)
+    if len(runs) != 1:
+        given = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
+        raise UsageError(f"loopscope replay takes one folder, RUN, but got {given}.")
+    target = options.pop("to", None)
+    if target is None:
+        raise UsageError(f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
+    if target not in sinks:
+        raise unknown("value of --to:", target, sinks)
+    for option in options:
+        if option != sinks[target].option:
+            raise UsageError(f"--{option} is no option of --to {target}.")
+    sinks[target].check_installed()
+    for send in [sinks[target].replay(folder, **options) for folder in run_folders(Path(runs[0]))]:
+        show(send() + "\n")
+
+
+def _targets() -> dict[str, type[ReplaySink]]:
+    return {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
+
+
+def _parted(words: Iterable[str], known: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Part plain words from options with their values; raises :class:`UsageError` for an option that is none."""
+    plain: list[str] = []
+    options: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            plain.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        flags = {f"--{option}": option for option in known}
+        if flag not in flags:
+            raise UsageError(
+                f"Unknown option {flag!r}.{nearest(flag, sorted(flags))} Known: {', '.join(sorted(flags))}."
+            )
+        given = value if equals else next(rest, None)
+        if given is None:
+            raise UsageError(f"{flag} needs a value.")
+        options[flags[flag]] = given
+    return plain, options

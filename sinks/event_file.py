@@ -1,0 +1,203 @@
+"""TensorBoard's event files and what stands in them, written without TensorFlow and without a thread."""
+
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+
+from sinks.record import plain
+
+CASTAGNOLI = 0x82F63B78
+"""The polynomial of CRC-32C with its bits reversed."""
+CHUNK = 512
+BUCKETS = 30
+
+
+@cache
+def _crc_tables() -> NDArray[np.uint32]:
+    """Return what a byte adds to the checksum when n bytes follow it: shape (CHUNK, 256), by n and byte."""
+    tables = np.empty((CHUNK, 256), np.uint32)
+    tables[0] = np.arange(256)
+    for _ in range(8):
+        tables[0] = (tables[0] >> 1) ^ np.where(tables[0] & 1, np.uint32(CASTAGNOLI), np.uint32(0))
+    for following in range(1, CHUNK):
+        before = tables[following - 1]
+        tables[following] = (before >> 8) ^ tables[0][before & 0xFF]
+    return tables
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of ``data`` (RFC 3720, appendix B.4).
+
+    The checksum is linear over GF(2), so a chunk's is the XOR of what each of its bytes adds, which NumPy looks up
+    for all of them at once; the checksum of the chunks before enters through the first four bytes.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    tables = _crc_tables()
+    crc = 0xFFFFFFFF
+    for begin in range(0, len(data), CHUNK):
+        chunk = np.frombuffer(data, np.uint8, min(CHUNK, len(data) - begin), begin).copy()
+        carried = np.frombuffer(struct.pack("<I", crc), np.uint8)[: len(chunk)]
+        chunk[: len(carried)] ^= carried
+        crc = int(np.bitwise_xor.reduce(tables[np.arange(len(chunk) - 1, -1, -1), chunk])) ^ crc >> 8 * len(carried)
+    return crc ^ 0xFFFFFFFF
+
+
+def framed(data: bytes) -> bytes:
+    """Return one record of TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
+    return _header(len(data)) + data + _masked(data)
+
+
+@lru_cache(maxsize=4096)
+def _header(length: int) -> bytes:
+    packed = struct.pack("<Q", length)
+    return packed + _masked(packed)
+
+
+def _masked(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+class EventFile:
+    """An event file; every write has reached the operating system when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file.write(framed(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()))
+
+    def write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
+        """Write one event for each step, with the ``Summary.Value`` messages that belong to it."""
+        now = time.time()
+        events = (
+            Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in sorted(by_step.items())
+        )
+        _write_all(self._file, b"".join(framed(event.SerializeToString()) for event in events))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def messages(name: str, value: Any) -> list[Any]:
+    """Return the ``Summary.Value`` messages of one value.
+
+    Numbers are scalars (float32 is all that TensorBoard holds), dicts a message for each ``name/key``, lists of numbers
+    histograms of the finite ones, with the number of the others as ``name/non_finite``; text is text.
+    """
+    if type(value) is float:
+        return [Summary.Value(tag=name, simple_value=value)]
+    return _messages(name, plain(value))
+
+
+def _messages(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (int, float)):
+        return [Summary.Value(tag=name, simple_value=as_float(value))]
+    if isinstance(value, dict):
+        return [message for key, item in value.items() for message in _messages(f"{name}/{key}", item)]
+    if isinstance(value, list):
+        if all(isinstance(item, (int, float)) for item in value):
+            return _distribution(name, value)
+        return [message for index, item in enumerate(value) for message in _messages(f"{name}/{index}", item)]
+    return [] if value is None else [text(name, str(value))]
+
+
+def as_float(value: float) -> float:
+    """Return a number as a float, integers that are too large as infinity.
+
+    >>> as_float(-(10**400)), as_float(True)
+    (-inf, 1.0)
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _distribution(name: str, values: Sequence[float]) -> list[Any]:
+    numbers = np.array([as_float(value) for value in values])
+    finite = numbers[np.isfinite(numbers)]
+    shown = [Summary.Value(tag=name, histo=histogram(finite))] if len(finite) else []
+    if missing := len(numbers) - len(finite):
+        shown.append(Summary.Value(tag=f"{name}/non_finite", simple_value=missing))
+    return shown
+
+
+def histogram(values: NDArray[np.float64]) -> Any:
+    """Return the histogram of finite values, in buckets of equal width that hold their upper limit."""
+    low, high = float(values.min()), float(values.max())
+    share = np.linspace(0, 1, BUCKETS + 1)
+    limits = np.maximum.accumulate(low * (1 - share) + high * share)[1:]
+    limits[-1] = high
+    counts = np.bincount(np.searchsorted(limits, values), minlength=BUCKETS)
+    with np.errstate(over="ignore"):
+        total, squares = float(values.sum()), float(values @ values)
+    return HistogramProto(
+        min=low, max=high, num=len(values), sum=total, sum_squares=squares, bucket_limit=limits, bucket=counts
+    )
+
+
+def text(name: str, content: str) -> Any:
+    """Return the message that shows Markdown in the TEXT tab."""
+    tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=TensorShapeProto())
+    return Summary.Value(tag=name, metadata=_metadata("text", b""), tensor=tensor)
+
+
+def session_start(hyperparameters: Mapping[str, Any]) -> Any:
+    """Return the message that makes a run a row of the HPARAMS tab; whatever is no number or boolean is its text."""
+    info = SessionStartInfo(start_time_secs=time.time())
+    for name, value in hyperparameters.items():
+        if isinstance(value, bool):
+            info.hparams[name].bool_value = value
+        elif isinstance(value, (int, float)):
+            info.hparams[name].number_value = as_float(value)
+        else:
+            info.hparams[name].string_value = str(value)
+    return _session("start", HParamsPluginData(session_start_info=info))
+
+
+def session_end(status: str) -> Any:
+    """Return the message that says how a run ended."""
+    outcome = STATUS_SUCCESS if status == "completed" else STATUS_FAILURE
+    info = SessionEndInfo(status=outcome, end_time_secs=time.time())
+    return _session("end", HParamsPluginData(session_end_info=info))
+
+
+def _session(moment: str, content: Any) -> Any:
+    nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
+    metadata = _metadata("hparams", content.SerializeToString())
+    return Summary.Value(tag=f"_hparams_/session_{moment}_info", metadata=metadata, tensor=nothing)
+
+
+def _metadata(plugin: str, content: bytes) -> Any:
+    return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
+
+
+def table(rows: Iterable[tuple[str, Any]]) -> str:
+    """Return a table of names and values in Markdown."""
+    lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])

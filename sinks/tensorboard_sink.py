@@ -1,0 +1,135 @@
+"""Metrics as TensorBoard shows them: curves, distributions and hyper-parameters."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from framework.contexts import RunInfo
+from framework.errors import UsageError
+from framework.hook_points import STEP_POINTS, HookPoint
+from framework.metrics import Series
+from framework.registry import SinkRegistry
+from framework.replay import ReplaySink, RunDescription, status_of
+from sinks.jsonl import read_jsonl
+from sinks.optional import require_package
+from sinks.recorded_run import record_of
+
+if TYPE_CHECKING:
+    from sinks.event_file import EventFile
+
+FOLDER = "tensorboard"
+
+
+@SinkRegistry.register
+class TensorBoardSink(ReplaySink):
+    """Write every metric to tensorboard/, for TensorBoard.
+
+    Numbers are scalars at their step, series scalars at the step of each value, ``key: value`` pairs scalars named
+    ``metric/key``, lists histograms. TensorBoard holds float32, in which non-finite values survive; the other values
+    of a list with some are shown as a histogram, with their number as ``metric/non_finite``. The options of the
+    experiment, the strategy and the treatments are in the HPARAMS and TEXT tabs.
+
+    The file is written without a thread and without a random number; every emit has reached the operating system
+    when it returns. Needs the package tensorboard, and no TensorFlow.
+    """
+
+    name: ClassVar[str] = "tensorboard"
+    flag: ClassVar[str | None] = "--hook-tensorboard"
+
+    def __init__(self) -> None:
+        self.check_installed()
+        self._file: EventFile | None = None
+        self._step = 0
+
+    @classmethod
+    def check_installed(cls) -> None:
+        """Raise :class:`UsageError` if tensorboard is missing."""
+        require_package("tensorboard", cls.name)
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Name the folder of event files."""
+        return [FOLDER]
+
+    def set_run_context(self, run: RunInfo) -> None:
+        """Start the strategy's event file."""
+        self._begin(run.output_dir / FOLDER, RunDescription.of_run(run))
+
+    def _begin(self, folder: Path, run: RunDescription) -> None:
+        from sinks.event_file import EventFile, session_start, table, text
+
+        self._release()
+        folder.mkdir(exist_ok=True)
+        self._file = EventFile(folder / f"events.out.tfevents.{run.strategy}")
+        self._step = 0
+        head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
+        options = head | dict(flat(run.config))
+        self._file.write({0: [session_start(options), text("run", table(options.items()))]})
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Write the metrics at their steps."""
+        from sinks.event_file import messages
+
+        if self._file is None:
+            raise RuntimeError("No event file is open: emit is called after set_run_context(run) and before close.")
+        by_step: dict[int, list[Any]] = {}
+        for name, value in metrics.items():
+            if isinstance(value, Series) and hook_point in STEP_POINTS:
+                for at, item in zip(value.steps, value.values, strict=True):
+                    by_step.setdefault(at, []).extend(messages(name, item))
+            else:
+                by_step.setdefault(step, []).extend(messages(name, value))
+        self._step = max(self._step, step)
+        self._file.write(by_step)
+
+    def close(self, status: str) -> None:
+        """Write how the strategy ended and close its file."""
+        from sinks.event_file import session_end
+
+        try:
+            if self._file is not None:
+                self._file.write({self._step: [session_end(status)]})
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    @classmethod
+    def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
+        """Write the event file of a run that is over; a folder of event files that is there is left as it is."""
+        record, run = record_of(folder)
+        target = folder / FOLDER
+        if target.exists():
+            raise UsageError(f"{target} exists already, and is left as it is; remove it to write it anew.")
+
+        def send() -> str:
+            sink = cls()
+            try:
+                sink._begin(target, run)
+                for emit in read_jsonl(record):
+                    sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
+                sink.close(status_of(folder))
+            except BaseException:
+                sink._release()
+                shutil.rmtree(target, ignore_errors=True)
+                raise
+            return f"{target} is written; tensorboard --logdir {folder} shows it."
+
+        return send
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """List the options of a configuration, nested ones by their path.
+
+    >>> flat({"lr": 0.1, "adam": {"betas": [0.9, 0.99]}})
+    [('lr', 0.1), ('adam.betas', [0.9, 0.99])]
+    """
+    options: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        nested = isinstance(value, Mapping)
+        options += flat(value, f"{prefix}{name}.") if nested else [(f"{prefix}{name}", value)]
+    return options

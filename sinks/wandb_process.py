@@ -1,0 +1,269 @@
+"""The W&B client, in a process of its own: follows a JSONL record and sends every line.
+
+Run as a script, without loopscope on its path and without torch, so that it starts quickly. Its argument is the path of
+its :class:`Job`; standard input gives it an :class:`Ending` when the run is over, and its end without one means that
+the run was killed. The last thing it does is to print, in one sentence, where the W&B run is or what went wrong.
+"""
+
+import json
+import math
+import netrc
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+PAUSE = 0.3
+"""Seconds between two looks at the record."""
+NICENESS = 10
+GAVE_UP = 3
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended, and how many bytes its record then had; ``None``: as many as are there."""
+
+    status: str
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to send, and as what."""
+
+    record: str
+    """Path of the JSONL file."""
+    folder: str
+    """Where W&B keeps its files."""
+    project: str
+    experiment: str
+    strategy: str
+    config: Mapping[str, Any]
+    treatments: Mapping[str, Sequence[str]]
+    step_points: Sequence[str]
+    """Names of the hook points whose metrics are series."""
+    patience: float | None
+    """Seconds that the client may take after the end of the run; ``None``: as many as it likes."""
+    pid: int = field(default_factory=os.getpid)
+    """The process that trains."""
+
+
+class RecordReplacedError(Exception):
+    """The record became shorter, so another run is writing over it."""
+
+
+class Listener:
+    """Waits in a thread for the end of the run; after it the client has ``patience`` seconds left."""
+
+    def __init__(self, stdin: Any, patience: float | None) -> None:
+        self.ending = Ending("killed")
+        self._over = threading.Event()
+        self._stdin = stdin
+        self._patience = patience
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        line = self._stdin.readline()
+        if line.endswith("\n"):
+            self.ending = Ending(**json.loads(line))
+        self._over.set()
+        if self._patience is not None:
+            timer = threading.Timer(self._patience, _give_up, [self._patience])
+            timer.daemon = True
+            timer.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the run and tell whether it has come."""
+        return self._over.wait(seconds)
+
+
+def _give_up(patience: float) -> None:
+    _report(f"W&B took more than {patience:g} s after the end of the run.")
+    os._exit(GAVE_UP)
+
+
+def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSONL file as they are written, until the run is over; a line cut off is left out."""
+    rest = b""
+    with path.open("rb") as file:
+        while True:
+            over = listener.wait(0)
+            size = listener.ending.size if over else None
+            data = file.read(1 << 20 if size is None else max(0, min(1 << 20, size - file.tell())))
+            if os.fstat(file.fileno()).st_size < file.tell():
+                raise RecordReplacedError(f"{path} was written over by another run.")
+            if data:
+                *lines, rest = (rest + data).split(b"\n")
+                yield from map(json.loads, lines)
+            elif over:
+                return
+            else:
+                listener.wait(PAUSE)
+
+
+def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Callable[[list[float]], Any]) -> Any:
+    """Return the rows of W&B's history that one line of the record becomes, in the order of their steps.
+
+    Values stand in the row of the line's step. A series has each value in the row of its own step and, in the row of
+    the line's step, ``metric/mean`` and ``metric/histogram`` of its numbers.
+    """
+    epoch, step, point = record["epoch"], record["step"], record["hook_point"]
+    by_step: dict[int, dict[str, Any]] = {}
+    for name, value in record.items():
+        if name in ("epoch", "step", "hook_point"):
+            continue
+        if point in step_points and is_series(value):
+            for at, item in zip(value["steps"], value["values"], strict=True):
+                by_step.setdefault(at, {}).update(cells(name, item, histogram))
+            by_step.setdefault(step, {}).update(summary(name, value["values"], histogram))
+        else:
+            by_step.setdefault(step, {}).update(cells(name, value, histogram))
+    return [{"step": at, "epoch": epoch, **row} for at, row in sorted(by_step.items())]
+
+
+def is_series(value: Any) -> bool:
+    """Tell whether a value of a step-level point is a series."""
+    return isinstance(value, dict) and value.keys() == {"steps", "values"}
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value can be plotted."""
+    return isinstance(value, (int, float))
+
+
+def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """Return a value as cells of a row: ``name``, or for what is nested ``name/key`` or ``name/index``.
+
+    >>> cells("h/m", {"a": True, "b": [0.5, float("inf")], "c": None}, list)
+    {'h/m/a': 1, 'h/m/b': [0.5], 'h/m/b/non_finite': 1}
+    """
+    if is_number(value):
+        return {name: int(value) if isinstance(value, bool) else value}
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        if all(map(is_number, value)):
+            return distribution(name, value, histogram)
+        items = dict(enumerate(value)).items()
+    else:
+        return {} if value is None else {name: value}
+    return {key: cell for part, item in items for key, cell in cells(f"{name}/{part}", item, histogram).items()}
+
+
+def distribution(name: str, values: Sequence[float], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """Return the histogram of the finite numbers, and how many others there are."""
+    finite = [number for number in map(as_float, values) if math.isfinite(number)]
+    found: dict[str, Any] = {name: histogram(finite)} if finite else {}
+    if len(finite) < len(values):
+        found[f"{name}/non_finite"] = len(values) - len(finite)
+    return found
+
+
+def summary(name: str, values: Sequence[Any], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """Return mean and histogram of the numbers of a series; one that is not finite makes the mean so.
+
+    >>> summary("h/m", [1, 2.0], list)
+    {'h/m/mean': 1.5, 'h/m/histogram': [1.0, 2.0]}
+    """
+    numbers = [as_float(value) for value in values if is_number(value)]
+    if not numbers:
+        return {}
+    return {f"{name}/mean": sum(numbers) / len(numbers), **distribution(f"{name}/histogram", numbers, histogram)}
+
+
+def as_float(value: float) -> float:
+    """Return a number as a float, integers that are too large as infinity."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def mode(settings: Any) -> Any:
+    """Return W&B's mode: the one that was asked for, or offline where no login is present."""
+    if "WANDB_MODE" in os.environ or settings.mode != "online" or settings.api_key:
+        return settings.mode
+    named = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    return "online" if named or has_login(urlsplit(settings.base_url).netloc) else "offline"
+
+
+def has_login(host: str) -> bool:
+    """Tell whether a netrc file has a password for ``host``."""
+    home = Path("~").expanduser()
+    path = next((path for path in (home / ".netrc", home / "_netrc") if path.exists()), None)
+    path = Path(os.environ["NETRC"]).expanduser() if "NETRC" in os.environ else path
+    with suppress(OSError, netrc.NetrcParseError):
+        found = path and netrc.netrc(path).authenticators(host)
+        return bool(found and found[2])
+    return False
+
+
+def send(job: Job, listener: Listener) -> str:
+    """Send the whole record to a new W&B run, and return where that is."""
+    import numpy as np
+    import wandb
+
+    def histogram(values: list[float]) -> Any:
+        try:
+            return wandb.Histogram(values)
+        except ValueError:  # values too near or too far for bins of equal width
+            return wandb.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
+
+    run = wandb.init(
+        project=job.project,
+        group=job.experiment,
+        name=job.strategy,
+        job_type=job.strategy,
+        tags=[f"treatment:{name}" for name in job.treatments][:64] or None,
+        config={
+            **job.config,
+            "experiment": job.experiment,
+            "strategy": job.strategy,
+            "treatments": {name: list(parts) for name, parts in job.treatments.items()},
+        },
+        dir=job.folder,
+        mode=mode(wandb.setup().settings),
+        settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=job.pid),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    for record in records(Path(job.record), listener):
+        for row in rows(record, job.step_points, histogram):
+            run.log(row)
+    status = listener.ending.status
+    run.summary["status"] = status
+    run.finish(exit_code=0 if status == "completed" else 1)
+    if run.offline:
+        return f"The W&B run was recorded offline; to send it: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+    return f"The W&B run is at {run.url}."
+
+
+def _report(sentence: str) -> None:
+    with suppress(OSError):  # nobody may be there any more to read it
+        os.write(1, (" ".join(sentence.split()) + "\n").encode())
+
+
+def main() -> int:
+    """Do the job, and return the exit status."""
+    job = Job(**json.loads(Path(sys.argv[1]).read_text("utf-8")))
+    listener = Listener(sys.stdin, job.patience)
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    with suppress(OSError):
+        os.nice(NICENESS)
+    try:
+        outcome = send(job, listener)
+    except Exception as error:
+        _report(f"{type(error).__name__}: {error}")
+        raise
+    _report(outcome)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
