@@ -12,8 +12,9 @@ from framework.cli_hook_options import parse_hook_options
 from framework.cli_parser import parse_run, print_config
 from framework.cli_replay import replay, replay_usage
 from framework.cli_sinks import wanted_sinks
-from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names
-from framework.console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
+from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names, require
+from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks
+from framework.console_notices import Label, show_warnings
 from framework.errors import LoopscopeError, UsageError, unknown
 from framework.records import versions
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
@@ -164,7 +165,7 @@ def _train(runner: ExperimentRunner[Any], options: Namespace) -> None:
         hook_options=parse_hook_options(options["hook_config"]),
     )
     make_sinks = wanted_sinks(vars(options))
-    with RunConsole(_mode(options)) as console:
+    with RunConsole(_mode(options), live_metrics=runner.live_metrics) as console:
         Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
 
 
@@ -173,7 +174,14 @@ def _chosen(options: Namespace, group: type[ExperimentConfig | RunFlags]) -> dic
 
 
 def _mode(options: Namespace) -> Mode:
-    return "none" if options["no_console_output"] else "silent" if options["silent"] else "normal"
+    """Return the display that the flags ask for; raises :class:`UsageError` for more than one of them."""
+    modes: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
+    asked = [flag for flag in modes if options[flag]]
+    require(
+        len(asked) <= 1,
+        f"{' and '.join('--' + flag.replace('_', '-') for flag in asked)} exclude each other: a run has one display.",
+    )
+    return modes[asked[0]] if asked else "normal"
 
 
 def _show(text: str) -> None:

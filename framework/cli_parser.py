@@ -28,11 +28,13 @@ class CommandFlags(RunFlags):
 
     Args:
         device: where to train; by default the accelerator if there is one.
-        silent: show one progress bar and nothing else.
+        live: show progress, results and the newest metrics on the whole screen.
+        silent: show one progress bar, and at the end what was warned of.
         no_console_output: show nothing at all.
     """
 
     device: str | None = None
+    live: bool = False
     silent: bool = False
     no_console_output: bool = False
 

@@ -1,17 +1,19 @@
 """What a run shows while it goes: headers, a progress bar, warnings, and the comparison at the end."""
 
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from framework.console_output import make_console
-from framework.console_progress import BarView, LineView, TrainingProgress
+from framework.console_board import Groups
+from framework.console_live import LiveDisplay
+from framework.console_notices import Label, Notice, show_warnings, without_repeats
+from framework.console_output import can_be_taken, make_console
+from framework.console_progress import BarView, LineView, TrainingProgress, View
 from framework.console_tables import (
     comparison_rows,
     comparison_table,
@@ -24,7 +26,6 @@ from framework.console_tables import (
 )
 from framework.contexts import RunInfo
 from framework.display import Display
-from framework.errors import RunNotice
 from framework.hooks import TrainingHook
 from framework.loops import NoProgress, Progress
 from framework.metrics import MetricSink
@@ -32,51 +33,37 @@ from framework.registry import SinkRegistry
 from framework.runner import ExperimentRunner
 from framework.train_step import TrainingTask
 
-Mode = Literal["normal", "silent", "none"]
-Label = Literal["note", "warning"]
-LABEL_STYLES: Mapping[Label, str] = {"note": "bold cyan", "warning": "bold yellow"}
-
-
-@contextmanager
-def show_warnings(show: Callable[[Label, str], None]) -> Iterator[None]:
-    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
-
-    A :class:`RunNotice` is information and labelled ``note``; every other warning is trouble and labelled ``warning``.
-    """
-    before = warnings.showwarning
-
-    def shown(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
-
-    warnings.showwarning = shown
-    try:
-        yield
-    finally:
-        warnings.showwarning = before
+Mode = Literal["normal", "live", "silent", "none"]
 
 
 class RunConsole(Display):
     """The display of one session; a context manager that leaves the terminal as it was.
 
+    What fails in it ends the display, never the run.
+
     Args:
-        mode: ``normal`` shows everything, ``silent`` the progress bar alone, ``none`` nothing at all.
+        mode: ``normal`` shows everything line by line, ``live`` on the whole screen, ``silent`` the progress bar alone
+            and in the end what was warned of, ``none`` nothing at all. Where there is no terminal ``live`` is
+            ``normal``.
+        live_metrics: the metrics that come first, as full names by group.
         console: where to show it; standard output by default.
         clock: the time in seconds.
     """
 
     def __init__(
-        self, mode: Mode = "normal", *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        mode: Mode = "normal",
+        *,
+        live_metrics: Groups | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or make_console()
-        self.warnings: list[str] = []
-        self._mode = mode
+        self.notices: list[Notice] = []
+        self._live_metrics = live_metrics or {}
+        self._no_screen = mode == "live" and not can_be_taken(self.console)
+        self._mode: Mode = "normal" if self._no_screen else mode
+        self._live = LiveDisplay(self.console, self._live_metrics, clock=clock) if self._mode == "live" else None
         self._clock = clock
         self._exit = ExitStack()
         self._progress: TrainingProgress | None = None
@@ -84,29 +71,34 @@ class RunConsole(Display):
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
         self._exit.enter_context(show_warnings(self._warn))
+        self._exit.callback(self._tell_silenced)
+        self._exit.callback(self._leave_screen)
         self._exit.callback(self._stop_progress)
+        if self._no_screen:
+            self._warn("note", "--live needs a terminal to draw on, and there is none; the output is plain lines.")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away and let warnings go where they went before."""
+        """Take the bar or the screen away and let warnings go where they went before."""
         self._exit.close()
 
     def sinks(self) -> list[MetricSink]:
-        """Return the sinks that belong to the display: in normal mode the table at every SNAPSHOT."""
+        """Return the sinks that belong to the display: the table at every SNAPSHOT, or what the screen shows."""
+        if self._live is not None:
+            return [self._live.sink()]
         table_sink: type[Any] = SinkRegistry.get("console")
-        return [table_sink(console=self.console)] if self._mode == "normal" else []
+        return [table_sink(console=self.console, first=self._live_metrics)] if self._mode == "normal" else []
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
-        """Show what is about to be trained, and start the bar."""
+        """Show what is about to be trained, and start the bar or draw the screen."""
         self._print(strategy_header(run, task, [hook.name for hook in hooks]))
         if self._mode == "none":
             return NoProgress()
-        view = BarView if self.console.is_interactive else LineView
         self._stop_progress()
         self._progress = TrainingProgress(
-            view(self.console, run.strategy, transient=self._mode == "normal", clock=self._clock),
+            self._view(run.strategy),
             unit="epoch" if run.loop == "epoch" else "step",
             length=task.length,
             steps_per_unit=len(task.loader) if run.loop == "epoch" else 1,
@@ -116,31 +108,61 @@ class RunConsole(Display):
 
     def strategy_ended(self, summary: Mapping[str, Any]) -> None:
         """Take the bar away and say how the strategy ended."""
+        if self._live is not None:
+            self._live.ended(summary)
         self._stop_progress()
         self._print(result_line(summary))
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Compare the strategies and say where the results lie."""
+        self._leave_screen()
         if len(summaries) > 1:
             self._print(comparison_table(comparison_rows(summaries)))
         self._print(results_line(summaries))
 
+    def _view(self, label: str) -> View:
+        if self._live is not None:
+            self._live.open()
+            return self._live
+        view = BarView if self.console.is_interactive else LineView
+        return view(self.console, label, transient=self._mode == "normal", clock=self._clock)
+
     def _print(self, shown: RenderableType) -> None:
-        if self._mode != "normal":
-            return
-        if isinstance(shown, Text) and not self.console.is_interactive:
-            self.console.out(shown.plain, highlight=False)
-        else:
-            self.console.print(shown)
+        if self._live is not None and self._live.is_on:
+            self._live.tell_later(shown)
+        elif self._mode in ("normal", "live"):
+            self._tell(shown)
+
+    def _tell(self, shown: RenderableType) -> None:
+        try:
+            if isinstance(shown, Text) and not self.console.is_interactive:
+                self.console.out(shown.plain, highlight=False)
+            else:
+                self.console.print(shown)
+        except OSError:  # the pipe is closed or the terminal gone: there is nobody to tell
+            self._mode = "none"
 
     def _warn(self, label: Label, sentence: str) -> None:
-        self.warnings.append(sentence)
-        self._print(Text.assemble((f"{label}: ", LABEL_STYLES[label]), sentence))
+        notice = Notice(label, sentence)
+        self.notices.append(notice)
+        if self._live is not None:
+            self._live.noticed(notice)
+        self._print(notice.text())
 
     def _stop_progress(self) -> None:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
+
+    def _leave_screen(self) -> None:
+        if self._live is not None:
+            self._live.close(self._tell)
+
+    def _tell_silenced(self) -> None:
+        """Tell in the end what the silent display did not: no warning is lost."""
+        if self._mode == "silent":
+            for line in without_repeats(self.notices):
+                self._tell(line)
 
 
 def print_experiments(experiments: Sequence[type[ExperimentRunner[Any]]]) -> None:

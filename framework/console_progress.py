@@ -1,5 +1,7 @@
 """The progress of one strategy: a bar on a terminal, a line now and then elsewhere, at most twice a second."""
 
+import math
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -169,6 +171,8 @@ class LineView(View):
 class TrainingProgress:
     """Tells a view, at most twice a second, where a loop is; in between a call costs one look at the clock.
 
+    A view that fails, because the pipe behind it is closed for example, is told nothing more; the loop goes on.
+
     Args:
         view: where it is shown.
         unit: ``"epoch"`` or ``"step"``.
@@ -201,13 +205,24 @@ class TrainingProgress:
         """Show where the loop stands and finish the view."""
         loop, self._loop = self._loop, None
         now = self._clock()
-        self._view.finish(None if loop is None else replace(self._position(loop, now), took=now - self._begin))
+        last = None if loop is None else replace(self._position(loop, now), took=now - self._begin)
+        self._tell(lambda: self._view.finish(last))
 
     def _update(self, loop: LoopState) -> None:
         now = self._clock()
         self._loop = loop
-        self._view.show(self._position(loop, now))
-        self._due = self._clock() + SECONDS_BETWEEN_UPDATES
+        self._due = math.inf
+        self._tell(lambda: self._view.show(self._position(loop, now)))
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._due = self._clock() + SECONDS_BETWEEN_UPDATES
+        except Exception as error:
+            self._due = math.inf
+            warnings.warn(
+                f"The progress display failed and is switched off: {type(error).__name__}: {error}", stacklevel=2
+            )
 
     def _position(self, loop: LoopState, now: float) -> Position:
         done = loop.step / self._steps_per_unit

@@ -1,55 +1,53 @@
 """The newest metrics as one table at every SNAPSHOT."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from framework.console_blocks import Cell, Group, arrow_text, brief, fitted, flattened
+from framework.console_board import Board, Groups, hooks_described, parted, shown_metrics
 from framework.console_output import make_console
 from framework.contexts import RunInfo
 from framework.hook_points import HookPoint
 from framework.metrics import MetricSink, Series
-from framework.number_text import value_text
+from framework.number_text import number_text, value_text
 from framework.registry import SinkRegistry
 
-INDENT = COLUMN_GAP = 2
-BLOCK_GAP = 4
-MOST_BLOCKS = 4
-SHORTEST_PIECE = 8
-NARROWEST_VALUE = 10
-
-
-@dataclass(frozen=True)
-class Group:
-    """The metrics of one hook, as (name, text)."""
-
-    heading: str
-    metrics: Sequence[tuple[str, str]]
+ITEM_GAP = 3
+LEAST_LINES = 12
+MEAN = "ø "
 
 
 @dataclass
 class Summary:
-    """A series as far as it has come since the last table: its last value, and its mean over ``count`` numbers."""
+    """A metric since the last table: its last value, and for a series its mean over ``count`` numbers."""
 
     last: Any = None
     total: float = 0.0
     count: int = 0
 
-    def extend(self, series: Series) -> None:
-        """Take in further values."""
-        self.last = series.values[-1]
-        numbers = [value for value in series.values if isinstance(value, (int, float))]
+    def add(self, value: Any) -> None:
+        """Take in a value, or further values of a series."""
+        if not isinstance(value, Series):
+            self.last, self.count = value, 0
+            return
+        self.last = value.values[-1]
+        numbers = [item for item in value.values if isinstance(item, (int, float))]
         self.total += sum(numbers)
         self.count += len(numbers)
 
     def text(self) -> str:
-        """Return ``last / mean (count)``."""
+        """Return the value, of a series ``last / mean (count)``."""
         last = value_text(self.last)
         return f"{last} / {value_text(self.total / self.count)} ({self.count})" if self.count else last
+
+    def brief(self) -> str:
+        """Return the value, of a series the mean, in at most twenty columns."""
+        return MEAN + number_text(self.total / self.count) if self.count else brief(self.last)
 
 
 @SinkRegistry.register
@@ -57,35 +55,45 @@ class ConsoleSink(MetricSink):
     """Show the newest metrics as a table at every SNAPSHOT.
 
     Metrics are gathered from every point and shown together, per-parameter ones (three or more parts of a path) left
-    out. A series is shown as ``last / mean (number of values)`` since the last table. What is left at the end of a
-    strategy is shown then. Where there is no terminal the table is plain lines, one for each hook.
+    out. What is left at the end of a strategy is shown then.
+
+    On a terminal the table is no taller than that: the metrics of ``first`` stand on top, and of the others every hook
+    shows as many as every other, numbers that changed since the last table before lists and what stood still. An arrow
+    tells which way a metric went over its last three values; of a series the mean since the last table is shown.
+    Where there is no terminal the table is plain lines with everything, one for each hook, a series as
+    ``last / mean (number of values)``.
+
+    Args:
+        console: where to show it; standard output by default.
+        first: full names of metrics by group; ``training_metrics`` where there are none.
     """
 
     name: ClassVar[str] = "console"
 
-    def __init__(self, *, console: Console | None = None) -> None:
+    def __init__(self, *, console: Console | None = None, first: Groups | None = None) -> None:
         self._console = console or make_console()
+        self._board = Board(first or {})
         self._run: RunInfo | None = None
-        self._gathered: dict[str, Any] = {}
-        self._position = (0, 0)
+        self._gathered: dict[str, Summary] = {}
+        self._before: dict[str, str] = {}
 
     def set_run_context(self, run: RunInfo) -> None:
         """Begin a strategy."""
         self._run = run
-        self._gathered = {}
+        self._board.begin(run)
+        self._gathered, self._before = {}, {}
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Gather metrics."""
         if self._run is None:
             raise RuntimeError("ConsoleSink shows the metrics of a run: set_run_context(run) comes before emit.")
-        self._position = (epoch, step)
-        for name, value in metrics.items():
-            if name.count("/") < 2:
-                self._gather(name, value)
+        self._board.take(metrics, epoch, step)
+        for name, value in flattened(shown_metrics(metrics, self._board.live_names)):
+            self._gathered.setdefault(name, Summary()).add(value)
 
     def snapshot(self, epoch: int, step: int) -> None:
         """Show what was gathered."""
-        self._position = (epoch, step)
+        self._board.epoch, self._board.step = epoch, step
         if self._run is not None:
             self._show(self._run)
 
@@ -95,126 +103,78 @@ class ConsoleSink(MetricSink):
             self._show(self._run)
         self._run = None
 
-    def _gather(self, name: str, value: Any) -> None:
-        if not isinstance(value, Series):
-            self._gathered[name] = value
-            return
-        summary = self._gathered.get(name)
-        if not isinstance(summary, Summary):
-            summary = self._gathered[name] = Summary()
-        summary.extend(value)
-
     def _show(self, run: RunInfo) -> None:
         if not self._gathered:
             return
-        epoch, step = self._position
-        title = f"{run.experiment}  {run.strategy}  epoch {epoch}  step {step:,}"
-        has_series = any(isinstance(value, Summary) for value in self._gathered.values())
-        groups = grouped(self._gathered, run.metric_infos)
-        self._gathered = {}
+        title = f"{run.experiment}  {run.strategy}  epoch {self._board.epoch}  step {self._board.step:,}"
+        gathered, self._gathered = self._gathered, {}
         if not self._console.is_interactive:
-            for line in plain_lines(title, groups):
+            for line in plain_lines(title, by_hook(gathered, run)):
                 self._console.out(line, highlight=False)
             return
         self._console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
-        self._console.print(metric_lines(groups, self._console.width), highlight=False)
-        if has_series:
-            self._console.print(Text("of every step: last / mean (number of values)", style="dim"))
+        for part in self._table(gathered, run):
+            self._console.print(part, highlight=False, no_wrap=True, overflow="ellipsis")
+
+    def _table(self, gathered: Mapping[str, Summary], run: RunInfo) -> Iterable[Text]:
+        width, height = self._console.width, self._console.height
+        live, others = parted(self._cells(gathered), self._board.live_metrics, run)
+        head = list(group_lines(live, width))
+        yield from head
+        total = sum(len(group.metrics) for group in others)
+        table, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))
+        if shown:
+            yield table
+        remarks = [f"{total - shown} more in the files of --hook-jsonl or --hook-csv"] * (shown < total)
+        remarks += [f"{MEAN}mean since the last table"] * any(summary.count for summary in gathered.values())
+        if remarks:
+            yield Text("; ".join(remarks), style="dim")
+
+    def _cells(self, gathered: Mapping[str, Summary]) -> dict[str, Cell]:
+        """Make a cell of everything gathered, and remember it to tell next time what has changed."""
+        before, self._before = self._before, self._before | {name: value.brief() for name, value in gathered.items()}
+        tracks = self._board.tracks
+        return {
+            name: Cell(name, self._before[name], tracks[name].arrow, _rank(value.last, before.get(name), value.brief()))
+            for name, value in gathered.items()
+        }
 
 
-def grouped(gathered: Mapping[str, Any], described: Iterable[str] = ()) -> list[Group]:
+def _rank(value: Any, before: str | None, now: str) -> int:
+    """Return 0 for a number that has changed, 1 for a list, 2 for what stood still."""
+    return 2 if before == now else int(isinstance(value, (list, tuple)))
+
+
+def group_lines(groups: Sequence[Group], width: int) -> Iterable[Text]:
+    """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
+    begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
+    for group in groups:
+        line = Text.assemble((f"{group.heading:{begin}}", "bold cyan"))
+        for cell in group.metrics:
+            item = Text.assemble(f"{cell.name} ", (cell.text, "bold"), arrow_text(cell.arrow), " " * ITEM_GAP)
+            if line.cell_len + item.cell_len - ITEM_GAP > width and line.cell_len > begin:
+                yield _without_end(line)
+                line = Text(" " * begin)
+            line.append_text(item)
+        yield _without_end(line)
+
+
+def _without_end(line: Text) -> Text:
+    line.rstrip()
+    return line
+
+
+def by_hook(gathered: Mapping[str, Summary], run: RunInfo) -> dict[str, list[tuple[str, str]]]:
     """Sort metrics by hook, hooks in the order in which their metrics were described, and make their values text."""
-    by_hook: dict[str, list[tuple[str, str]]] = {name.partition("/")[0]: [] for name in described}
-    for name, value in gathered.items():
+    hooks: dict[str, list[tuple[str, str]]] = {name: [] for name in hooks_described(run)}
+    for name, summary in gathered.items():
         hook, _, metric = name.partition("/")
-        text = value.text() if isinstance(value, Summary) else value_text(value)
-        by_hook.setdefault(hook, []).append((metric or hook, text))
-    return [Group(hook, metrics) for hook, metrics in by_hook.items() if metrics]
+        hooks.setdefault(hook, []).append((metric or hook, summary.text()))
+    return {hook: metrics for hook, metrics in hooks.items() if metrics}
 
 
-def plain_lines(title: str, groups: Sequence[Group]) -> Iterable[str]:
+def plain_lines(title: str, hooks: Mapping[str, Sequence[tuple[str, str]]]) -> Iterable[str]:
     """Yield the title and one line for each hook."""
     yield title
-    for group in groups:
-        yield f"  {group.heading}: " + ", ".join(f"{metric} {text}" for metric, text in group.metrics)
-
-
-def metric_lines(groups: Sequence[Group], width: int) -> Text:
-    """Lay the groups out in as many blocks side by side as ``width`` columns hold.
-
-    Made of lines rather than nested tables, whose measuring would cost tens of milliseconds.
-    """
-    for most in range(MOST_BLOCKS, 0, -1):
-        blocks = balanced(in_pieces(groups, most), most)
-        widths = [_width(block) for block in blocks]
-        if sum(widths) + BLOCK_GAP * (len(blocks) - 1) <= width:
-            break
-    columns = [list(_block_lines(block, min(wide, width))) for block, wide in zip(blocks, widths, strict=True)]
-    rows = []
-    for cells in zip_longest(*columns, fillvalue=Text()):
-        row = Text()
-        for cell, wide in zip(cells, widths, strict=True):
-            row.append_text(cell).append(" " * (wide + BLOCK_GAP - len(cell)))
-        row.rstrip()
-        rows.append(row)
-    return Text("\n").join(rows)
-
-
-def _names_width(block: Sequence[Group]) -> int:
-    return INDENT + max(len(metric) for group in block for metric, _ in group.metrics)
-
-
-def _width(block: Sequence[Group]) -> int:
-    values = max(len(text) for group in block for _, text in group.metrics)
-    return max(_names_width(block) + COLUMN_GAP + values, *(len(group.heading) for group in block))
-
-
-def _block_lines(block: Sequence[Group], width: int) -> Iterator[Text]:
-    """Yield the lines of one block, values that are too long folded under themselves."""
-    begin = _names_width(block) + COLUMN_GAP
-    room = max(width - begin, NARROWEST_VALUE)
-    for group in block:
-        yield Text(group.heading, style="bold cyan")
-        for metric, text in group.metrics:
-            pieces = [text[start : start + room] for start in range(0, len(text), room)] or [""]
-            yield Text(f"{' ' * INDENT + metric:{begin}}{pieces[0]}")
-            yield from (Text(" " * begin + piece) for piece in pieces[1:])
-
-
-def in_pieces(groups: Sequence[Group], blocks: int) -> list[Group]:
-    """Cut groups that are longer than an even share of ``blocks`` blocks.
-
-    >>> [(piece.heading, len(piece.metrics)) for piece in in_pieces([Group("a", [("x", "1")] * 20)], 2)]
-    [('a', 10), ('a (continued)', 10)]
-    """
-    share = max(SHORTEST_PIECE, -(-sum(len(group.metrics) for group in groups) // blocks))
-    return [
-        Group(group.heading + (" (continued)" if begin else ""), group.metrics[begin : begin + share])
-        for group in groups
-        for begin in range(0, len(group.metrics), share)
-    ]
-
-
-def balanced(groups: Sequence[Group], most: int) -> list[list[Group]]:
-    """Divide the groups, in order, into at most ``most`` blocks, the tallest as low as can be.
-
-    >>> groups = [Group("a", [("x", "1")] * 4), Group("b", [("x", "1")] * 2), Group("c", [("x", "1")])]
-    >>> [[group.heading for group in block] for block in balanced(groups, 2)]
-    [['a'], ['b', 'c']]
-    """
-    limit = max(len(group.metrics) + 1 for group in groups)
-    while len(blocks := _filled(groups, limit)) > most:
-        limit += 1
-    return blocks
-
-
-def _filled(groups: Sequence[Group], limit: int) -> list[list[Group]]:
-    blocks: list[list[Group]] = []
-    height = limit
-    for group in groups:
-        if height + len(group.metrics) + 1 > limit:
-            blocks.append([])
-            height = 0
-        blocks[-1].append(group)
-        height += len(group.metrics) + 1
-    return blocks
+    for hook, metrics in hooks.items():
+        yield f"  {hook}: " + ", ".join(f"{metric} {text}" for metric, text in metrics)

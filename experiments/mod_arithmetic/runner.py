@@ -1,6 +1,6 @@
 """The experiment ``mod_arithmetic`` and its configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -85,7 +85,17 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
     config_class = ModArithmeticConfig
     strategies = STRATEGIES
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "quick": QUICK}
-    live_metrics = {"accuracy": ["training_metrics/train_acc", "training_metrics/val_acc"]}
+    live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {
+        "accuracy": ["training_metrics/train_acc", "training_metrics/val_acc"],
+        "loss": [
+            "training_metrics/loss",
+            "training_metrics/evaluation/train_loss",
+            "training_metrics/evaluation/val_loss",
+        ],
+        "learning rate": ["training_metrics/lr"],
+        "norms": ["norms/total_weight_norm", "norms/total_grad_norm", "parameter_delta/total_relative_delta"],
+        "frequencies": ["fourier/top_k_fraction", "fourier/restricted_loss", "fourier/excluded_loss"],
+    }
     train_probe: ClassVar[int] = 10_000
     """Training pairs on which train_acc is measured, at most."""
 
