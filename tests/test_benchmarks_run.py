@@ -10,7 +10,7 @@ from experiments.mod_arithmetic.runner import QUICK
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.memory_cost import BARE, HOOKS, MUTATING, measure, memory_rows
 from tests.benchmarks.report import misses, page
-from tests.benchmarks.rows import MICROSECONDS, Effort, Row
+from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 from training_hooks.grad_clip import GradClip
@@ -27,7 +27,7 @@ def weights(subject: Subject) -> list[torch.Tensor]:
 def test_every_benchmark_yields_rows_of_finite_numbers(name):
     _, parts = BENCHMARKS[name]
     rows = [row for benchmark in parts for row in benchmark(LOOK)]
-    assert name == "each" or len({row.figure for row in rows if row.bar is not None}) >= 1
+    assert name == "each" or len({row.figure for row in rows if row.result}) >= 1
     assert len({row.figure for row in rows}) >= 1
     assert all(math.isfinite(number) for row in rows for number in vars(row.value).values())
 
@@ -68,4 +68,11 @@ def test_a_row_passes_up_to_its_bar_and_the_page_shows_it():
     rows = {"Fires": [row, replace(row, figure="Another", bar=1e-6), replace(row, figure="A third", bar=None)]}
     assert [each.result for each in rows["Fires"]] == ["pass", "miss", ""]
     assert misses(rows) == "1 of 2 bars met; missed: Another"
-    assert "| A fire  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | 2.0 µs | pass   |" in page(rows)
+    assert "| A fire  | nothing |   2.0 µs | 1.0 µs | 0.5 µs | ≤ 2.0 µs | pass   |" in page(rows)
+
+
+@pytest.mark.parametrize(("rate", "result"), [(3.0, "pass"), (2.0, "pass"), (1.0, "miss")])
+def test_a_row_with_a_floor_passes_from_there_on(rate, result):
+    row = Row("Scalars", "nothing", PER_SECOND, Spread(rate, rate, 0.0), floor=2.0)
+    assert row.cells()[-2:] == ["≥ 2 /s", result]
+    assert misses({"Sinks": [row]}).startswith("1 of 1" if result == "pass" else "0 of 1")

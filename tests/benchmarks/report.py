@@ -93,7 +93,7 @@ def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def misses(rows: Mapping[str, Sequence[Row]]) -> str:
     """Say how many bars were met."""
-    judged = [row for part in rows.values() for row in part if row.bar is not None]
+    judged = [row for part in rows.values() for row in part if row.result]
     missed = [row.figure for row in judged if row.result == "miss"]
     return f"{len(judged) - len(missed)} of {len(judged)} bars met" + (
         f"; missed: {', '.join(missed)}" if missed else ""

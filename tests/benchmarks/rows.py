@@ -1,4 +1,4 @@
-"""The rows of the table: a figure, what was measured, and the bar it must not pass."""
+"""The rows of the table: a figure, what was measured, and the bar it must not pass, or the one it must reach."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,30 +27,36 @@ PERCENT = Unit("%", 100, 2)
 TIMES = Unit("×", 1, 2)
 BYTES = Unit("B", 1, 0)
 COPIES = Unit("copies", 1, 2)
+PER_SECOND = Unit("/s", 1, 0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; without a ``bar`` it is there for comparison."""
+    """One figure; without a ``bar`` (at most) or ``floor`` (at least) it is there for comparison."""
 
     figure: str
     against: str
     unit: Unit
     value: Spread
     bar: float | None = None
+    floor: float | None = None
 
     @property
     def result(self) -> str:
         """Return ``pass``, ``miss``, or nothing where there is no bar."""
-        if self.bar is None:
+        if self.bar is None and self.floor is None:
             return ""
-        return "pass" if self.value.median <= self.bar else "miss"
+        over = self.bar is not None and self.value.median > self.bar
+        under = self.floor is not None and self.value.median < self.floor
+        return "miss" if over or under else "pass"
 
     def cells(self) -> list[str]:
         """Return the texts of the table's columns."""
         text = self.unit.text
         numbers = [text(self.value.median), text(self.value.best), text(self.value.noise)]
-        return [self.figure, self.against, *numbers, "" if self.bar is None else text(self.bar), self.result]
+        bounds = ["≤ " + text(self.bar)] if self.bar is not None else []
+        bounds += ["≥ " + text(self.floor)] if self.floor is not None else []
+        return [self.figure, self.against, *numbers, ", ".join(bounds), self.result]
 
 
 COLUMNS = ["Figure", "Against", "Measured", "Best", "Noise", "Bar", "Result"]
