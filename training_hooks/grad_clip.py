@@ -1,29 +1,86 @@
-"""Clipping of the gradient's norm, as a declared change of the run."""
+"""Clipping of the gradients by one of five rules, as a declared change of the run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
 
 from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
+from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
+from framework.param_vectors import Vector, dot, gradients, joint_norm, live_gradients, norm_of_each
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
+
+Rule = Literal["norm", "value", "parameter", "zclip", "adagc"]
+OPTIONS: Mapping[Rule, Mapping[str, float]] = {
+    "norm": {"max_norm": 1.0},
+    "value": {"max_value": 1.0},
+    "parameter": {"max_norm": 1.0},
+    "zclip": {"alpha": 0.97, "z_threshold": 2.5, "warmup": 25},
+    "adagc": {"beta": 0.98, "lambda_rel": 1.05, "lambda_abs": 1.0, "warmup": 100},
+}
+"""The options of every rule with their defaults."""
+
+
+def norms_of(vector: Vector) -> Tensor:
+    """Return the Euclidean norms of all tensors of a vector, shape (tensors,), on the first one's device."""
+    norms = list(norm_of_each(vector).values())
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
+
+
+def by_parameter(norms: Tensor, max_norm: float) -> Tensor:
+    """Return the factors that bring each norm down to ``max_norm``, as ``clip_grad_norm_`` computes them one by one."""
+    return torch.clamp(max_norm / (norms + 1e-6), max=1.0)
+
+
+def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
+    """Return the share of a vector's elements whose magnitude is above ``max_value``, and its norm once clamped."""
+    above = {name: (tensor.abs() > max_value).float() for name, tensor in vector.items()}
+    share = dot(above, above) / sum(tensor.numel() for tensor in vector.values())
+    del above
+    return share, joint_norm([tensor.clamp(-max_value, max_value) for tensor in vector.values()])
 
 
 @HookRegistry.register
 class GradClip(InterventionHook):
-    """Scale the gradients of every step so that their joint norm is at most ``max_norm``.
+    """Clip the gradients of every step: by their joint norm, by value, per parameter, or by what was usual so far.
 
-    The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``: with float32 and float64 gradients the run is bit for
-    bit the one that calls it between backward and update. Lower precisions are reduced in float32.
+    ``norm`` scales all gradients so that their joint norm is at most ``max_norm``, ``value`` clamps every element into
+    [−max_value, max_value], ``parameter`` scales each parameter's gradient so that its own norm is at most
+    ``max_norm``. Their arithmetic is that of ``torch.nn.utils.clip_grad_norm_`` (of all parameters, of each one alone)
+    and ``clip_grad_value_``: with float32 and float64 gradients the run is bit for bit the one that calls them between
+    backward and update. Lower precisions are reduced in float32.
 
-    Assumes that one norm over all parameters is what shall be bounded, and gradients that are unscaled already.
+    ``zclip`` (arXiv 2504.02507) brings a joint norm that lies z > ``z_threshold`` standard deviations above the moving
+    average μ of those before it down to μ + (z_threshold²/z)·σ. ``adagc`` (arXiv 2502.11034) brings each parameter's
+    norm down to ``lambda_rel`` times the moving average γ of its own. Both histories hold the norms as clipped. Where
+    the published programs differ from the papers the papers hold: no constant is added to σ or to a norm, ``zclip``
+    clips nothing in its warm-up, β is 0.98 and λ_rel 1.05. In one thing ``adagc`` differs from both: a norm of exactly
+    zero does not enter its history, where γ = 0 would clip a parameter to nothing for good.
+
+    A gradient that is infinite or NaN is not mended: ``norm`` and ``parameter`` make more NaN of it, as torch's
+    functions do, ``value`` bounds infinities and keeps NaN. ``zclip`` and ``adagc`` leave all gradients of such a step
+    as they are and their history and warm-up as they were, so that a step that float16 skips changes nothing.
+
+    Assumes gradients that are unscaled already; ``zclip`` and ``adagc`` norms that change slowly, but for spikes.
 
     Args:
-        max_norm: the largest Euclidean norm of all gradients together.
+        method: the rule.
+        max_norm: the largest Euclidean norm of all gradients together, with ``parameter`` of each.
+        max_value: the largest magnitude of an element, for ``value``.
+        alpha: share of the past in the moving averages of ``zclip``.
+        z_threshold: standard deviations above the mean from which on a norm is a spike, for ``zclip``.
+        warmup: steps that only begin the history; 0: as published, 25 for ``zclip`` and 100 for ``adagc``.
+        beta: share of the past in the moving averages of ``adagc``.
+        lambda_rel: how far a parameter's norm may exceed its moving average, for ``adagc``.
+        lambda_abs: the largest joint norm during the warm-up of ``adagc``.
     """
 
     name = "grad_clip"
@@ -31,23 +88,128 @@ class GradClip(InterventionHook):
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
 
-    def __init__(self, *, max_norm: float = 1.0) -> None:
-        if not (max_norm > 0 and math.isfinite(max_norm)):
-            raise UsageError(f"grad_clip.max_norm is {max_norm}; it must be a positive number.")
+    def __init__(
+        self,
+        *,
+        method: Rule = "norm",
+        max_norm: float = 1.0,
+        max_value: float = 1.0,
+        alpha: float = 0.97,
+        z_threshold: float = 2.5,
+        warmup: int = 0,
+        beta: float = 0.98,
+        lambda_rel: float = 1.05,
+        lambda_abs: float = 1.0,
+    ) -> None:
+        if method not in get_args(Rule):
+            raise unknown("grad_clip.method", method, get_args(Rule))
+        self.method: Rule = method
         self.max_norm = max_norm
+        self.max_value = max_value
+        given = {
+            "max_norm": max_norm,
+            "max_value": max_value,
+            "alpha": alpha,
+            "z_threshold": z_threshold,
+            "warmup": warmup,
+            "beta": beta,
+            "lambda_rel": lambda_rel,
+            "lambda_abs": lambda_abs,
+        }
+        _check_ranges(given)
+        _refuse_options_of_other_rules(method, given)
+        warmup = warmup or int(OPTIONS[method].get("warmup", 0))
+        self._zclip = ZClip(alpha=alpha, z_threshold=z_threshold, warmup=warmup)
+        self._adagc = AdaGC(beta=beta, lambda_rel=lambda_rel, lambda_abs=lambda_abs, warmup=warmup)
+        self._act: Callable[[ModelDataContext], Metrics] = {
+            "norm": self._by_norm,
+            "value": self._by_value,
+            "parameter": self._by_parameter,
+            "zclip": self._by_zclip,
+            "adagc": self._by_adagc,
+        }[method]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the history."""
+        self._history = torch.zeros(3, dtype=torch.float64)
+        self._calls = 0
+        self._gammas = Gammas()
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
-        """Ask for the scaled gradients and return what that does to their norm."""
+        """Ask for the clipped gradients and return what that does to them; nothing where there is no gradient."""
+        return self._act(model_ctx)
+
+    def _by_norm(self, model_ctx: ModelDataContext) -> Metrics:
         norm, factor = model_ctx.clip_gradients(self.max_norm)
-        return {
-            "norm_before": norm,
-            "norm_after": norm * factor,
-            "coefficient": factor,
-            "clipped": (factor < 1).to(norm.dtype),
-        }
+        return _scaled(norm, factor)
+
+    def _by_value(self, model_ctx: ModelDataContext) -> Metrics:
+        live = gradients(model_ctx.model)
+        if not live:
+            return {}
+        model_ctx.clamp_gradients(self.max_value)
+        share, after = beyond(live, self.max_value)
+        clipped = (share > 0).to(share.dtype)
+        before = joint_norm(list(live.values()))
+        return {"norm_before": before, "norm_after": after, "clipped": clipped, "clipped_fraction": share}
+
+    def _by_parameter(self, model_ctx: ModelDataContext) -> Metrics:
+        live = gradients(model_ctx.model)
+        if not live:
+            return {}
+        norms = norms_of(live)
+        factors = by_parameter(norms, self.max_norm)
+        model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
+        return _scaled_each(norms, factors)
+
+    def _by_zclip(self, model_ctx: ModelDataContext) -> Metrics:
+        live = live_gradients(model_ctx.model.parameters())
+        if not live:
+            return {}
+        norm = joint_norm(live)
+        step = self._zclip(self._history.to(norm.device), norm)
+        factor = step.factor.to(norm.dtype)
+        model_ctx.scale_gradients(factor)
+        self._history = step.history
+        self._calls += 1
+        metrics = _scaled(norm, factor)
+        if self._calls > self._zclip.warmup:
+            metrics |= {"mean": step.mean, "std": step.std, "z": step.z, "threshold": step.threshold}
+        return metrics
+
+    def _by_adagc(self, model_ctx: ModelDataContext) -> Metrics:
+        live = gradients(model_ctx.model)
+        if not live:
+            return {}
+        norms, names, begins = norms_of(live), list(live), not self._gammas.names
+        step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
+        factors = step.factors.to(norms.dtype)
+        model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))
+        self._gammas.put(names, step)
+        metrics = _scaled_each(norms, factors)
+        return metrics if begins else metrics | {"gamma_ratio": _largest(step.ratios)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history of the rule, and which one that is."""
+        if self.method == "zclip":
+            return {"method": self.method, "history": self._history, "calls": self._calls}
+        if self.method == "adagc":
+            return {"method": self.method, "gammas": self._gammas.state_dict()}
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the history of :meth:`state_dict`; that of another rule is of no use and left."""
+        self.reset()
+        if state.get("method") != self.method:
+            return
+        if self.method == "zclip":
+            self._history, self._calls = state["history"], state["calls"]
+        else:
+            self._gammas.load_state_dict(state["gammas"])
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the norms around clipping."""
+        """Describe the metrics of all rules; each says which ones report it, if not all do."""
         return [
             MetricInfo(
                 "norm_before",
@@ -56,17 +218,119 @@ class GradClip(InterventionHook):
                 "Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning "
                 "divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.",
             ),
-            MetricInfo("norm_after", "c·‖g‖₂, c the coefficient", "[0, max_norm]", "What the optimizer is given."),
+            MetricInfo(
+                "norm_after",
+                "‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p (c_p·‖g_p‖₂)² "
+                "with one for each parameter",
+                "[0, ∞); method norm: [0, max_norm]",
+                "What the optimizer is given.",
+            ),
             MetricInfo(
                 "coefficient",
-                "c = min(1, max_norm / (‖g‖₂ + 1e-6))",
+                "norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of "
+                "c_p = min(1, max_norm / (‖g_p‖₂ + 1e-6)); zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for "
+                "z > z_threshold, else 1; adagc: min over p of c_p = min(1, lambda_rel·γ_p / ‖g_p‖₂), in the warm-up "
+                "c = min(1, lambda_abs / ‖g‖₂)",
                 "[0, 1]",
-                "The factor on every gradient. Far below 1 throughout: max_norm normalises the gradient.",
+                "The factor on every gradient, or the smallest one. Far below 1 throughout: clipping normalises the "
+                "gradient.",
             ),
             MetricInfo(
                 "clipped",
-                "1 if c < 1, else 0",
+                "1 if a coefficient is < 1 (method value: an element is clamped), else 0",
                 "{0, 1}",
-                "Its mean is the share of clipped steps; above about one half the learning rate is set by max_norm.",
+                "Its mean is the share of clipped steps; above about one half (method norm) the learning rate is set "
+                "by max_norm. zclip: more than a few in a hundred, and the norms do not change slowly.",
+            ),
+            MetricInfo(
+                "clipped_fraction",
+                "value: elements with |gᵢ| > max_value / all elements; parameter and adagc: parameters with c_p < 1 / "
+                "all that have a gradient",
+                "[0, 1]",
+                "How local clipping is. Near 1 throughout: the limit is too tight and takes the gradient's shape away.",
+            ),
+            MetricInfo(
+                "mean",
+                "zclip: μ of the history before this step, after the warm-up",
+                "[0, ∞)",
+                "The usual norm. NaN: the warm-up lasts, since norms were not finite.",
+            ),
+            MetricInfo("std", "zclip: σ of the history before this step", "[0, ∞)", "How far norms usually scatter."),
+            MetricInfo(
+                "z",
+                "zclip: z = (‖g‖₂ − μ) / σ",
+                "(−∞, ∞)",
+                "Above z_threshold: a spike, and clipped. Mostly positive: the norm is rising faster than the average.",
+            ),
+            MetricInfo(
+                "threshold",
+                "zclip: μ + z_threshold·σ",
+                "[0, ∞)",
+                "The norm above which a step is clipped (to less than this: the larger the spike, the nearer to μ).",
+            ),
+            MetricInfo(
+                "gamma_ratio",
+                "adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step",
+                "[0, ∞)",
+                "How far the most unusual parameter is from its own past; above lambda_rel it is clipped (after the "
+                "warm-up).",
             ),
         ]
+
+
+def _check_ranges(options: Mapping[str, float]) -> None:
+    for name in ("max_norm", "max_value", "z_threshold", "lambda_abs"):
+        if not (options[name] > 0 and math.isfinite(options[name])):
+            raise UsageError(f"grad_clip.{name} is {options[name]}; it must be a positive number.")
+    for name in ("alpha", "beta"):
+        if not 0 <= options[name] < 1:
+            raise UsageError(f"grad_clip.{name} is {options[name]}; a share of the past lies in [0, 1).")
+    if not (options["lambda_rel"] >= 1 and math.isfinite(options["lambda_rel"])):
+        raise UsageError(
+            f"grad_clip.lambda_rel is {options['lambda_rel']}; it must be a number of at least 1, or every step would "
+            "shrink the gradient further."
+        )
+    if options["warmup"] < 0 or options["warmup"] == 1:
+        raise UsageError(
+            f"grad_clip.warmup is {options['warmup']}; it must be at least 2 steps, or 0 for the published number."
+        )
+
+
+def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -> None:
+    defaults = {name: value for rule in OPTIONS.values() for name, value in rule.items()} | {"warmup": 0}
+    for name, value in options.items():
+        if value != defaults[name] and name not in OPTIONS[method]:
+            owners = " and ".join(f"'{rule}'" for rule, own in OPTIONS.items() if name in own)
+            known = ", ".join(OPTIONS[method])
+            raise UsageError(
+                f"grad_clip.{name} is {value}, but method {method!r} has no such option: it belongs to {owners}, and "
+                f"{method!r} takes {known}."
+            )
+
+
+def _scaled(norm: Tensor, factor: Tensor) -> dict[str, Tensor]:
+    """Describe gradients that are all scaled by one factor."""
+    return {
+        "norm_before": norm,
+        "norm_after": norm * factor,
+        "coefficient": factor,
+        "clipped": (factor < 1).to(norm.dtype),
+    }
+
+
+def _scaled_each(norms: Tensor, factors: Tensor) -> dict[str, Tensor]:
+    """Describe gradients with these norms that are scaled each by its own factor."""
+    clipped = (factors < 1).to(norms.dtype)
+    return {
+        "norm_before": torch.linalg.vector_norm(norms),
+        "norm_after": torch.linalg.vector_norm(norms * factors),
+        "coefficient": factors.min(),
+        "clipped": clipped.max(),
+        "clipped_fraction": clipped.mean(),
+    }
+
+
+def _largest(ratios: Tensor) -> Tensor:
+    """Return the largest ratio of those that are known; NaN if none is."""
+    largest = torch.where(ratios.isnan(), -torch.inf, ratios).max()
+    return torch.where(largest == -torch.inf, torch.nan, largest)

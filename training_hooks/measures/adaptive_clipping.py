@@ -1,0 +1,145 @@
+"""Clipping thresholds that follow the history of the gradient's own norms: ZClip and AdaGC."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ZClipStep(NamedTuple):
+    """What ZClip makes of one step; zero-dimensional, float64.
+
+    ``mean`` and ``std`` are those of the history before the step, ``z`` the step's distance from the mean in standard
+    deviations, ``threshold`` the norm above which it is a spike; all four are NaN during warm-up.
+    """
+
+    factor: Tensor
+    mean: Tensor
+    std: Tensor
+    z: Tensor
+    threshold: Tensor
+    history: Tensor
+    """Shape (3,): the steps taken in, mean and population variance of their norms; zeros before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZClip:
+    """The update rule of ZClip (arXiv 2504.02507) with reciprocal clipping.
+
+    With z = (‖g‖ − μ)/σ a norm of z > z_thres is brought down to μ + (z_thres²/z)·σ. What is left of it enters
+    μ ← α·μ + (1 − α)·‖g‖ and then σ² ← α·σ² + (1 − α)·(‖g‖ − μ)². Both begin as mean and population variance of the
+    first ``warmup`` norms, which are not clipped.
+
+    That is the paper. The code published with it differs: it adds 1e-6 to σ, where σ = 0 here means that any larger
+    norm is brought down to μ, and it can cap the norm besides (``max_grad_norm``), in the warm-up as well.
+    """
+
+    alpha: float
+    z_threshold: float
+    warmup: int
+
+    def __call__(self, history: Tensor, norm: Tensor) -> ZClipStep:
+        """Judge a step by the norm of its gradient; one that is not finite is neither clipped nor taken in."""
+        norm, (count, mean, variance) = norm.double(), history.unbind()
+        warm, std, above = count < self.warmup, variance.sqrt(), norm - mean
+        spike = ~warm & (above > self.z_threshold * std) & norm.isfinite()
+        kept = torch.where(spike, mean + self.z_threshold**2 * variance / above, norm)
+        share = torch.where(warm, 1 / (count + 1), 1 - self.alpha)
+        # In the warm-up the recurrence of Welford: mean and variance of all norms so far.
+        scatter = (kept - mean).square() * torch.where(warm, 1 - share, (1 - share) ** 2)
+        new = torch.stack([count + 1, mean + share * (kept - mean), (1 - share) * variance + share * scatter])
+        judged = torch.stack([mean, std, above / std, mean + self.z_threshold * std])
+        mean, std, z, threshold = torch.where(warm, torch.nan, judged).unbind()
+        factor = torch.where(spike, kept / norm, 1.0)
+        return ZClipStep(factor, mean, std, z, threshold, torch.where(norm.isfinite(), new, history))
+
+
+class AdaGCStep(NamedTuple):
+    """What AdaGC makes of one step, for each of n parameters; float64."""
+
+    factors: Tensor
+    """Shape (n,)."""
+    ratios: Tensor
+    """‖g_p‖ / γ_p with γ_p before the step, shape (n,); NaN for a parameter without history."""
+    gammas: Tensor
+    """Shape (n,); infinite for a parameter without history."""
+    taken: Tensor
+    """The steps taken in, zero-dimensional."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGC:
+    """The update rule of AdaGC (arXiv 2502.11034).
+
+    Each parameter's norm is brought down to λ_rel·γ_p, and what is left of it enters γ_p ← β·γ_p + (1 − β)·‖g_p‖. In
+    the first ``warmup`` steps the joint norm is brought down to λ_abs instead, and γ_p is the smallest norm so far.
+
+    Of the paper's λ_rel = 1.05 and β = 0.98 the code published with it makes 1.04 and 0.99; it warms up for 100 steps,
+    as here, the paper's pseudo-code for 99, and it adds 1e-6 to the norms that it divides by. It differs from both that
+    a norm of exactly zero is not taken in: γ_p would then be zero, or fall towards it, and clip the parameter's
+    gradients to nothing for good. A parameter whose first gradient comes after the warm-up begins with that one's norm.
+    """
+
+    beta: float
+    lambda_rel: float
+    lambda_abs: float
+    warmup: int
+
+    def __call__(self, gammas: Tensor, taken: Tensor, norms: Tensor) -> AdaGCStep:
+        """Judge a step by the norms of its gradients; where one is not finite nothing is clipped or taken in."""
+        norms = norms.double()
+        joint = torch.linalg.vector_norm(norms)
+        usable, warm, limits = joint.isfinite(), taken < self.warmup, self.lambda_rel * gammas
+        in_common = torch.where(joint > self.lambda_abs, self.lambda_abs / joint, 1.0)
+        by_itself = torch.where(norms > limits, limits / norms, 1.0)
+        factors = torch.where(usable, torch.where(warm, in_common, by_itself), 1.0)
+        kept = factors * norms
+        average = torch.where(gammas.isfinite(), self.beta * gammas + (1 - self.beta) * kept, kept)
+        grown = torch.where(warm, torch.minimum(gammas, kept), average)
+        return AdaGCStep(
+            factors,
+            torch.where(gammas.isfinite(), norms / gammas, torch.nan),
+            torch.where(usable & (norms > 0), grown, gammas),
+            taken + usable,
+        )
+
+
+class Gammas:
+    """The history of AdaGC: γ of every parameter that has had a gradient, and the steps taken in."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.values = torch.zeros(0, dtype=torch.float64)
+        self.taken = torch.zeros((), dtype=torch.int64)
+
+    def take(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """Return γ of these parameters, infinite for new ones, and keep everything on ``device``."""
+        self.values, self.taken = self.values.to(device), self.taken.to(device)
+        known = set(self.names)
+        new = [name for name in names if name not in known]
+        if new:
+            self.names += new
+            self.values = torch.cat([self.values, self.values.new_full((len(new),), torch.inf)])
+        return self.values if self._all(names) else self.values[self._places(names)]
+
+    def put(self, names: Sequence[str], step: AdaGCStep) -> None:
+        """Keep what a step made of the γ of these parameters, which :meth:`take` returned."""
+        self.taken = step.taken
+        self.values = step.gammas if self._all(names) else self.values.index_copy(0, self._places(names), step.gammas)
+
+    def _all(self, names: Sequence[str]) -> bool:
+        return self.names == list(names)
+
+    def _places(self, names: Sequence[str]) -> Tensor:
+        places = {name: place for place, name in enumerate(self.names)}
+        return torch.tensor([places[name] for name in names], device=self.values.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return names, γ and the number of steps."""
+        return {"names": list(self.names), "values": self.values, "taken": self.taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self.names, self.values, self.taken = list(state["names"]), state["values"], state["taken"]
