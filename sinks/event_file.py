@@ -78,29 +78,26 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb", buffering=0)
-        self._file.write(framed(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()))
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
         """Write one event for each step, with the ``Summary.Value`` messages that belong to it."""
         now = time.time()
-        events = (
-            Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in sorted(by_step.items())
-        )
-        _write_all(self._file, b"".join(framed(event.SerializeToString()) for event in events))
+        items = sorted(by_step.items())
+        self._write(*(Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in items))
 
-    def fileno(self) -> int:
-        """Return the descriptor of the file."""
-        return self._file.fileno()
+    def _write(self, *events: Any) -> None:
+        rest = memoryview(b"".join(framed(event.SerializeToString()) for event in events))
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def messages(name: str, value: Any) -> list[Any]:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from sinks import CSVSink, JSONLSink
+from sinks import CSVSink, JSONLSink, TensorBoardSink, WandbSink
 from tests.sinks.emits import run_info
 from tests.sinks.test_sink_contracts import run_with
 from tests.support import differences
@@ -10,16 +10,27 @@ from tests.support import differences
 needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
 
 
+FILES = {
+    CSVSink: "only.csv",
+    JSONLSink: "only.jsonl",
+    TensorBoardSink: "tensorboard/events.out.tfevents.only",
+    WandbSink: "only.jsonl",
+}
+
+
 @needs_full_device
-@pytest.mark.parametrize("sink_class", [CSVSink, JSONLSink])
-def test_a_full_disk_costs_the_sink_and_not_the_run(tmp_path, sink_class):
-    (tmp_path / f"only.{sink_class.name}").symlink_to("/dev/full")
+@pytest.mark.parametrize("sink_class", FILES)
+def test_a_full_disk_costs_the_sink_and_not_the_run(tmp_path, sink_class, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    path = tmp_path / FILES[sink_class]
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/full")
     with pytest.warns(UserWarning, match="switched off.*No space left on device"):
         digest = run_with(tmp_path, [sink_class()])
     assert not differences(run_with(tmp_path, []), digest)
 
 
-@pytest.mark.parametrize("sink_class", [CSVSink, JSONLSink])
+@pytest.mark.parametrize("sink_class", FILES)
 def test_a_missing_folder_is_named(tmp_path, sink_class):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         sink_class().set_run_context(run_info(tmp_path / "nowhere"))

@@ -13,16 +13,28 @@ from framework.manager import HookManager
 from framework.metrics import MetricSink, Series
 from framework.registry import Registry, SinkRegistry, check_sink_class
 from tests.sinks.emits import run_info
+from tests.sinks.event_files import lines
 from tests.support import Case, RecordingSink, SpyHook, build, differences, of_the_run
 
 pytestmark = pytest.mark.parametrize("sink_class", list(SinkRegistry), ids=lambda sink: sink.name)
 LOOPS = {"epoch": epoch_loop, "step": step_loop}
 
 
+@pytest.fixture(autouse=True)
+def no_wandb_client(monkeypatch):
+    """Leave the W&B client to tests/sinks/test_wandb_sink.py: it takes seconds of another process to start."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+def files(folder):
+    """Return the texts of all files below a folder, those of event files as lines of scalars."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [lines(path) if "tfevents" in path.name else path.read_text() for path in found]
+
+
 def produced(folder, capsys):
     """Return everything a sink has written, in files and on the console."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "".join(path.read_text() for path in files) + capsys.readouterr().out
+    return "".join(files(folder)) + capsys.readouterr().out
 
 
 def show(sink, metrics, step, point=HookPoint.POST_EPOCH):
@@ -91,9 +103,8 @@ def test_two_strategies_are_kept_apart(sink_class, tmp_path, capsys):
         sink.set_run_context(run_info(tmp_path, strategy))
         show(sink, {"h/number": number}, 1)
     sink.close("completed")
-    files = [path.read_text() for path in sorted(tmp_path.iterdir())]
-    assert len(files) in (0, 2)
-    assert all(("7001" in text) != ("7002" in text) for text in files)
+    assert len(files(tmp_path)) in (0, 2)
+    assert all(("7001" in text) != ("7002" in text) for text in files(tmp_path))
     text = produced(tmp_path, capsys).replace(",", "")
     assert text.index("7001") < text.index("7002")
 
@@ -156,3 +167,11 @@ def test_a_class_without_a_name_of_its_own_or_with_a_bad_flag_is_refused(sink_cl
         registry.register(type("Nameless", (sink_class,), {"name": "sink"}))
     with pytest.raises(UsageError, match="two dashes"):
         registry.register(type("Flagged", (sink_class,), {"flag": "csv"}))
+    with pytest.raises(UsageError, match="'nowhere', which its constructor lacks"):
+        registry.register(type("Lost", (sink_class,), {"option": "nowhere"}))
+
+
+def test_it_names_all_that_it_leaves_in_the_folder(sink_class, tmp_path, capsys):
+    run_with(tmp_path, [sink_class()])
+    assert {path.name for path in tmp_path.iterdir()} <= set(sink_class.leaves("only"))
+    assert all("{" not in name and "/" not in name for name in sink_class.leaves("only"))

@@ -1,5 +1,6 @@
 """Any sequence of emits, flushes, closes and strategies leaves exactly what was emitted."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,20 +13,49 @@ from framework.hook_points import HookPoint
 from framework.metrics import Series
 from sinks.csv import CSVSink, read_csv
 from sinks.jsonl import JSONLSink, read_jsonl
+from sinks.tensorboard_sink import TensorBoardSink
+from sinks.wandb_sink import WandbSink
 from tests.sinks.emits import exact, run_info
+from tests.sinks.event_files import float32, written
 
-READERS = {CSVSink: read_csv, JSONLSink: read_jsonl}
+FILES = {
+    CSVSink: "{}.csv",
+    JSONLSink: "{}.jsonl",
+    WandbSink: "{}.jsonl",
+    TensorBoardSink: "tensorboard/events.out.tfevents.{}",
+}
+READERS = {CSVSink: read_csv, JSONLSink: read_jsonl, WandbSink: read_jsonl}
 NUMBERS = st.one_of(st.floats(), st.integers(), st.booleans())
 NAMES = st.sampled_from(["h/described", "h/surprise"])
 
 
+def left_by(sink, path):
+    """Return what a sink's file holds: records, or of TensorBoard the scalars."""
+    if isinstance(sink, TensorBoardSink):
+        return [(tag, step, repr(value)) for tag, step, value in written(path)]
+    return [(record.epoch, record.step, exact(record.metrics)) for record in READERS[type(sink)](path)]
+
+
+def expected_of(sink, emitted):
+    """Return what a sink's file must hold: values at their steps for TensorBoard, emits for the others."""
+    if not isinstance(sink, TensorBoardSink):
+        return [(epoch, step, exact(metrics)) for epoch, step, metrics in emitted]
+    points = []
+    for _, step, metrics in emitted:
+        for name, value in metrics.items():
+            series = value if isinstance(value, Series) else Series([step], [value])
+            points += [(name, at, repr(float32(item))) for at, item in zip(series.steps, series.values, strict=True)]
+    return points
+
+
 class SinkStates(RuleBasedStateMachine):
-    """Compares the files of both sinks with a list of what was emitted, by strategy."""
+    """Compares the files of all sinks with a list of what was emitted, by strategy."""
 
     @initialize()
     def begin(self):
         self.folder = tempfile.TemporaryDirectory()
-        self.sinks = [sink() for sink in READERS]
+        os.environ["WANDB_MODE"] = "disabled"
+        self.sinks = [sink() for sink in FILES]
         self.model = {}
         self.current = None
 
@@ -42,14 +72,14 @@ class SinkStates(RuleBasedStateMachine):
     @rule(metrics=st.dictionaries(NAMES, NUMBERS, min_size=1), epoch=st.integers(0, 9), step=st.integers(0, 99))
     def emit(self, metrics, epoch, step):
         self.tell("emit", metrics, epoch, HookPoint.POST_EPOCH, step=step)
-        self.current.append((epoch, step, exact(metrics)))
+        self.current.append((epoch, step, metrics))
 
     @precondition(lambda self: self.current is not None)
     @rule(values=st.lists(NUMBERS, min_size=1, max_size=3), first=st.integers(1, 99))
     def emit_series(self, values, first):
         series = Series(list(range(first, first + len(values))), values)
         self.tell("emit", {"h/described": series}, 0, HookPoint.POST_STEP, step=series.steps[-1])
-        self.current.append((0, series.steps[-1], exact({"h/described": series})))
+        self.current.append((0, series.steps[-1], {"h/described": series}))
 
     @precondition(lambda self: self.current is None)
     @rule()
@@ -70,13 +100,14 @@ class SinkStates(RuleBasedStateMachine):
     @invariant()
     def files_hold_what_was_emitted(self):
         for sink in self.sinks:
-            for strategy, expected in self.model.items():
-                records = READERS[type(sink)](Path(self.folder.name) / f"{strategy}.{sink.name}")
-                assert [(r.epoch, r.step, exact(r.metrics)) for r in records] == expected
+            for strategy, emitted in self.model.items():
+                path = Path(self.folder.name) / FILES[type(sink)].format(strategy)
+                assert left_by(sink, path) == expected_of(sink, emitted)
 
     def teardown(self):
         self.tell("close", "completed")
         self.folder.cleanup()
+        del os.environ["WANDB_MODE"]
 
 
 SinkStates.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

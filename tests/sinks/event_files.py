@@ -1,0 +1,39 @@
+"""Event files as TensorBoard's own loader reads them."""
+
+from pathlib import Path
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from sinks.event_file import as_float
+
+ALL = {"scalars": 0, "histograms": 0, "tensors": 0}
+
+
+def accumulated(path: Path) -> EventAccumulator:
+    """Read an event file, or a folder of them, whole."""
+    return EventAccumulator(str(path), size_guidance=ALL).Reload()
+
+
+def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return every scalar as (step, value), by tag, in the order in which they were written."""
+    found = accumulated(path)
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def written(path: Path) -> list[tuple[str, int, float]]:
+    """Return every scalar as (tag, step, value), in the order of the file."""
+    values = [(event.step, value) for event in LegacyEventFileLoader(str(path)).Load() for value in event.summary.value]
+    return [(value.tag, step, value.simple_value) for step, value in values if value.HasField("simple_value")]
+
+
+def lines(path: Path) -> str:
+    """Return one line for each scalar, in the order of the file."""
+    return "".join(f"{tag} {step} {value}\n" for tag, step, value in written(path))
+
+
+def float32(value: float) -> float:
+    """Round a number as an event file does, those that are too large to infinity."""
+    with np.errstate(over="ignore"):
+        return float(np.array(as_float(value), np.float64).astype(np.float32))
