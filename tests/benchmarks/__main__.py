@@ -22,6 +22,7 @@ from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loo
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
+from tests.benchmarks.sink_cost import file_sinks
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "ends": ("Hooks at the end of epochs", (observers_at_the_end_of_epochs,)),
     "groups": ("Groups of hooks", (groups_of_observers, full_group)),
     "curvature": ("Curvature and counterfactuals", (hessian_product, counterfactual)),
+    "sinks": ("Sinks", (file_sinks,)),
     "each": ("Each hook", (each_hook,)),
 }
 

@@ -44,6 +44,11 @@ METHOD = """
   Wall-clock time of the loop. What `full` may cost is what its own passes through the model, which `summary.json`
   counts in samples, cost at the rate of the bare run's steps; a Hessian-vector product counts as three forward-backward
   passes (two, if the graph of the gradient was there), a forward pass as a third.
+- *Sinks.* `emit` under four loads, each emit written to the operating system before it returns, as the sinks promise
+  for a killed process (only a flush forces a file onto the disk). Of lists and series every number counts as a scalar.
+  Beside it the same numbers through Lightning's `CSVLogger` with its defaults (it writes every 100 rows; saved at the
+  end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block, its thread
+  counted), in the same turns; both come with `pip install 'loopscope[bench]'`, and rows are left out without them.
 - *Each hook.* From one run of 20 epochs with all of them and `--profile-hooks`: mean wall-clock time of a call, streams
   and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is in none of them.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
