@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
@@ -27,14 +29,18 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m docs.generate
 
-bench: $(STAMP)
+bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks
 	$(BIN)/python -m docs.generate
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,wandb,tensorboard]'
+	$(INSTALL) '.[dev,wandb,tensorboard]'
 	touch $(STAMP)
+
+$(BENCH_STAMP): $(STAMP)
+	$(INSTALL) '.[bench]'
+	touch $(BENCH_STAMP)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
