@@ -148,7 +148,7 @@ def histogram(values: NDArray[np.float64]) -> Any:
     """Return the histogram of finite values, in buckets of equal width that hold their upper limit."""
     low, high = float(values.min()), float(values.max())
     share = np.linspace(0, 1, BUCKETS + 1)
-    limits = np.maximum.accumulate(low * (1 - share) + high * share)[1:]
+    limits = np.maximum.accumulate(np.minimum(low * (1 - share) + high * share, high))[1:]
     limits[-1] = high
     counts = np.bincount(np.searchsorted(limits, values), minlength=BUCKETS)
     with np.errstate(over="ignore"):

@@ -1,0 +1,171 @@
+"""What TensorBoard finds of a run: read back with its own accumulator."""
+
+import math
+import random
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as crc32c_of_tensorboard
+from tensorboard.plugins.hparams.metadata import (
+    parse_session_end_info_plugin_data,
+    parse_session_start_info_plugin_data,
+)
+
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+from sinks import TensorBoardSink
+from sinks.event_file import BUCKETS, EventFile, crc32c, histogram
+from tests.framework.small_experiment import SmallConfig
+from tests.sinks.emits import run_info
+from tests.sinks.event_files import accumulated, float32, scalars
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def written(folder, *emits, status="completed", **run):
+    """Write emits of (metrics, point, step) and return the folder of the event file."""
+    sink = TensorBoardSink()
+    sink.set_run_context(run_info(folder, **run))
+    for metrics, point, step in emits:
+        sink.emit(metrics, 0, point, step=step)
+    sink.close(status)
+    return folder / "tensorboard"
+
+
+def at_epoch_end(metrics, step=7):
+    return (metrics, HookPoint.POST_EPOCH, step)
+
+
+def test_a_scalar_stands_at_its_step(tmp_path):
+    folder = written(tmp_path, at_epoch_end({"h/a": 0.1}, 7), at_epoch_end({"h/a": 2, "h/b": True}, 14))
+    assert scalars(folder) == {"h/a": [(7, float32(0.1)), (14, 2.0)], "h/b": [(14, 1.0)]}
+
+
+def test_every_value_of_a_series_stands_at_its_own_step(tmp_path):
+    series = {"h/a": Series([3, 4, 9], [0.5, 0.25, 0.125]), "h/b": Series([4], [1])}
+    folder = written(tmp_path, (series, HookPoint.POST_STEP, 9))
+    assert scalars(folder) == {"h/a": [(3, 0.5), (4, 0.25), (9, 0.125)], "h/b": [(4, 1.0)]}
+
+
+def test_dicts_are_a_scalar_for_each_key_also_inside_a_series(tmp_path):
+    by_layer = Series([1, 2], [{"w": 1.0}, {"w": 2.0, "b": 3.0}])
+    folder = written(
+        tmp_path, at_epoch_end({"h/n": {"w": 1.5, "in": {"b": 2}}}), ({"h/s": by_layer}, HookPoint.POST_STEP, 2)
+    )
+    expected = {"h/n/w": [(7, 1.5)], "h/n/in/b": [(7, 2.0)], "h/s/w": [(1, 1.0), (2, 2.0)], "h/s/b": [(2, 3.0)]}
+    assert scalars(folder) == expected
+
+
+def test_values_that_are_not_finite_survive(tmp_path):
+    metrics = {"h/nan": math.nan, "h/inf": math.inf, "h/neg": -math.inf, "h/huge": 10**400, "h/beyond": 1e300}
+    found = {tag: points[0][1] for tag, points in scalars(written(tmp_path, at_epoch_end(metrics))).items()}
+    assert math.isnan(found.pop("h/nan"))
+    assert found == {"h/inf": math.inf, "h/neg": -math.inf, "h/huge": math.inf, "h/beyond": math.inf}
+
+
+def test_a_list_is_a_histogram_and_those_that_are_not_finite_are_counted(tmp_path):
+    values = [1.0, 2.0, 2.0, 4, math.nan, -math.inf]
+    found = accumulated(written(tmp_path, at_epoch_end({"h/list": values, "h/empty": []})))
+    (event,) = found.Histograms("h/list")
+    proto = event.histogram_value
+    assert (event.step, proto.min, proto.max, proto.num, proto.sum, proto.sum_squares) == (7, 1.0, 4.0, 4, 9.0, 25.0)
+    assert [(point.step, point.value) for point in found.Scalars("h/list/non_finite")] == [(7, 2.0)]
+    assert set(found.Tags()["histograms"]) == {"h/list"}
+
+
+def test_text_and_nested_lists_are_shown_and_nothing_is_left_out(tmp_path):
+    folder = written(tmp_path, at_epoch_end({"h/word": "exact", "h/pairs": [{"a": 1.0}, {"a": 2.0}], "h/none": None}))
+    assert scalars(folder) == {"h/pairs/0/a": [(7, 1.0)], "h/pairs/1/a": [(7, 2.0)]}
+    assert accumulated(folder).Tensors("h/word")[0].tensor_proto.string_val == [b"exact"]
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=60))
+def test_a_histogram_counts_every_value_in_the_bucket_that_ends_at_or_above_it(values):
+    proto = histogram(np.array(values))
+    limits, counts = list(proto.bucket_limit), list(proto.bucket)
+    assert (len(limits), limits, sum(counts)) == (BUCKETS, sorted(limits), len(values))
+    assert (proto.min, proto.max, limits[-1]) == (min(values), max(values), max(values))
+    for index, limit in enumerate(limits):
+        assert sum(counts[: index + 1]) == sum(value <= limit for value in values)
+
+
+@given(st.binary(max_size=1500))
+def test_checksums_are_those_of_tensorboard(data):
+    assert crc32c(data) == crc32c_of_tensorboard(data)
+
+
+def hyperparameters(folder):
+    tags = accumulated(folder).SummaryMetadata
+    info = parse_session_start_info_plugin_data(tags("_hparams_/session_start_info").plugin_data.content)
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in info.hparams.items()}
+
+
+def test_the_configuration_and_the_treatments_are_hyper_parameters(tmp_path):
+    config = SmallConfig(lr=0.25, bright=True, output_dir=tmp_path)
+    found = hyperparameters(written(tmp_path, config=config, treatments={"grad_clip": ("gradients",)}))
+    assert (found["lr"], found["bright"], found["mode"], found["ratio"]) == (0.25, True, "fast", "None")
+    assert (found["experiment"], found["strategy"]) == ("exp", "only")
+    assert found["treatments"] == "grad_clip (gradients)"
+    assert found.keys() >= config.as_dict().keys()
+
+
+def test_an_untreated_run_says_so_in_the_table_of_the_text_tab(tmp_path):
+    found = accumulated(written(tmp_path, config={"lr": 0.5, "adam": {"eps": 1e-8}})).Tensors("run")
+    lines = found[0].tensor_proto.string_val[0].decode().splitlines()
+    assert {"| treatments | none |", "| lr | 0.5 |", "| adam.eps | 1e-08 |"} <= set(lines)
+
+
+@pytest.mark.parametrize(("status", "shown"), [("completed", 1), ("failed", 2), ("interrupted", 2)])
+def test_how_it_ended_is_shown(tmp_path, status, shown):
+    metadata = accumulated(written(tmp_path, at_epoch_end({"h/a": 1}), status=status)).SummaryMetadata
+    assert (
+        parse_session_end_info_plugin_data(metadata("_hparams_/session_end_info").plugin_data.content).status == shown
+    )
+
+
+def test_what_was_emitted_can_be_read_at_once_and_an_older_file_is_written_over(tmp_path):
+    written(tmp_path, at_epoch_end({"h/old": 1.0}))
+    sink = TensorBoardSink()
+    sink.set_run_context(run_info(tmp_path))
+    sink.emit({"h/new": 0.5}, 0, HookPoint.POST_EPOCH, step=7)
+    assert scalars(tmp_path / "tensorboard") == {"h/new": [(7, 0.5)]}
+    sink.close("completed")
+
+
+def test_it_draws_no_random_number_and_starts_no_thread(tmp_path):
+    random.seed(3)
+    before, threads = random.getstate(), threading.enumerate()
+    written(tmp_path, at_epoch_end({"h/a": 1.0, "h/list": [1.0, 2.0]}))
+    assert random.getstate() == before
+    assert threading.enumerate() == threads
+
+
+def test_a_file_that_could_not_be_begun_is_closed(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        EventFile(tmp_path.__class__("/dev/full"))
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UsageError, match=r"'tensorboard' needs the package tensorboard.* pip install 'loopscope\[tens"):
+        TensorBoardSink()
+
+
+def test_importing_the_sinks_imports_neither_package():
+    code = "import sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_writing_imports_no_tensorflow(tmp_path):
+    code = (
+        "import sys; sys.modules['tensorflow'] = None; from pathlib import Path; from sinks import event_file as e;"
+        "f = e.EventFile(Path(sys.argv[1])); f.write({1: e.messages('a', [0.5])}); f.close()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "tfevents")], check=True)
+    assert accumulated(tmp_path / "tfevents").Histograms("a")[0].step == 1
