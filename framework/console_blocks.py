@@ -1,13 +1,14 @@
 """Metrics in blocks side by side: as many, and as much of each hook, as a given number of columns and lines hold."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
-from rich.text import Text
 
+from framework.console_lines import Line, padded, printable, shortened
 from framework.number_text import value_text
 
 INDENT = COLUMN_GAP = 2
@@ -20,7 +21,8 @@ LONGEST_FULL_NAME = 38
 LONGEST_VALUE = 20
 MOST_KEYS = 4
 RISING, FALLING, FLAT = "↑", "↓", "→"
-ARROW_STYLES = {RISING: "bold green", FALLING: "bold magenta", FLAT: "dim"}
+ARROW_STYLES = {RISING: "bold green", FALLING: "bold magenta", FLAT: "dim", "": ""}
+HEADING_STYLE = "bold cyan"
 
 
 class Cell(NamedTuple):
@@ -39,10 +41,45 @@ class Group:
     heading: str
     metrics: Sequence[Cell]
 
-    @property
+    @cached_property
     def height(self) -> int:
         """Lines that the group takes."""
         return len(self.metrics) + bool(self.heading)
+
+    @cached_property
+    def columns(self) -> "Columns":
+        """The widths that the group would like."""
+        names = max(map(cell_len, [cell.name for cell in self.metrics]))
+        names = INDENT + min(names, LONGEST_NAME) if self.heading else min(names, LONGEST_FULL_NAME)
+        values = max(map(cell_len, [cell.text for cell in self.metrics]))
+        arrows = 2 if any([cell.arrow for cell in self.metrics]) else 0
+        return Columns(max(names, cell_len(self.heading) - COLUMN_GAP), values, arrows)
+
+
+class Columns(NamedTuple):
+    """The widths of a block: its names, indented, its values and its arrows."""
+
+    names: int
+    values: int
+    arrows: int
+
+    @classmethod
+    def of(cls, block: Sequence[Group]) -> "Columns":
+        """Return the widths that hold every group of a block."""
+        return cls(*map(max, zip(*(group.columns for group in block), strict=True)))
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole block."""
+        return self.names + COLUMN_GAP + self.values + self.arrows
+
+    def within(self, width: int) -> "Columns":
+        """Shorten the names, and only then the values, to fit into ``width`` columns."""
+        names = max(1, min(self.names, width - (self.width - self.names)))
+        return Columns(names, max(1, min(self.values, width - names - COLUMN_GAP - self.arrows)), self.arrows)
+
+
+Blocks = list[tuple[list[Group], Columns]]
 
 
 def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -67,30 +104,17 @@ def brief(value: Any) -> str:
     if isinstance(value, Mapping):
         texts = [f"{key} {value_text(item)}" for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
-        texts = [value_text(item) for item in value]
+        texts = [value_text(item) for item in value[:LONGEST_VALUE]]
     else:
-        return fitted_name(value_text(value), LONGEST_VALUE, keep_end=False)
-    for kept in range(len(texts), 0, -1):
-        text = ", ".join(texts[:kept]) + ("" if kept == len(texts) else f", … ({len(texts)})")
+        return shortened(printable(value_text(value)), LONGEST_VALUE, keep_end=False)
+    for kept in range(min(len(texts), LONGEST_VALUE), 0, -1):
+        text = ", ".join(texts[:kept]) + ("" if kept == len(value) else f", … ({len(value)})")
         if len(text) <= LONGEST_VALUE:
-            return text
-    return f"{len(texts)} values"
+            return printable(text)
+    return f"{len(value)} values" if value else "none"
 
 
-def fitted_name(name: str, width: int, *, keep_end: bool = True) -> str:
-    """Shorten a name to ``width`` columns; its end, which often tells most, is kept.
-
-    >>> fitted_name("loss_autocorrelation_lag_10", 20)
-    'loss_auto…ion_lag_10'
-    """
-    if cell_len(name) <= width:
-        return name
-    tail = (width // 2 if keep_end else 0) if width > 4 else 0
-    head = max(0, width - 1 - tail)
-    return name[:head] + "…" + (name[-tail:] if tail else "")
-
-
-def fitted(groups: Sequence[Group], width: int, height: int) -> tuple[Text, int]:
+def fitted(groups: Sequence[Group], width: int, height: int) -> tuple[list[Line], int]:
     """Lay out as much of the groups as ``height`` lines of ``width`` columns hold; return it with the metrics shown.
 
     Every hook keeps as many of its metrics as every other, those of the lowest rank. Where not even two of each fit,
@@ -98,118 +122,111 @@ def fitted(groups: Sequence[Group], width: int, height: int) -> tuple[Text, int]
     """
     most = max((len(group.metrics) for group in groups), default=0)
     if not most or width < 1 or height < 1:
-        return Text(), 0
-    return (
-        _most([[_first(group, count) for group in groups] for count in range(2, most + 1)], width, height)
-        or _most([[_listed(groups, count)] for count in range(1, height * MOST_BLOCKS + 1)], width, height)
-        or (Text(), 0)
-    )
+        return [], 0
+    ranked = [sorted(range(len(group.metrics)), key=lambda index: group.metrics[index].rank) for group in groups]
+
+    def first(count: int) -> list[Group]:
+        chosen = [sorted(order[:count]) for order in ranked]
+        return [
+            group
+            if count >= len(group.metrics)
+            else replace(group, metrics=[group.metrics[index] for index in indices])
+            for group, indices in zip(groups, chosen, strict=True)
+        ]
+
+    found = _most(first, range(2, most + 1), width, height)
+    if found is None:
+        turns = list(_turns(groups, ranked))
+        found = _most(lambda count: [_listed(turns, count)], range(1, len(turns) + 1), width, height)
+    if found is None:
+        return [], 0
+    return _lines(found, width), sum(len(group.metrics) for block, _ in found for group in block)
 
 
-def _most(choices: Sequence[Sequence[Group]], width: int, height: int) -> tuple[Text, int] | None:
-    """Lay out the last of the choices, each larger than the one before, that fits."""
-    low, high, best = 0, len(choices) - 1, None
+def _most(choice: Callable[[int], Sequence[Group]], counts: range, width: int, height: int) -> Blocks | None:
+    """Divide the largest choice that fits into blocks."""
+    low, high, best = counts.start, counts.stop - 1, None
     while low <= high:
         middle = (low + high) // 2
-        lines = metric_lines(choices[middle], width)
-        if lines.plain.count("\n") < height:
-            low, best = middle + 1, (lines, sum(len(group.metrics) for group in choices[middle]))
+        blocks = _divided(choice(middle), width)
+        if max(sum(group.height for group in block) for block, _ in blocks) <= height:
+            low, best = middle + 1, blocks
         else:
             high = middle - 1
     return best
 
 
-def _first(group: Group, count: int) -> Group:
-    """Keep ``count`` metrics of a group, in its order."""
-    ranked = sorted(range(len(group.metrics)), key=lambda index: group.metrics[index].rank)
-    return replace(group, metrics=[group.metrics[index] for index in sorted(ranked[:count])])
+def _turns(groups: Sequence[Group], ranked: Sequence[Sequence[int]]) -> Iterator[tuple[int, Cell]]:
+    """Yield the first metric of every group under its full name, then the second of every group."""
+    for turn in zip_longest(*ranked):
+        for index, place in enumerate(turn):
+            if place is not None:
+                cell = groups[index].metrics[place]
+                yield index, cell._replace(name=f"{groups[index].heading}/{cell.name}")
 
 
-def _listed(groups: Sequence[Group], count: int) -> Group:
-    """List ``count`` metrics under their full names: the first of every hook, then the second of every hook."""
-    turns = zip_longest(*(sorted(group.metrics, key=lambda cell: cell.rank) for group in groups))
-    cells = [(index, cell) for turn in turns for index, cell in enumerate(turn) if cell is not None]
-    kept = sorted(cells[:count], key=lambda item: item[0])
-    return Group("", [cell._replace(name=f"{groups[index].heading}/{cell.name}") for index, cell in kept])
+def _listed(turns: Sequence[tuple[int, Cell]], count: int) -> Group:
+    """List ``count`` metrics, hook by hook."""
+    return Group("", [cell for _, cell in sorted(turns[:count], key=lambda item: item[0])])
 
 
-def metric_lines(groups: Sequence[Group], width: int) -> Text:
-    """Lay the groups out in as many blocks side by side as ``width`` columns hold.
+def metric_lines(groups: Sequence[Group], width: int) -> list[Line]:
+    """Lay all groups out in as many blocks side by side as ``width`` columns hold."""
+    return _lines(_divided(groups, width), width)
 
-    Made of lines rather than nested tables, whose measuring would cost tens of milliseconds.
-    """
-    for most in range(MOST_BLOCKS, 0, -1):
+
+def _divided(groups: Sequence[Group], width: int) -> Blocks:
+    most = MOST_BLOCKS
+    while True:
         blocks = balanced(in_pieces(groups, most), most)
-        room = width - BLOCK_GAP * (len(blocks) - 1)
-        widths = _narrowed([_Columns.of(block) for block in blocks], room)
-        if sum(widths) <= room:
-            break
-    columns = [list(_block_lines(block, min(wide, width))) for block, wide in zip(blocks, widths, strict=True)]
-    rows = []
-    for cells in zip_longest(*columns, fillvalue=Text()):
-        row = Text()
-        for cell, wide in zip(cells, widths, strict=True):
-            row.append_text(cell).append(" " * (wide + BLOCK_GAP - cell.cell_len))
-        row.rstrip()
-        rows.append(row)
-    return Text("\n").join(rows)
+        columns = _narrowed([Columns.of(block) for block in blocks], width - BLOCK_GAP * (len(blocks) - 1))
+        taken = sum(item.width for item in columns) + BLOCK_GAP * (len(blocks) - 1)
+        if taken <= width or len(blocks) == 1:
+            return list(zip(blocks, columns, strict=True))
+        most = min(most, len(blocks)) - 1
 
 
-def arrow_text(arrow: str) -> Text:
-    """Return an arrow in its colour, after a space; nothing for none."""
-    return Text.assemble(" ", (arrow, ARROW_STYLES[arrow])) if arrow else Text()
+def _narrowed(blocks: list[Columns], room: int) -> list[Columns]:
+    """Shorten long names, the longest first, until the blocks fit into ``room`` columns."""
+    names = [block.names for block in blocks]
+    missing = sum(block.width for block in blocks) - room
+    while missing > 0 and max(names) > SHORTENED_NAME:
+        names[names.index(max(names))] -= 1
+        missing -= 1
+    return [block._replace(names=width) for block, width in zip(blocks, names, strict=True)]
 
 
-class _Columns(NamedTuple):
-    """The widths of a block: its names, indented, and its values; ``arrows`` is what those take."""
-
-    names: int
-    values: int
-    arrows: int
-
-    @classmethod
-    def of(cls, block: Sequence[Group]) -> "_Columns":
-        cells = [cell for group in block for cell in group.metrics]
-        heading = bool(block[0].heading)
-        longest = INDENT + LONGEST_NAME if heading else LONGEST_FULL_NAME
-        names = min(longest, INDENT * heading + max(cell_len(cell.name) for cell in cells))
-        names = max(names, *(cell_len(group.heading) - COLUMN_GAP for group in block))
-        arrows = 2 if any(cell.arrow for cell in cells) else 0
-        return cls(names, max(cell_len(cell.text) for cell in cells), arrows)
-
-    @property
-    def width(self) -> int:
-        return self.names + COLUMN_GAP + self.values + self.arrows
-
-    def within(self, width: int) -> "_Columns":
-        """Shorten the names, and only then the values, to fit into ``width`` columns."""
-        names = max(1, min(self.names, width - (self.width - self.names)))
-        return _Columns(names, max(1, min(self.values, width - names - COLUMN_GAP - self.arrows)), self.arrows)
+def _lines(blocks: Blocks, width: int) -> list[Line]:
+    columns = [list(_block_lines(block, wide.within(width))) for block, wide in blocks]
+    rows: list[Line] = []
+    for cells in zip_longest(*columns):
+        row: Line = []
+        for cell, (_, wide) in zip(cells, blocks, strict=True):
+            row += padded(cell or [], wide.width + BLOCK_GAP)
+        rows.append(_without_end(row))
+    return rows
 
 
-def _narrowed(blocks: Sequence[_Columns], room: int) -> list[int]:
-    """Return the widths of blocks side by side in ``room`` columns: long names are shortened, the longest first."""
-    widths, names = [block.width for block in blocks], [block.names for block in blocks]
-    while sum(widths) > room and max(names) > SHORTENED_NAME:
-        longest = names.index(max(names))
-        names[longest] -= 1
-        widths[longest] -= 1
-    return widths
+def _without_end(row: Line) -> Line:
+    while row and not row[-1][0].strip():
+        row.pop()
+    return [*row[:-1], (row[-1][0].rstrip(), row[-1][1])] if row else row
 
 
-def _block_lines(block: Sequence[Group], width: int) -> Iterator[Text]:
+def _block_lines(block: Sequence[Group], columns: Columns) -> Iterator[Line]:
     """Yield the lines of one block; a value that does not fit is left out rather than cut."""
-    columns = _Columns.of(block).within(width)
     for group in block:
         indent = INDENT if group.heading and columns.names > INDENT else 0
         if group.heading:
-            yield Text(fitted_name(group.heading, width), style="bold cyan")
+            yield [(shortened(printable(group.heading), columns.width), HEADING_STYLE)]
         for cell in group.metrics:
-            name = fitted_name(cell.name, columns.names - indent)
-            padding = " " * (columns.names - indent - cell_len(name) + COLUMN_GAP)
+            name = " " * indent + shortened(printable(cell.name), columns.names - indent)
+            name += " " * (columns.names + COLUMN_GAP - cell_len(name))
             value = cell.text if cell_len(cell.text) <= columns.values else "…"
-            value += " " * (columns.values - cell_len(value))
-            yield Text(" " * indent + name + padding + value).append_text(arrow_text(cell.arrow))
+            line = [(name + value, "")]
+            if cell.arrow:
+                line += [(" " * (columns.values + 1 - cell_len(value)), ""), (cell.arrow, ARROW_STYLES[cell.arrow])]
+            yield line
 
 
 def in_pieces(groups: Sequence[Group], blocks: int) -> list[Group]:
@@ -221,7 +238,9 @@ def in_pieces(groups: Sequence[Group], blocks: int) -> list[Group]:
     shortest = SHORTEST_PIECE if any(group.heading for group in groups) else 1
     share = max(shortest, -(-sum(len(group.metrics) for group in groups) // blocks))
     return [
-        Group(group.heading + (" (continued)" if begin and group.heading else ""), group.metrics[begin : begin + share])
+        group
+        if len(group.metrics) <= share
+        else Group(group.heading + (" (continued)" if begin and group.heading else ""), group.metrics[begin:][:share])
         for group in groups
         for begin in range(0, len(group.metrics), share)
     ]

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.cells import cell_len
-from rich.text import Text
 
-from framework.console_blocks import Group, arrow_text, fitted, fitted_name
+from framework.console_blocks import ARROW_STYLES, HEADING_STYLE, Group, fitted
 from framework.console_board import Board, parted
+from framework.console_lines import Line, cropped, padded, printable, shortened
 from framework.console_notices import LABEL_STYLES, Notice
 from framework.console_progress import LONGEST_BAR, SHORTEST_BAR, Position, fitting
 from framework.console_tables import REMARKS, comparison_rows
@@ -27,8 +27,10 @@ class Glyphs:
     wall: str = "│"
 
 
-def frame(board: Board, position: Position | None, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[Text]:
+def frame(board: Board, position: Position | None, width: int, height: int, glyphs: Glyphs = Glyphs()) -> list[Line]:
     """Return exactly ``height`` lines, none wider than ``width`` columns."""
+    if width < 1 or height < 1:
+        return []
     lines = [_title(board, width), _progress(position, width, glyphs)]
     bottom = _notices(board, width, height, glyphs)
     if height - len(bottom) >= 14:
@@ -36,55 +38,37 @@ def frame(board: Board, position: Position | None, width: int, height: int, glyp
     room = height - len(lines) - len(bottom)
     lines += _body(board, width, room, glyphs) if room > 1 else []
     lines = lines[: max(0, height - len(bottom))]
-    lines += [Text()] * (height - len(lines) - len(bottom)) + bottom
+    lines += [[]] * (height - len(lines) - len(bottom)) + bottom
     return [cropped(line, width) for line in lines[:height]]
 
 
-def cropped(line: Text, width: int) -> Text:
-    """Cut a line at ``width`` columns, as a last resort: what is laid out fits."""
-    if line.cell_len > width:
-        line = line.copy()
-        line.truncate(width, overflow="ellipsis" if width > 1 else "crop")
-    return line
-
-
-def printable(text: str) -> str:
-    r"""Return a text without anything that a terminal would take as a command.
-
-    >>> printable("a\x1b[2Jb\tc")
-    'a?[2Jb?c'
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _title(board: Board, width: int) -> Text:
+def _title(board: Board, width: int) -> Line:
     run = board.run
     if run is None:
-        return Text()
-    words = f"{run.experiment}  {run.strategy}"
+        return []
+    title = shortened(printable(f"{run.experiment}  {run.strategy}"), width)
     where = f"  epoch {board.epoch}  step {board.step:,}"
     if run.treatments:
-        where += f"  treatments: {', '.join(run.treatments)}"
-    title = fitted_name(printable(words), width)
-    return Text.assemble((title, "bold"), where if cell_len(title + where) <= width else "")
+        where += printable(f"  treatments: {', '.join(run.treatments)}")
+    return [(title, "bold"), (where if cell_len(title + where) <= width else "", "")]
 
 
-def _progress(position: Position | None, width: int, glyphs: Glyphs) -> Text:
+def _progress(position: Position | None, width: int, glyphs: Glyphs) -> Line:
     if position is None:
-        return Text("starting", style="dim")
+        return [("starting", "dim")]
     tail = fitting(position.parts(), width - SHORTEST_BAR - 1)
     room = max(0, min(LONGEST_BAR, width - cell_len(tail) - 1))
     done = round(room * position.share)
     style = "green" if position.share >= 1 else "magenta"
-    return Text.assemble((glyphs.bar * done, style), (" " * (room - done), "on grey23"), " ", tail)
+    return [(glyphs.bar * done, style), (" " * (room - done), "on grey23"), (" " + tail, "")]
 
 
-def _rule(title: str, width: int, glyphs: Glyphs, style: str = "bold") -> Text:
-    title = fitted_name(title, width)
-    return Text.assemble((title, style), (" " + glyphs.rule * max(0, width - cell_len(title) - 1), "dim"))
+def _rule(title: str, width: int, glyphs: Glyphs, style: str = "bold") -> Line:
+    title = shortened(title, width)
+    return [(title, style), (" " + glyphs.rule * max(0, width - cell_len(title) - 1), "dim")]
 
 
-def _results(summaries: Sequence[Mapping[str, Any]], width: int, most: int, glyphs: Glyphs) -> list[Text]:
+def _results(summaries: Sequence[Mapping[str, Any]], width: int, most: int, glyphs: Glyphs) -> list[Line]:
     """Show one row for each finished strategy, the newest if there is no room for all."""
     if not summaries:
         return [_rule("results: no strategy has ended yet", width, glyphs)]
@@ -92,11 +76,11 @@ def _results(summaries: Sequence[Mapping[str, Any]], width: int, most: int, glyp
     return [_rule(title, width, glyphs), *table_lines(comparison_rows(summaries)[-most:], width)]
 
 
-def table_lines(rows: Sequence[Mapping[str, str]], width: int) -> list[Text]:
+def table_lines(rows: Sequence[Mapping[str, str]], width: int) -> list[Line]:
     """Return a table with a line of headings, its last columns left out if ``width`` columns do not hold them.
 
-    >>> [line.plain for line in table_lines([{"strategy": "stride", "epochs": "8"}], 20)]
-    ['strategy  epochs', 'stride         8']
+    >>> table_lines([{"strategy": "stride", "epochs": "8"}], 20)
+    [[('strategy  epochs', 'dim')], [('stride         8', '')]]
     """
     names = [name for name in rows[0] if name not in REMARKS and any(row.get(name) for row in rows)]
     widths = {name: max(len(name), *(cell_len(row.get(name, "")) for row in rows)) for name in names}
@@ -109,55 +93,51 @@ def table_lines(rows: Sequence[Mapping[str, str]], width: int) -> list[Text]:
         + "".join("  " + row.get(name, "").rjust(widths[name]) for name in names[1:])
         for row in texts
     ]
-    return [Text(printable(line), style="" if index else "dim") for index, line in enumerate(lines)]
+    return [[(printable(line), "" if index else "dim")] for index, line in enumerate(lines)]
 
 
-def _body(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+def _body(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Line]:
     """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
     live, others = parted(board.cells(), board.live_metrics, board.run)
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5), width)
     left = width - sidebar - 3
     if left < NARROWEST_METRICS:
         return [_rule("live", width, glyphs), *sidebar_lines(live, width, height - 1)]
-    text, shown = fitted(others, left, height - 1)
-    metrics = list(text.split("\n")) if shown else []
+    metrics, shown = fitted(others, left, height - 1)
     total = sum(len(group.metrics) for group in others)
     title = f"newest metrics ({shown} of {total})" if shown < total else "newest metrics"
     aside = [_rule("live", sidebar, glyphs), *sidebar_lines(live, sidebar, height - 1)]
     return _beside([_rule(title, left, glyphs), *metrics], aside, left, height, glyphs)
 
 
-def _beside(left: Sequence[Text], right: Sequence[Text], width: int, height: int, glyphs: Glyphs) -> list[Text]:
-    lines = []
-    for index in range(height):
-        line = cropped(left[index], width).copy() if index < len(left) else Text()
-        line.append(" " * (width + 1 - line.cell_len)).append(f"{glyphs.wall} ", "dim")
-        lines.append(line.append_text(right[index]) if index < len(right) else line)
-    return lines
+def _beside(left: Sequence[Line], right: Sequence[Line], width: int, height: int, glyphs: Glyphs) -> list[Line]:
+    wall = (f"{glyphs.wall} ", "dim")
+    rows = [padded(cropped(left[row] if row < len(left) else [], width), width + 1) for row in range(height)]
+    return [[*line, wall, *(right[row] if row < len(right) else [])] for row, line in enumerate(rows)]
 
 
-def sidebar_lines(groups: Sequence[Group], width: int, height: int) -> list[Text]:
+def sidebar_lines(groups: Sequence[Group], width: int, height: int) -> list[Line]:
     """Show groups of live metrics, values and arrows to the right; headings go first where lines are short."""
     rows = sum(len(group.metrics) for group in groups)
     headings = rows + len(groups) <= height
-    lines: list[Text] = []
+    indent = 2 if headings else 0
+    lines: list[Line] = []
     for group in groups:
         if headings:
-            lines.append(Text(fitted_name(group.heading, width), style="bold cyan"))
-        indent = 2 if headings else 0
+            lines.append([(shortened(printable(group.heading), width), HEADING_STYLE)])
         for cell in group.metrics:
-            name = fitted_name(printable(cell.name), max(1, width - indent - cell_len(cell.text) - 4))
+            name = shortened(printable(cell.name), max(1, width - indent - cell_len(cell.text) - 4))
             gap = " " * max(1, width - indent - cell_len(name) - cell_len(cell.text) - 2)
-            arrow = arrow_text(cell.arrow)
-            lines.append(Text.assemble(" " * indent, name, gap, (cell.text, "bold"), arrow))
+            arrow = (f" {cell.arrow}", ARROW_STYLES[cell.arrow])
+            lines.append([(" " * indent + name + gap, ""), (cell.text, "bold"), arrow])
     if not lines:
-        lines = [Text("no values yet", style="dim")]
+        lines = [[("no values yet", "dim")]]
     if len(lines) > height:
-        lines = [*lines[: height - 1], Text(f"{len(lines) - height + 1} more", style="dim")]
+        lines = [*lines[: height - 1], [(f"{len(lines) - height + 1} more", "dim")]]
     return lines[: max(0, height)]
 
 
-def _notices(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Text]:
+def _notices(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Line]:
     """Show the last warnings and notes, and how much was printed, at the foot of the screen."""
     parts = [f"{count} {label}{'s' * (count > 1)}" for label, count in _counts(board.notices)]
     if board.printed_lines:
@@ -165,7 +145,7 @@ def _notices(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Text
     most = min(max(2, height // 6), height - 6)
     if not parts or most < 1:
         return []
-    lines: list[Text] = []
+    lines: list[Line] = []
     for notice in reversed(board.notices):
         wrapped = notice_lines(notice, width)
         if len(lines) + len(wrapped) > most:
@@ -179,20 +159,22 @@ def _counts(notices: Iterable[Notice]) -> list[tuple[str, int]]:
     return [(label, labels.count(label)) for label in ("warning", "note") if label in labels]
 
 
-def notice_lines(notice: Notice, width: int) -> list[Text]:
+def notice_lines(notice: Notice, width: int) -> list[Line]:
     """Return a notice on at most two lines, broken and cut between words.
 
-    >>> [line.plain for line in notice_lines(Notice("note", "one two three four five six"), 14)]
+    >>> lines = notice_lines(Notice("note", "one two three four five six"), 14)
+    >>> ["".join(text for text, _ in line) for line in lines]
     ['note: one two', '  three four …']
     """
-    lines = [Text.assemble((f"{notice.label}:", LABEL_STYLES[notice.label]))]
+    label = f"{notice.label}:"
+    texts = [label]
     for word in printable(notice.sentence).split(" "):
-        last = len(lines) == LINES_OF_A_NOTICE
-        if lines[-1].cell_len + 1 + cell_len(word) <= width - 2 * last:
-            lines[-1].append(" " + word)
+        last = len(texts) == LINES_OF_A_NOTICE
+        if cell_len(texts[-1]) + 1 + cell_len(word) <= width - 2 * last:
+            texts[-1] += " " + word
         elif not last:
-            lines.append(Text("  " + fitted_name(word, max(1, width - 4))))
+            texts.append("  " + shortened(word, max(1, width - 4)))
         else:
-            lines[-1].append(" …")
+            texts[-1] += " …"
             break
-    return lines
+    return [[(label, LABEL_STYLES[notice.label]), (texts[0][len(label) :], "")], *([(text, "")] for text in texts[1:])]

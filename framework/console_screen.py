@@ -9,7 +9,7 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from framework.console_layout import cropped
+from framework.console_lines import Line, cropped
 from framework.console_signals import terminal_given_back_on_signals
 
 TAKE = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
@@ -30,9 +30,10 @@ class Screen:
         self._stream: IO[str] = console.file
         self._on = ExitStack()
         self._taken = False
-        self._painted: list[Text] = []
+        self._painted: list[Line] = []
         self._size = (0, 0)
         self._paintings = 0
+        self._styles: dict[str, tuple[str, str]] = {}
 
     def open(self) -> None:
         """Have signals give the terminal back; it is taken by the first painting."""
@@ -55,7 +56,7 @@ class Screen:
             columns = lines = 0
         return (columns, lines) if columns and lines else (self._console.width, self._console.height)
 
-    def paint(self, draw: Callable[[int, int], Sequence[Text]]) -> bool:
+    def paint(self, draw: Callable[[int, int], Sequence[Line]]) -> bool:
         """Paint what ``draw(width, height)`` returns, one text for each line; tell whether it could be painted."""
         if not self._is_ready():
             return False
@@ -66,21 +67,30 @@ class Screen:
         if self._taken and (width, height) != self._size:
             start = "\x1b[2J"
         before = [] if whole else self._painted
-        changed = [(row, line) for row, line in enumerate(lines) if row >= len(before) or not _equal(line, before[row])]
+        changed = [
+            self._codes(row, line) for row, line in enumerate(lines) if row >= len(before) or line != before[row]
+        ]
         self._taken = True
         self._size, self._painted = (width, height), lines
         self._paintings += 1
-        self._write(start + self._codes(changed))
+        self._write(start + "".join(changed))
         return True
 
-    def _codes(self, changed: Sequence[tuple[int, Text]]) -> str:
-        """Return what writes lines where they belong."""
-        if not changed:
-            return ""
+    def _codes(self, row: int, line: Line) -> str:
+        """Return what writes a line where it belongs."""
+        pieces = []
+        for text, style in line:
+            before, after = self._styles.get(style) or self._style_codes(style)
+            pieces.append(f"{before}{text}{after}")
+        return f"\x1b[{row + 1};1H\x1b[2K{''.join(pieces)}"
+
+    def _style_codes(self, style: str) -> tuple[str, str]:
+        """Ask the console once what it writes before and after text of a style: colours or, by NO_COLOR, none."""
         with self._console.capture() as captured:
-            self._console.print(Text("\n").join(line for _, line in changed), soft_wrap=True, end="")
-        codes = captured.get().split("\n")
-        return "".join(f"\x1b[{row + 1};1H\x1b[2K{code}" for (row, _), code in zip(changed, codes, strict=True))
+            self._console.print(Text("|", style), end="")
+        before, _, after = captured.get().partition("|")
+        self._styles[style] = before, after
+        return before, after
 
     def _write(self, text: str) -> None:
         if text:
@@ -100,10 +110,6 @@ class Screen:
         if self._taken and self._is_ready():
             os.write(self._stream.fileno(), GIVE_BACK.encode())
         self._taken = False
-
-
-def _equal(line: Text, before: Text) -> bool:
-    return line.plain == before.plain and line.spans == before.spans and line.style == before.style
 
 
 def _in_foreground(descriptor: int) -> bool:

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from framework.console_blocks import Cell, Group, arrow_text, brief, fitted, flattened
+from framework.console_blocks import ARROW_STYLES, HEADING_STYLE, Cell, Group, brief, fitted, flattened
 from framework.console_board import Board, Groups, hooks_described, parted, shown_metrics
+from framework.console_lines import Line, as_text, printable, width_of
 from framework.console_output import make_console
 from framework.contexts import RunInfo
 from framework.hook_points import HookPoint
@@ -113,22 +114,18 @@ class ConsoleSink(MetricSink):
                 self._console.out(line, highlight=False)
             return
         self._console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
-        for part in self._table(gathered, run):
-            self._console.print(part, highlight=False, no_wrap=True, overflow="ellipsis")
+        table = as_text(self._table(gathered, run))
+        self._console.print(table, highlight=False, no_wrap=True, overflow="ellipsis")
 
-    def _table(self, gathered: Mapping[str, Summary], run: RunInfo) -> Iterable[Text]:
+    def _table(self, gathered: Mapping[str, Summary], run: RunInfo) -> list[Line]:
         width, height = self._console.width, self._console.height
         live, others = parted(self._cells(gathered), self._board.live_metrics, run)
         head = list(group_lines(live, width))
-        yield from head
         total = sum(len(group.metrics) for group in others)
         table, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))
-        if shown:
-            yield table
         remarks = [f"{total - shown} more in the files of --hook-jsonl or --hook-csv"] * (shown < total)
         remarks += [f"{MEAN}mean since the last table"] * any(summary.count for summary in gathered.values())
-        if remarks:
-            yield Text("; ".join(remarks), style="dim")
+        return [*head, *table, *([[("; ".join(remarks), "dim")]] if remarks else [])]
 
     def _cells(self, gathered: Mapping[str, Summary]) -> dict[str, Cell]:
         """Make a cell of everything gathered, and remember it to tell next time what has changed."""
@@ -145,23 +142,21 @@ def _rank(value: Any, before: str | None, now: str) -> int:
     return 2 if before == now else int(isinstance(value, (list, tuple)))
 
 
-def group_lines(groups: Sequence[Group], width: int) -> Iterable[Text]:
+def group_lines(groups: Sequence[Group], width: int) -> Iterable[Line]:
     """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
     begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
     for group in groups:
-        line = Text.assemble((f"{group.heading:{begin}}", "bold cyan"))
-        for cell in group.metrics:
-            item = Text.assemble(f"{cell.name} ", (cell.text, "bold"), arrow_text(cell.arrow), " " * ITEM_GAP)
-            if line.cell_len + item.cell_len - ITEM_GAP > width and line.cell_len > begin:
-                yield _without_end(line)
-                line = Text(" " * begin)
-            line.append_text(item)
-        yield _without_end(line)
-
-
-def _without_end(line: Text) -> Text:
-    line.rstrip()
-    return line
+        line: Line = [(f"{printable(group.heading):{begin}}", HEADING_STYLE)]
+        for index, cell in enumerate(group.metrics):
+            item = [(f"{printable(cell.name)} ", ""), (cell.text, "bold")]
+            item += [(f" {cell.arrow}", ARROW_STYLES[cell.arrow])] if cell.arrow else []
+            if index and width_of(line) + ITEM_GAP + width_of(item) > width:
+                yield line
+                line = [(" " * begin, "")]
+            elif index:
+                line.append((" " * ITEM_GAP, ""))
+            line += item
+        yield line
 
 
 def by_hook(gathered: Mapping[str, Summary], run: RunInfo) -> dict[str, list[tuple[str, str]]]:
