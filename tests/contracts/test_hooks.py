@@ -31,6 +31,9 @@ from tests.support import (
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
 LENGTHS = [pytest.param(3, id="3"), pytest.param(13, marks=pytest.mark.slow, id="13")]
+HEALTH = "Step [0-9,]+"
+"""How the warnings begin that are about the run's health, which is no matter of these promises."""
+pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 PREFIXES = {StatePart.GRADIENTS: "gradients/", StatePart.PARAMETERS: "parameters/"}
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -42,7 +42,7 @@ class FlatLayout:
         self._sizes = [shape.numel() for shape in self._shapes]
         self._dtype = reduce(torch.promote_types, [shard.dtype for shard in shards], torch.float32)
         self.device = shards[0].device
-        self._meshes = _meshes(self.parameters.values())
+        self._meshes = meshes_of(self.parameters.values())
         self._sharded = any(map(is_sharded, self.parameters.values()))
         self._in_one = not self._meshes and sum(self._sizes) <= LONGEST_DOT
 
@@ -129,17 +129,11 @@ class FlatLayout:
         chosen = [tensors[name] for name in compress(self.names, there)]
         if self._sharded:
             owners = compress(self.parameters.values(), there)
-            chosen = local_shards(map(_laid_out_like, chosen, owners))
+            chosen = local_shards(map(laid_out_like, chosen, owners))
         return list(compress(vector.views, there)), chosen
 
     def _over_ranks(self, values: Tensor, *, largest: bool = False) -> Tensor:
-        """Combine one value per parameter over the ranks that hold parts of it: add them up, or take the largest."""
-        for (mesh, dimension), places in self._meshes.items():
-            operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-            combined = values[places]
-            torch.distributed.all_reduce(combined, op=operation, group=mesh.get_group(dimension))
-            values[places] = combined
-        return values
+        return over_ranks(values, self._meshes, largest=largest)
 
 
 class FlatMemory:
@@ -181,7 +175,20 @@ class FlatMemory:
         self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}
 
 
-def _meshes(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
+def over_ranks(values: Tensor, meshes: Mapping[Mesh, list[int]], *, largest: bool = False) -> Tensor:
+    """Combine values per parameter, in the last dimension, over the ranks that hold parts of it; overwrites them.
+
+    ``meshes`` is what :func:`meshes_of` returned for the parameters. Values are added up, or the largest is taken.
+    """
+    for (mesh, dimension), places in meshes.items():
+        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        combined = values[..., places]
+        torch.distributed.all_reduce(combined, op=operation, group=mesh.get_group(dimension))
+        values[..., places] = combined
+    return values
+
+
+def meshes_of(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
     """Return, for every dimension of a mesh, the places of the parameters that are sharded over it."""
     found: dict[Mesh, list[int]] = {}
     for place, parameter in enumerate(parameters):
@@ -192,6 +199,6 @@ def _meshes(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
     return found
 
 
-def _laid_out_like(tensor: Any, owner: Any) -> Any:
+def laid_out_like(tensor: Any, owner: Any) -> Any:
     """Return a DTensor in the layout of the parameter it belongs to, any other tensor itself."""
     return tensor.redistribute(owner.device_mesh, owner.placements) if is_sharded(owner) else tensor

@@ -1,0 +1,60 @@
+"""Tells the user when parameters get into a condition, and when they are out of it; in between there is silence."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from framework.errors import RunNotice
+
+NAMED = 5
+"""Parameters that a warning names."""
+
+
+class Conditions:
+    """Remembers which parameters are in which condition, and queues a sentence for every change.
+
+    Args:
+        phrases: for each condition what one parameter is said to do, and what several are.
+    """
+
+    def __init__(self, phrases: Mapping[str, tuple[str, str]]) -> None:
+        self._phrases = dict(phrases)
+        self.counts = dict.fromkeys(self._phrases, 0)
+        """How many parameters were in each condition when it was last looked at."""
+        self._told: dict[str, list[str]] = {condition: [] for condition in self._phrases}
+        self._news: list[tuple[int, bool, str]] = []
+
+    def see(self, condition: str, found: Mapping[str, str], *, step: int, checked: int) -> None:
+        """Take in that of ``checked`` parameters these, the worst first, each with a measured value, are in it.
+
+        It is news if one of them was not among those told of since the condition appeared, and if none is left.
+        """
+        told = self._told[condition]
+        one, several = self._phrases[condition]
+        if found.keys() - told:
+            worst = ", ".join(f"{name} ({value})" for name, value in list(found.items())[:NAMED])
+            more = f" and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
+            says = f"{len(found):,} of {checked:,} parameters {one if len(found) == 1 else several}"
+            self._news.append((step, True, f"Step {step:,}: {says}: {worst}{more}."))
+        elif told and not found:
+            self._news.append((step, False, f"Step {step:,}: no parameter {one} any more."))
+        self._told[condition] = sorted({*told, *found}) if found else []
+        self.counts[condition] = len(found)
+
+    def tell(self, step: int) -> None:
+        """Warn of what is new up to ``step``; that a condition has ended is a notice."""
+        due = [news for news in self._news if news[0] <= step]
+        self._news = [news for news in self._news if news[0] > step]
+        for _, trouble, sentence in due:
+            warnings.warn(sentence, UserWarning if trouble else RunNotice, stacklevel=3)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that is remembered."""
+        told = {condition: list(names) for condition, names in self._told.items()}
+        return {"counts": dict(self.counts), "told": told, "news": [list(news) for news in self._news]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.counts |= state["counts"]
+        self._told |= {condition: list(names) for condition, names in state["told"].items()}
+        self._news = [(step, trouble, sentence) for step, trouble, sentence in state["news"]]

@@ -1,0 +1,314 @@
+"""Gradient health and true weight updates, parameter by parameter, around an optimizer's step."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from framework.errors import UsageError
+from framework.param_vectors import WIDE, trainable
+from training_hooks.measures.flat_shards import meshes_of, over_ranks
+from training_hooks.measures.part_norms import differences, norms, stacked
+from training_hooks.measures.watched_elements import Named, WatchedElements, gradient_shard
+
+EPSILON = 1e-12
+"""Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""
+Rates = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDiagnostics:
+    """The gradient of one parameter; norms of a sample are scaled to the whole."""
+
+    l2_norm: float
+    max_abs: float
+    """The largest absolute value, of the sample if there is one; NaN where it was not asked for."""
+    mean_abs: float
+    learning_rate: float
+    """Of the parameter's group; NaN if no group has the parameter."""
+    is_vanishing: bool
+    is_exploding: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Tell whether every element that was looked at is finite."""
+        return math.isfinite(self.l2_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateDiagnostics:
+    """What one step did to one parameter; norms and counts of a sample are scaled to the whole."""
+
+    update_ratio: float
+    """‖Δw‖₂ / (‖w‖₂ + ε), w before the step, ε = 1e-12."""
+    update_norm: float
+    weight_norm: float
+    learning_rate: float
+    """Of the parameter's group; NaN if no group has the parameter."""
+    frozen_checks: int
+    """How many checks in a row, this one included, it has not moved."""
+    is_frozen: bool
+    driven_elements: float
+    """Elements with a gradient other than zero, if the weights are of lower precision than float32; otherwise 0."""
+    stuck_elements: float
+    """Those of them that the step left as they were: the update was rounded away."""
+    is_rounded_away: bool
+    """It has not moved although it has a gradient and a learning rate, and its precision is low."""
+
+    @property
+    def rounded_away(self) -> float:
+        """The share of the stuck among the driven elements; NaN if none is driven."""
+        return self.stuck_elements / self.driven_elements if self.driven_elements else math.nan
+
+
+@dataclass(kw_only=True)
+class WeightUpdateMonitor:
+    """Checks gradients after backward, and weights around the optimizer's step, in any training loop.
+
+    :meth:`check_gradients`, after ``backward()`` and before clipping and step, also keeps the weights;
+    :meth:`check_updates`, after the step, compares. Parameters without gradient are skipped. Each of the two brings
+    its numbers to the host in one transfer.
+
+    Args:
+        sample_size: elements of each parameter to look at; a smaller parameter is taken whole. Keeps a weight and an
+            index for each: 8 bytes in float32.
+        exact: look at all elements, and keep one copy of all parameters, instead.
+        vanishing_grad_threshold: a gradient vanishes if ‖g‖₂ is at most this.
+        exploding_grad_threshold: a gradient explodes if ‖g‖₂ is at least this or not finite.
+        frozen_update_ratio_threshold: a parameter has not moved if its update ratio is at most this.
+        frozen_patience_steps: checks in a row without movement that make a parameter frozen.
+    """
+
+    sample_size: int = 1024
+    exact: bool = False
+    vanishing_grad_threshold: float = 1e-7
+    exploding_grad_threshold: float = 1e2
+    frozen_update_ratio_threshold: float = 1e-12
+    frozen_patience_steps: int = 3
+    _watched: WatchedElements = field(init=False, repr=False)
+    _frozen: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for option in ("sample_size", "frozen_patience_steps"):
+            if vars(self)[option] < 1:
+                raise UsageError(f"{option} is {vars(self)[option]}; it must be at least 1.")
+        for option in ("vanishing_grad_threshold", "exploding_grad_threshold", "frozen_update_ratio_threshold"):
+            if not 0 <= vars(self)[option] < math.inf:
+                raise UsageError(f"{option} is {vars(self)[option]}; it must be a number of at least 0.")
+        if self.vanishing_grad_threshold >= self.exploding_grad_threshold:
+            raise UsageError(
+                f"vanishing_grad_threshold is {self.vanishing_grad_threshold} and exploding_grad_threshold "
+                f"{self.exploding_grad_threshold}; the first must be the smaller one."
+            )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the weights kept, and how long parameters have not moved."""
+        self._watched = WatchedElements(None if self.exact else self.sample_size)
+        self._frozen = {}
+
+    @property
+    def bytes(self) -> int:
+        """The memory that is kept from check to check."""
+        return self._watched.bytes
+
+    def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
+        """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
+        return self.gradients(trainable(model), learning_rates(model, optimizer), extremes=True)
+
+    def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
+        """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
+
+        Not for a step that ``torch.amp.GradScaler`` skipped: it would count as one that moved nothing.
+        """
+        return self.updates(trainable(model), learning_rates(model, optimizer))
+
+    @torch.no_grad()
+    def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
+        """Measure the gradients of parameters and keep their weights; ``extremes``: their maximum and mean, too."""
+        watched = self._watched
+        chosen = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
+        orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
+        parts = [[norms(piece, order) for order in orders] for _, piece in watched.gradients(chosen)]
+        watched.keep(chosen)
+        kinds = ("norm", "largest", "sum") if extremes else ("norm",)
+        return {name: self._gradient(name, column, rates) for name, *column in _on_host(parts, kinds, chosen)}
+
+    def _gradient(self, name: str, column: Sequence[float], rates: Rates) -> GradientDiagnostics:
+        choice = self._watched[name]
+        norm = column[0] * math.sqrt(choice.share)
+        return GradientDiagnostics(
+            l2_norm=norm,
+            max_abs=column[1] if len(column) > 1 else math.nan,
+            mean_abs=column[2] / choice.looked_at if len(column) > 1 else math.nan,
+            learning_rate=rates.get(name, math.nan),
+            is_vanishing=norm <= self.vanishing_grad_threshold,
+            is_exploding=not norm < self.exploding_grad_threshold,
+        )
+
+    @torch.no_grad()
+    def updates(self, parameters: Named, rates: Rates) -> dict[str, UpdateDiagnostics]:
+        """Measure what has become of the weights that :meth:`gradients` kept; they are not kept any longer."""
+        watched = self._watched
+        chosen = {name: parameters[name] for name in watched.kept if name in parameters}
+        parts = []
+        for names, now in watched.weights(chosen):
+            before = watched.before(names, now)
+            stuck = self._stuck(names, chosen, before, now)
+            parts.append([norms(before), norms(differences(before, now)), *stuck])
+        watched.kept = []
+        columns = _on_host(parts, ("norm", "norm", "sum", "sum"), chosen)
+        return {name: self._update(name, column, rates) for name, *column in columns}
+
+    def _stuck(
+        self, names: Sequence[str], parameters: Named, before: Sequence[Tensor], now: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Count the driven and, of these, the stuck elements of each parameter: two vectors, shape (names,)."""
+        counts = [
+            driven_and_stuck(before[place], now[place], self._watched[name].of(gradient_shard(parameters[name])))
+            if before[place].dtype not in WIDE and parameters[name].grad is not None
+            else None
+            for place, name in enumerate(names)
+        ]
+        if not any(counts):
+            none = torch.zeros(len(names), device=before[0].device)
+            return none, none
+        zero = torch.zeros((), device=before[0].device)
+        driven, stuck = zip(*(count or (zero, zero) for count in counts), strict=True)
+        return stacked(driven), stacked(stuck)
+
+    def _update(self, name: str, column: Sequence[float], rates: Rates) -> UpdateDiagnostics:
+        share, rate = self._watched[name].share, rates.get(name, math.nan)
+        weight_norm, update_norm = (value * math.sqrt(share) for value in column[:2])
+        driven, stuck = (value * share for value in column[2:])
+        ratio = update_norm / (weight_norm + EPSILON)
+        still = ratio <= self.frozen_update_ratio_threshold
+        rounded_away = still and stuck > 0 and rate > 0
+        checks = self._frozen.pop(name, 0) + 1 if still and not rounded_away else 0
+        if checks:
+            self._frozen[name] = checks
+        return UpdateDiagnostics(
+            update_ratio=ratio,
+            update_norm=update_norm,
+            weight_norm=weight_norm,
+            learning_rate=rate,
+            frozen_checks=checks,
+            is_frozen=checks >= self.frozen_patience_steps,
+            driven_elements=driven,
+            stuck_elements=stuck,
+            is_rounded_away=rounded_away,
+        )
+
+    @staticmethod
+    def aggregate_gradient_stats(gradients: Mapping[str, GradientDiagnostics]) -> dict[str, float]:
+        """Return the distribution of the gradients' norms and how many vanish, explode, are not finite."""
+        found = list(gradients.values())
+        return {
+            **distribution("grad_norm", [each.l2_norm for each in found]),
+            "vanishing_count": sum(each.is_vanishing for each in found),
+            "exploding_count": sum(each.is_exploding for each in found),
+            "nonfinite_count": sum(not each.is_finite for each in found),
+        }
+
+    @staticmethod
+    def aggregate_update_stats(updates: Mapping[str, UpdateDiagnostics]) -> dict[str, float]:
+        """Return the distribution of the update ratios, how many parameters are frozen, the share rounded away.
+
+        Weights that were all zero have no relative change, and no part in the distribution; without driven elements of
+        low precision there is no ``rounded_away_fraction``.
+        """
+        found = list(updates.values())
+        stats = {
+            **distribution("update_ratio", [each.update_ratio for each in found if each.weight_norm != 0]),
+            "frozen_count": sum(each.is_frozen for each in found),
+        }
+        driven = sum(each.driven_elements for each in found)
+        if driven:
+            stats["rounded_away_fraction"] = sum(each.stuck_elements for each in found) / driven
+        return stats
+
+    @staticmethod
+    def top_k_largest_gradients(gradients: Mapping[str, GradientDiagnostics], k: int) -> list[tuple[str, float]]:
+        """Return the ``k`` parameters with the largest gradient norms, largest first; NaN counts as infinite."""
+        pairs = [(name, each.l2_norm) for name, each in gradients.items()]
+        return sorted(pairs, key=lambda pair: -_rank(pair[1]))[:k]
+
+    @staticmethod
+    def top_k_smallest_updates(updates: Mapping[str, UpdateDiagnostics], k: int) -> list[tuple[str, float]]:
+        """Return the ``k`` parameters with the smallest update ratios, smallest first; NaN counts as infinite."""
+        pairs = [(name, each.update_ratio) for name, each in updates.items()]
+        return sorted(pairs, key=lambda pair: _rank(pair[1]))[:k]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how long parameters have not moved and, between the two checks of a step, the weights kept."""
+        return {"frozen": dict(self._frozen), "before": self._watched.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self._frozen = dict(state["frozen"])
+        self._watched.load_state_dict(state["before"])
+
+
+def learning_rates(model: nn.Module, optimizer: Optimizer) -> dict[str, float]:
+    """Return the learning rate of every parameter that some group of the optimizer has, by name."""
+    rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
+    return {name: rates[id(value)] for name, value in model.named_parameters() if id(value) in rates}
+
+
+def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
+    """Return median, 95th percentile, minimum and maximum under ``name_median`` and so on; nothing of no values.
+
+    The median of an even count is the mean of the two middle values; the percentile is the ⌈0.95·n⌉-th smallest. NaN
+    counts as infinite.
+
+    >>> distribution("x", [3.0, 1.0, 2.0, 10.0])
+    {'x_median': 2.5, 'x_p95': 10.0, 'x_min': 1.0, 'x_max': 10.0}
+    """
+    ordered = sorted(map(_rank, values))
+    count = len(ordered)
+    if not count:
+        return {}
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    p95 = ordered[-(-95 * count // 100) - 1]
+    return {f"{name}_median": median, f"{name}_p95": p95, f"{name}_min": ordered[0], f"{name}_max": ordered[-1]}
+
+
+def _rank(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def driven_and_stuck(before: Tensor, now: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the elements with a gradient, and those of them that are what they were; zero-dimensional."""
+    driven = gradient != 0
+    return driven.sum().float(), (driven & (before == now)).sum().float()
+
+
+def _on_host(parts: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
+    """Bring rows of one number per parameter to the host, in one transfer: a name and its numbers for each parameter.
+
+    ``parts`` have these rows for some parameters each; ``kinds`` tells how the numbers of ranks that hold parts of a
+    parameter make one: ``norm`` (a Euclidean one), ``largest`` or ``sum``.
+    """
+    if not parts:
+        return []
+    device = parts[0][0].device
+    table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*parts, strict=True)])
+    meshes = meshes_of(parameters.values())
+    if meshes:
+        table = _over_ranks(table.double(), kinds, meshes)
+    return list(zip(parameters, *table.tolist(), strict=True))
+
+
+def _over_ranks(table: Tensor, kinds: Sequence[str], meshes: Any) -> Tensor:
+    rows = {kind: [place for place, other in enumerate(kinds) if other == kind] for kind in kinds}
+    table[rows["norm"]] = table[rows["norm"]].square()
+    added = [place for kind in rows if kind != "largest" for place in rows[kind]]
+    table[added] = over_ranks(table[added], meshes)
+    if "largest" in rows:
+        table[rows["largest"]] = over_ranks(table[rows["largest"]], meshes, largest=True)
+    table[rows["norm"]] = table[rows["norm"]].sqrt()
+    return table

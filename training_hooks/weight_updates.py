@@ -1,0 +1,261 @@
+"""The health of gradients and of the updates that the optimizer makes of them, at some steps."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import trainable
+from framework.registry import HookRegistry
+from training_hooks.measures.conditions import Conditions
+from training_hooks.measures.update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
+
+CONDITIONS = {
+    "vanishing": ("has a vanishing gradient", "have vanishing gradients"),
+    "exploding": ("has an exploding gradient", "have exploding gradients"),
+    "frozen": ("is frozen", "are frozen"),
+    "rounded_away": ("does not move, its update being rounded away", "do not move, their updates being rounded away"),
+}
+
+
+@HookRegistry.register
+class WeightUpdates(TrainingHook):
+    """Check at some steps the gradients' health, and how far the optimizer's step really moves each parameter.
+
+    The gradients are those of POST_BACKWARD: complete, unscaled, before clipping. The update is measured from the
+    weights before and after the optimizer's step, with momentum, weight decay and clipping in it; a step that the loss
+    scaler skips has none. Checked are step 1 and every ``interval``-th step after it. Of each parameter a sample of
+    elements is looked at, always the same ones (norms are scaled by √(n/k), n the elements, k those sampled), or with
+    ``exact`` all; a line at the beginning says which. A warning names step, number and worst parameters when a
+    condition appears or takes hold of more parameters, a note says when it has ended; in between there is silence.
+
+    Assumes that a sample stands for its parameter: what happens in a few elements of a large one shows in exact mode
+    only. Parameters without gradient are skipped and not counted. Keeps 8 bytes for each sampled element (float32), in
+    exact mode one copy of the parameters.
+
+    Args:
+        interval: steps from one check to the next.
+        sample_size: elements of each parameter to look at; a smaller parameter is taken whole.
+        exact: look at all elements instead.
+        vanishing_grad_threshold: a gradient vanishes if its norm is at most this.
+        exploding_grad_threshold: a gradient explodes if its norm is at least this, or not finite.
+        frozen_update_ratio_threshold: a parameter has not moved if its update ratio is at most this.
+        frozen_patience_steps: checks in a row without movement that make a parameter frozen.
+        topk: parameters with the smallest update ratios to report by name.
+    """
+
+    name = "weight_updates"
+    hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
+
+    def __init__(
+        self,
+        *,
+        interval: int = 100,
+        sample_size: int = 1024,
+        exact: bool = False,
+        vanishing_grad_threshold: float = 1e-7,
+        exploding_grad_threshold: float = 1e2,
+        frozen_update_ratio_threshold: float = 1e-12,
+        frozen_patience_steps: int = 3,
+        topk: int = 5,
+    ) -> None:
+        if interval < 1:
+            raise UsageError(f"weight_updates.interval is {interval}; it must be at least 1.")
+        if topk < 0:
+            raise UsageError(f"weight_updates.topk is {topk}; it must be at least 0.")
+        try:
+            self.monitor = WeightUpdateMonitor(
+                sample_size=sample_size,
+                exact=exact,
+                vanishing_grad_threshold=vanishing_grad_threshold,
+                exploding_grad_threshold=exploding_grad_threshold,
+                frozen_update_ratio_threshold=frozen_update_ratio_threshold,
+                frozen_patience_steps=frozen_patience_steps,
+            )
+        except UsageError as error:
+            raise UsageError(f"weight_updates.{error}") from error
+        self.interval = interval
+        self.topk = topk
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was kept, counted and warned of."""
+        self.monitor.reset()
+        self._conditions = Conditions(CONDITIONS)
+        self._kept_at = 0
+        self._checks = 0
+
+    def start(self, run: RunInfo) -> None:
+        """Say what is watched; refuse a model without trained parameters."""
+        trained = trainable(run.model)
+        if not trained:
+            raise UnsuitableError("Hook 'weight_updates' needs parameters that are trained; the model has none.")
+        elements = sum(parameter.numel() for parameter in trained.values())
+        how = "exactly" if self.monitor.exact else f"in samples of up to {self.monitor.sample_size:,} elements each"
+        often = "every step" if self.interval == 1 else f"step 1 and every {self.interval:,} steps after it"
+        warnings.warn(
+            f"weight_updates checks the {len(trained):,} parameters ({elements:,} elements) of strategy "
+            f"{run.strategy!r} {how}, at {often}.",
+            RunNotice,
+            stacklevel=2,
+        )
+
+    def end(self, status: str) -> None:
+        """Say what the checks came to."""
+        last = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in self._conditions.counts.items())
+        outcome = f"of the parameters were, when last checked, {last}" if self._checks else "none was due"
+        warnings.warn(f"weight_updates has checked {self._checks:,} steps: {outcome}.", RunNotice, stacklevel=2)
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
+        rates = {name: group.lr for group in ctx.optimizer_groups for name in group.names}
+        parameters = trainable(ctx.model)
+        if ctx.hook_point is HookPoint.POST_BACKWARD:
+            self._kept_at = ctx.step
+            gradients = self.monitor.gradients(parameters, rates, extremes=False)
+            return self._gradient_metrics(gradients, ctx) if gradients else {}
+        updates = self.monitor.updates(parameters, rates) if self._kept_at == ctx.step else {}
+        return self._update_metrics(updates, ctx) if updates else {}
+
+    def _gradient_metrics(self, gradients: Mapping[str, GradientDiagnostics], ctx: RunDataContext) -> Metrics:
+        """Return the metrics, and take note of conditions: that a loss scaler meets infinite gradients is none."""
+        self._checks += 1
+        scaled = ctx.loss_scale is not None
+        largest = [name for name, _ in self.monitor.top_k_largest_gradients(gradients, len(gradients))]
+        sizes = {name: f"‖g‖ = {gradients[name].l2_norm:.3g}" for name in largest}
+        exploding = [n for n in largest if gradients[n].is_exploding and not (scaled and not gradients[n].is_finite)]
+        vanishing = [name for name in reversed(largest) if gradients[name].is_vanishing]
+        for condition, names in (("vanishing", vanishing), ("exploding", exploding)):
+            found = {name: sizes[name] for name in names}
+            self._conditions.see(condition, found, step=ctx.step, checked=len(gradients))
+        return self.monitor.aggregate_gradient_stats(gradients)
+
+    def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
+        smallest = self.monitor.top_k_smallest_updates(updates, len(updates))
+        sizes = {name: f"update ratio {ratio:.3g} at lr {updates[name].learning_rate:g}" for name, ratio in smallest}
+        frozen = [name for name in sizes if updates[name].is_frozen]
+        rounded_away = [name for name in sizes if updates[name].is_rounded_away]
+        for condition, names in (("frozen", frozen), ("rounded_away", rounded_away)):
+            found = {name: sizes[name] for name in names}
+            self._conditions.see(condition, found, step=ctx.step, checked=len(updates))
+        named = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
+        return self.monitor.aggregate_update_stats(updates) | named
+
+    def check(self, values: Mapping[str, Any], step: int) -> None:
+        """Warn of what is new up to ``step``."""
+        self._conditions.tell(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the monitor remembers, and what was warned of."""
+        return {
+            "monitor": self.monitor.state_dict(),
+            "conditions": self._conditions.state_dict(),
+            "kept_at": self._kept_at,
+            "checks": self._checks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.monitor.load_state_dict(state["monitor"])
+        self._conditions.load_state_dict(state["conditions"])
+        self._kept_at, self._checks = state["kept_at"], state["checks"]
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe both checks."""
+        return [*_gradient_infos(), *_update_infos()]
+
+
+def _gradient_infos() -> list[MetricInfo]:
+    """Describe the gradients; n_p is the norm of a parameter's gradient."""
+    norm = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
+    return [
+        MetricInfo(
+            "grad_norm_median",
+            f"median of {norm}; of an even count the mean of the two middle values",
+            "[0, ∞]",
+            "The level of the gradients. Infinite from here on: half of the parameters have infinite or NaN gradients.",
+        ),
+        MetricInfo(
+            "grad_norm_p95",
+            f"the ⌈0.95·P⌉-th smallest of the P norms {norm}",
+            "[0, ∞]",
+            "Far above the median: a few layers get most of the gradient.",
+        ),
+        MetricInfo("grad_norm_min", f"min {norm}", "[0, ∞]", "Falling by orders of magnitude: a layer is cut off."),
+        MetricInfo(
+            "grad_norm_max", f"max {norm}; NaN counts as ∞", "[0, ∞]", "Rising steadily: the run may be diverging."
+        ),
+        MetricInfo(
+            "vanishing_count",
+            "parameters with n_p ≤ vanishing_grad_threshold",
+            "0, 1, 2, …",
+            "Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a "
+            "normalisation.",
+        ),
+        MetricInfo(
+            "exploding_count",
+            "parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN",
+            "0, 1, 2, …",
+            "Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens "
+            "instead of averaged raises it, too.",
+        ),
+        MetricInfo(
+            "nonfinite_count",
+            "parameters with n_p infinite or NaN; part of exploding_count",
+            "0, 1, 2, …",
+            "With a float16 loss scaler now and then at a skipped step, and not warned of; otherwise the run is broken.",
+        ),
+    ]
+
+
+def _update_infos() -> list[MetricInfo]:
+    """Describe the updates; r_p is the update ratio of a parameter."""
+    ratio = (
+        "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
+        "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
+    )
+    return [
+        MetricInfo(
+            "update_ratio_median",
+            f"median of {ratio}; of an even count the mean of the two middle values",
+            "[0, ∞]",
+            "About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.",
+        ),
+        MetricInfo(
+            "update_ratio_p95",
+            f"the ⌈0.95·P⌉-th smallest of the P ratios {ratio}",
+            "[0, ∞]",
+            "Above 0.1: some parameters are rewritten rather than trained. Young biases are, and harmless.",
+        ),
+        MetricInfo("update_ratio_min", f"min {ratio}", "[0, ∞]", "0: at least one parameter stands still."),
+        MetricInfo(
+            "update_ratio_max",
+            f"max {ratio}; NaN counts as ∞",
+            "[0, ∞]",
+            "Mostly a small parameter that began at zero. Infinite: weights are no longer finite.",
+        ),
+        MetricInfo(
+            "frozen_count",
+            "parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row, except "
+            "those of low precision whose update was rounded away",
+            "0, 1, 2, …",
+            "Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.",
+        ),
+        MetricInfo(
+            "rounded_away_fraction",
+            "elements of parameters below float32 that have a gradient and did not change / those that have a gradient",
+            "[0, 1]",
+            "Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.",
+        ),
+        MetricInfo(
+            "topk_frozen/<parameter>",
+            "r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included)",
+            "[0, ∞]",
+            "Who moves least. At each check the names are those of then.",
+        ),
+    ]
