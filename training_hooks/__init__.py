@@ -13,6 +13,8 @@ from training_hooks.gradient_projection import GradientProjection
 from training_hooks.hessian import Hessian
 from training_hooks.loss_spikes import LossSpikes
 from training_hooks.lr_probe import LrProbe
+from training_hooks.measures.smoothing import ModelSmoother, SmoothingConfig
+from training_hooks.model_smoothing import ModelSmoothing
 from training_hooks.norms import Norms
 from training_hooks.parameter_delta import ParameterDelta
 from training_hooks.path_length import PathLength
@@ -39,11 +41,14 @@ __all__ = [
     "Hessian",
     "LossSpikes",
     "LrProbe",
+    "ModelSmoother",
+    "ModelSmoothing",
     "Norms",
     "ParameterDelta",
     "PathLength",
     "Phases",
     "Sharpness",
+    "SmoothingConfig",
     "SubspaceGradientInfo",
     "TokenGradient",
     "TrainingDiagnostics",

@@ -1,0 +1,378 @@
+"""Smoothing against its closed form, by itself and as a hook, on one process and on two."""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from framework.borrowing import fully_sharded_modules
+from framework.data import TensorLoader, fixed_order
+from framework.digest import described
+from framework.errors import UsageError
+from framework.loops import NoProgress, epoch_loop
+from framework.manager import HookManager
+from framework.param_vectors import whole
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask, forward_backward, update
+from framework.training_state import LoopState, TrainingState
+from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
+from tests.training_hooks.interrupted import in_one_and_two
+from tests.training_hooks.reloading import through_a_file
+from tests.two_ranks import on_two_ranks
+from training_hooks import ModelSmoother, SmoothingConfig
+from training_hooks.measures import smoothing
+from training_hooks.measures.smoothing import distance
+from training_hooks.model_smoothing import ModelSmoothing
+
+STEPS = 7
+
+
+def linear(value: float, **options: Any) -> nn.Linear:
+    """Make a model of one weight."""
+    model = nn.Linear(1, 1, bias=False, **options)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def descend(model: nn.Module, steps: int, gradient: float, rate: float, smoother: ModelSmoother) -> list[float]:
+    """Take steps of SGD along a constant gradient; return the weight after each."""
+    seen = []
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            model.weight -= rate * gradient
+        smoother.maybe_smooth(step)
+        seen.append(model.weight.item())
+    return seen
+
+
+# Alone
+
+
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_weights_follow_the_closed_form_under_a_linear_optimizer(alpha, interval):
+    """After smoothing b' = (1 − α)(b − d) + αb = b − (1 − α)d, d = interval·rate·gradient: a line of lower slope."""
+    model = linear(2.0, dtype=torch.float64)
+    smoother = ModelSmoother(model, SmoothingConfig(update_interval=interval, alpha=alpha))
+    seen = descend(model, 12, gradient=0.3, rate=0.1, smoother=smoother)
+    for step, weight in enumerate(seen, start=1):
+        smoothings, since = divmod(step, interval)
+        expected = 2.0 - smoothings * (1 - alpha) * interval * 0.03 - since * 0.03
+        assert weight == pytest.approx(expected, abs=1e-12)
+    assert alpha < 1 or {seen[at] for at in range(interval - 1, 12, interval)} == {2.0}
+
+
+def test_the_weights_follow_the_closed_form_under_a_contraction():
+    """With θ ← rθ in each interval the buffer is (α + (1 − α)r)ⁿ times the start."""
+    model = linear(1.0, dtype=torch.float64)
+    smoother = ModelSmoother(model, SmoothingConfig(update_interval=2, alpha=0.3))
+    for step in range(1, 11):
+        model.weight.data *= 0.9
+        smoother.maybe_smooth(step)
+    assert model.weight.item() == pytest.approx((0.3 + 0.7 * 0.81) ** 5, rel=1e-12)
+    assert torch.equal(smoother.buffers["weight"], model.weight.detach())
+
+
+def test_multiples_of_the_interval_smooth_and_step_zero_does_not():
+    smoother = ModelSmoother(linear(1.0), SmoothingConfig(update_interval=3))
+    assert [step for step in range(10) if smoother.maybe_smooth(step)] == [3, 6, 9]
+    assert ModelSmoother(linear(1.0)).config == SmoothingConfig(update_interval=1000, alpha=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_tensors_in_blocks_and_whole_ones_are_smoothed_alike_in_every_dtype(dtype, monkeypatch):
+    monkeypatch.setattr(smoothing, "BLOCK", 50)
+    shapes = {"large": (12, 11), "small": (7,), "scalar": (), "empty": (0, 3)}
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()})
+    model["turned"] = nn.Parameter(torch.randn(20, 9, dtype=dtype).t())
+    start = {name: value.detach().clone() for name, value in model.items()}
+    smoother = ModelSmoother(model, SmoothingConfig(update_interval=1, alpha=0.25))
+    for parameter in model.values():
+        parameter.data.mul_(3)
+    expected = {name: start[name].lerp(3 * start[name], 0.75) for name in start}
+    smoother.smooth()
+    for name, value in expected.items():
+        assert torch.equal(model[name].detach(), value), name
+        assert torch.equal(smoother.buffers[name], value), name
+        assert smoother.buffers[name].stride() == model[name].stride()
+
+
+def test_a_tied_parameter_has_one_buffer_and_moves_once():
+    model = TiedModel()
+    start = model.embedding.weight.detach().clone()
+    smoother = ModelSmoother(model, SmoothingConfig(update_interval=1, alpha=0.25))
+    assert "embedding.weight" in smoother.buffers
+    assert "decoder.weight" not in smoother.buffers
+    model.embedding.weight.data += 1
+    smoother.smooth()
+    torch.testing.assert_close(model.decoder.weight.detach(), start + 0.75)
+
+
+def test_frozen_parameters_have_no_buffer_and_those_frozen_later_are_left_alone():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    smoother = ModelSmoother(model, SmoothingConfig(update_interval=1))
+    assert list(smoother.buffers) == ["weight"]
+    model.weight.requires_grad_(False)
+    before = [
+        value.clone() for value in (model.weight.data.add_(1), model.bias.data.add_(1), smoother.buffers["weight"])
+    ]
+    smoother.smooth()
+    assert all(map(torch.equal, before, (model.weight.data, model.bias.data, smoother.buffers["weight"])))
+
+
+def test_the_buffer_is_the_only_memory_of_it():
+    model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20))
+    kept = ModelSmoother(model).state_dict()["copies"]
+    assert sum(value.nbytes for value in kept.values()) == sum(value.nbytes for value in model.parameters())
+
+
+def test_a_smoother_goes_on_from_its_checkpoint():
+    whole_run = linear(1.0)
+    expected = descend(whole_run, 8, 0.5, 0.1, ModelSmoother(whole_run, SmoothingConfig(update_interval=3)))
+    model = linear(1.0)
+    first = ModelSmoother(model, SmoothingConfig(update_interval=3))
+    seen = descend(model, 4, 0.5, 0.1, first)
+    second = ModelSmoother(model, SmoothingConfig(update_interval=3))
+    second.load_state_dict(through_a_file(first.state_dict()))
+    for step in range(5, 9):
+        model.weight.data -= 0.1 * 0.5
+        second.maybe_smooth(step)
+        seen.append(model.weight.item())
+    assert seen == expected
+
+
+def test_a_loaded_buffer_is_no_alias_of_what_was_loaded():
+    model = linear(1.0)
+    first, second = ModelSmoother(model), ModelSmoother(model)
+    second.load_state_dict(first.state_dict())
+    model.weight.data += 1
+    second.smooth()
+    assert first.buffers["weight"].item() == 1.0
+
+
+MISFITS = {
+    "shape": (nn.Linear(3, 2), r"about weight, which have another shape"),
+    "name": (nn.Sequential(nn.Linear(2, 2)), r"about weight, bias, which the model does not have"),
+    "count": (nn.Linear(2, 2, bias=False), r"about bias, which the model does not have"),
+    "more": (
+        nn.ParameterDict({name: torch.ones(2, 2) for name in ("weight", "bias", "gain")}),
+        "about gain, which the state lacks",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_checkpoint_of_another_model_is_refused_with_the_names(kind):
+    other, sentence = MISFITS[kind]
+    state = ModelSmoother(nn.Linear(2, 2)).state_dict()
+    smoother = ModelSmoother(other)
+    before = dict(smoother.buffers)
+    with pytest.raises(ValueError, match=sentence):
+        smoother.load_state_dict(state)
+    assert smoother.buffers == before
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 0.0}, r"alpha is 0.0; it must lie in \(0, 1\]"),
+        ({"alpha": 1.5}, r"alpha is 1.5; it must lie in \(0, 1\]"),
+        ({"alpha": math.nan}, "alpha is nan; it must lie in"),
+        ({"update_interval": 0}, "update_interval is 0; it must be at least 1"),
+        ({"update_interval": 2.5}, "update_interval is 2.5; it must be a whole number of steps"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_class_and_hook(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SmoothingConfig(**options)
+    with pytest.raises(UsageError, match=f"model_smoothing.{sentence}"):
+        ModelSmoothing(**options)
+
+
+def test_the_distance_is_that_of_brute_force_in_float64(monkeypatch):
+    monkeypatch.setattr(smoothing, "BLOCK", 40)
+    a = {"large": torch.randn(30, 5), "low": torch.randn(9, 9).bfloat16(), "small": torch.randn(3)}
+    b = {name: value + torch.randn_like(value) for name, value in a.items()}
+    squares = [(a[name].double() - b[name].double()).square().sum() for name in a]
+    assert distance(a, b).item() == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
+
+
+def test_nothing_of_xla_is_imported_where_no_parameter_lies_on_xla():
+    smoother = ModelSmoother(linear(1.0), SmoothingConfig(update_interval=1))
+    smoother.smooth()
+    assert not any(name.startswith("torch_xla") for name in sys.modules)
+
+
+# As a hook
+
+
+def own_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
+    """Train in a loop as one would write it."""
+    task, _ = build(case, steps=STEPS)
+    smoother, step = ModelSmoother(task.model, config), 0
+    for epoch in range(3):
+        for batch in task.loader.batches(epoch):
+            if case.loop == "epoch" or step < STEPS:
+                step += 1
+                forward_backward(task, batch)
+                update(task, step_scheduler=case.loop == "step")
+                smoother.maybe_smooth(step)
+        if case.loop == "epoch":
+            task.scheduler.step()
+    return task
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_run_is_bit_for_bit_the_loop_with_a_smoother(model, optimizer, loop, interval):
+    case = Case(model, optimizer, loop)
+    task = own_loop(case, SmoothingConfig(update_interval=interval, alpha=0.3))
+    run = train(case, [ModelSmoothing(update_interval=interval, alpha=0.3)], steps=STEPS)
+    for expected, found in zip(task.model.parameters(), run.task.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_the_metrics_say_how_far_the_weights_went_and_jumped_and_only_when_they_did():
+    log: list[dict[str, torch.Tensor]] = []
+
+    class Watching(HookManager):
+        def fire(self, point):
+            log.append({name: value.detach().double().clone() for name, value in self.task.model.named_parameters()})
+            super().fire(point)
+
+    run = train(Case("transformer"), [ModelSmoothing(update_interval=2, alpha=0.25)], steps=3, manager_class=Watching)
+    values = {name.split("/")[1]: (step, value) for name, _, step, value in run.sink.rows("model_smoothing")}
+    start, before = log[0], log[1 + 4 + 3]  # PRE_EPOCH, four points of step 1, POST_STEP of step 2
+    far = math.sqrt(sum((before[name] - start[name]).square().sum().item() for name in start))
+    length = math.sqrt(sum(value.square().sum().item() for value in before.values()))
+    assert {name: step for name, (step, _) in values.items()} == dict.fromkeys(values, 2)
+    assert values["distance"][1] == pytest.approx(far, rel=1e-5)
+    assert values["relative_jump"][1] == pytest.approx(0.25 * far / length, rel=1e-5)
+    assert values["smoothings"][1] == 1
+    assert values.keys() == {info.name for info in ModelSmoothing().describe_metrics()}
+
+
+def test_at_alpha_one_and_interval_one_the_weights_never_leave_the_start():
+    task, _ = build(Case("transformer"))
+    run = train(Case("transformer"), [ModelSmoothing(update_interval=1, alpha=1.0)], steps=6)
+    for expected, found in zip(task.model.parameters(), run.task.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+    assert [row[3] for row in run.sink.rows("model_smoothing/smoothings")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_parameters_that_were_frozen_at_the_start_are_named_once():
+    task, state = build(Case())
+    task.model[0].bias.requires_grad_(False)
+    hook = ModelSmoothing(update_interval=1)
+    hook.start(run_info(task, HookManager([hook], task, state), "epoch"))
+    with pytest.warns(UserWarning, match="leaves 0.bias alone at step 1: frozen when the run started") as caught:
+        train(Case(), [hook])
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_resumed_run_is_the_uninterrupted_one(model, loop, tmp_path):
+    case = Case(model, loop=loop)
+    one, two, middle = in_one_and_two(case, lambda: ModelSmoothing(update_interval=4, alpha=0.4), tmp_path)
+    assert not differences(one.final, two.final)
+    assert described(two.rows) == described(one.after(middle)) != "[]"
+
+
+def test_a_hook_that_goes_on_from_a_checkpoint_of_another_model_refuses_with_the_names():
+    run = train(Case("tied"), [ModelSmoothing(update_interval=1)])
+    hook = ModelSmoothing()
+    hook.load_state_dict(run.manager.state_dict()["model_smoothing"])
+    other = train(Case("batchnorm_mlp"))
+    with pytest.raises(UsageError, match=r"Hook 'model_smoothing' cannot go on .* about embedding\.weight"):
+        hook.start(run_info(other.task, other.manager, "epoch"))
+
+
+# On two processes
+
+KINDS = ("fully sharded", "tensor parallel")
+
+
+def sharded(kind: str | None) -> tuple[TrainingTask, TrainingState]:
+    """Build a run of a model that is sharded in one of two ways, or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = (torch.randn(10, 5), torch.randint(3, (10,)))
+    if kind == "fully sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model[0])
+        fully_shard(model)
+    elif kind == "tensor parallel":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = TensorLoader(data, 5, fixed_order(torch.arange(10)))
+    task = TrainingTask(
+        model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), length=4
+    )
+    return task, TrainingState(model, optimizer, RandomStreams(7))
+
+
+def smoothed(kind: str | None, hooks: list[ModelSmoothing]) -> dict[str, Any]:
+    """Train with a hook, or with a smoother by hand; return the whole weights and what the hook reported."""
+    task, state = sharded(kind)
+    sink = RecordingSink()
+    manager = HookManager(hooks, task, state, sinks=[sink], audit=True)
+    manager.start(run_info(task, manager, "epoch"))
+    smoother = None if hooks else ModelSmoother(task.model, SmoothingConfig(update_interval=3, alpha=0.4))
+    epoch_loop(task, manager, progress=ByHand(smoother, task))
+    manager.end("completed")
+    for module in fully_sharded_modules(task.model):
+        module.reshard()
+    found = {name: whole(value.detach()) for name, value in task.model.named_parameters()}
+    kept = {name: type(value).__name__ for name, value in (smoother.buffers if smoother else {}).items()}
+    return {"weights": found, "rows": {(name, step): value for name, _, step, value in sink.rows()}, "kept": kept}
+
+
+class ByHand(NoProgress):
+    """Smooths after every step where there is a smoother, which has gone through a file in the middle."""
+
+    def __init__(self, smoother: ModelSmoother | None, task: TrainingTask) -> None:
+        self.smoother, self.task = smoother, task
+
+    def step(self, loop: LoopState) -> None:
+        if self.smoother is not None:
+            self.smoother.maybe_smooth(loop.step)
+            if loop.step == 5:
+                self.smoother.load_state_dict(through_a_file(self.smoother.state_dict()))
+
+
+def all_results() -> dict[str, Any]:
+    """Train every kind of model with the hook and by hand."""
+    return {kind: {way: smoothed(kind, hooks()) for way, hooks in WAYS.items()} for kind in KINDS}
+
+
+WAYS: dict[str, Callable[[], list[ModelSmoothing]]] = {
+    "hook": lambda: [ModelSmoothing(update_interval=3, alpha=0.4)],
+    "by hand": list,
+}
+
+
+@pytest.mark.slow
+def test_on_two_ranks_shards_stay_shards_and_the_run_is_that_of_one_rank(tmp_path):
+    ranks = on_two_ranks(all_results, tmp_path)
+    expected = smoothed(None, WAYS["hook"]())
+    assert smoothed(None, [])["weights"].keys() == expected["weights"].keys()
+    for found in (results[kind][way] for results in ranks for kind in KINDS for way in WAYS):
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=1e-5, atol=1e-6)
+    for results in (ranks[rank][kind] for rank in (0, 1) for kind in KINDS):
+        assert results["hook"]["rows"] == pytest.approx(expected["rows"], rel=1e-4)
+        assert set(results["by hand"]["kept"].values()) >= {"DTensor"}
+        for name, value in results["hook"]["weights"].items():
+            assert torch.equal(value, results["by hand"]["weights"][name])

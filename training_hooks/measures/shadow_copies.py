@@ -1,0 +1,78 @@
+"""Copies of a model's tensors that live beside it: sharded as they are, remembered by name, fitted to it again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.param_vectors import is_sharded, local_shards
+from training_hooks.measures.xla import shard_alike
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of floating-point numbers, each shared one once."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+class ShadowCopies:
+    """One copy of some of a model's tensors, by name; of a DTensor this rank's shard, as a plain tensor."""
+
+    def __init__(self) -> None:
+        self.shards: dict[str, Tensor] = {}
+        self._others: list[str] = []
+        """The parameters of the model that have no copy."""
+
+    def take(self, model: nn.Module, tensors: Mapping[str, Tensor], *, widen: bool = False) -> None:
+        """Copy tensors of the model in their layout; with ``widen`` in float32 or wider."""
+        self.shards = {}
+        for name, tensor in tensors.items():
+            (shard,) = local_shards([tensor.detach()])
+            dtype = torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
+            self.shards[name] = shard.to(dtype, copy=True)
+            shard_alike(self.shards[name], shard)
+        self._others = [name for name, _ in model.named_parameters() if name not in self.shards]
+
+    def like(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies of these tensors, DTensors where they are, which share the memory of the shards."""
+        if not any(map(is_sharded, live.values())):
+            return {name: self.shards[name] for name in live}
+        return {name: _sharded_like(self.shards[name], tensor) for name, tensor in live.items()}
+
+    def fit(self, model: nn.Module) -> None:
+        """Move loaded copies to the devices of the model's tensors.
+
+        Raises ``ValueError`` with the names of those that the model lacks, has beside them, or has in another shape.
+        """
+        parameters = dict(model.named_parameters())
+        live = parameters | floating_buffers(model)
+        _refuse("which the model does not have", [name for name in [*self.shards, *self._others] if name not in live])
+        _refuse("which the state lacks", [name for name in parameters if name not in {*self.shards, *self._others}])
+        there = dict(zip(self.shards, local_shards([live[name] for name in self.shards]), strict=True))
+        shapes = [name for name, shard in self.shards.items() if shard.shape != there[name].shape]
+        _refuse("which have another shape in the model (or on this rank)", shapes)
+        self.shards = {name: shard.to(there[name].device) for name, shard in self.shards.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies, and the names of the parameters without one."""
+        return {"copies": dict(self.shards), "others": list(self._others)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take copies of what :meth:`state_dict` returned; :meth:`fit` tells whether they suit a model."""
+        self.shards = {name: tensor.clone() for name, tensor in state["copies"].items()}
+        self._others = list(state["others"])
+
+
+def _sharded_like(shard: Tensor, tensor: Any) -> Tensor:
+    if not is_sharded(tensor):
+        return shard
+    return type(tensor.data).from_local(  # type: ignore[no-any-return]
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _refuse(what: str, names: Sequence[str]) -> None:
+    """Raise for the first five names of those that do not fit."""
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(f"The state is of another model: it is about {', '.join(names[:5])}{more}, {what}.")

@@ -1,0 +1,154 @@
+"""Smoothing of the weights: every so many steps, back towards where the last smoothing left them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.param_vectors import Vector, is_sharded, joint_norm, local_shards, norm, trainable
+from training_hooks.measures.shadow_copies import ShadowCopies
+from training_hooks.measures.xla import step_markers
+
+BLOCK = 2**18
+"""Elements for each thread: one block of weights and one of the buffers, 2 MB in float32, which stay in the caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothingConfig:
+    """How often, and how far.
+
+    Args:
+        update_interval: steps from one smoothing to the next.
+        alpha: the weight of the buffer, in (0, 1].
+    """
+
+    update_interval: int = 1000
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for an interval or a weight that is none."""
+        if isinstance(self.update_interval, bool) or not isinstance(self.update_interval, int):
+            raise ValueError(f"update_interval is {self.update_interval!r}; it must be a whole number of steps.")
+        if self.update_interval < 1:
+            raise ValueError(f"update_interval is {self.update_interval}; it must be at least 1.")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha}; it must lie in (0, 1].")
+
+
+@torch.no_grad()
+def blend_buffers(live: Vector, buffers: Vector, alpha: float, *, write_back: bool) -> None:
+    """Move each buffer b to (1 − α)·θ + α·b, computed as ``b.lerp_(θ, 1 − α)``; with ``write_back`` θ becomes b.
+
+    On a CPU it goes block by block, so that what is written back comes from the cache. DTensors are blended shard by
+    shard: both have the same layout.
+    """
+    ours, theirs = local_shards(live.values()), local_shards(buffers.values())
+    with step_markers(ours):
+        for parameters, copies in _blocks(ours, theirs):
+            torch._foreach_lerp_(copies, parameters, 1 - alpha)
+            if write_back:
+                torch._foreach_copy_(parameters, copies)
+
+
+def distance(a: Vector, b: Vector) -> Tensor:
+    """Return ‖a − b‖₂ of two vectors with the same names, reduced in float32 or wider; zero-dimensional.
+
+    Takes the memory of one block at a time, for DTensors that of one parameter.
+    """
+    parts = [norm({name: a[name] - b[name]}) for name in a if is_sharded(a[name])]
+    plain = [name for name in a if not is_sharded(a[name])]
+    for ours, theirs in _blocks([a[name] for name in plain], [b[name] for name in plain]):
+        parts.append(joint_norm([_wide(one) - other for one, other in zip(ours, theirs, strict=True)]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    return total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Group two lists of tensors, alike in pairs, into lists of about a block of elements, cutting larger tensors.
+
+    Only on a CPU: what lies elsewhere is one group.
+    """
+    size = BLOCK * torch.get_num_threads()
+    group: tuple[list[Tensor], list[Tensor]] = ([], [])
+    elements = 0
+    for one, other in zip(ours, theirs, strict=True):
+        count = one.numel() if one.is_cpu else 0
+        if count > size and one.is_contiguous() and other.is_contiguous():
+            yield from zip(_pieces(one, size), _pieces(other, size), strict=True)
+            continue
+        group[0].append(one)
+        group[1].append(other)
+        elements += count
+        if elements >= size:
+            yield group
+            group, elements = ([], []), 0
+    if group[0]:
+        yield group
+
+
+def _pieces(tensor: Tensor, size: int) -> list[list[Tensor]]:
+    """Cut a contiguous tensor into lists of one piece of at most ``size`` elements."""
+    return [[piece] for piece in torch.split(tensor.detach().view(-1), size)]
+
+
+class ModelSmoother:
+    """Smooths the weights of any model in any loop; call :meth:`maybe_smooth` after every optimizer step.
+
+    At a smoothing, live ← (1 − α)·live + α·buffer, then buffer ← live; the buffer begins as the weights that the model
+    has now. One copy of the parameters that are trained now, in their dtype, on their device, in their layout and
+    sharding; nothing else is kept. A shared parameter is one. A parameter that is frozen now is never smoothed, one
+    that is frozen later is left alone as long as it is, its buffer as well.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> smoother = ModelSmoother(model, SmoothingConfig(update_interval=2, alpha=0.5))
+    >>> for step in (1, 2):
+    ...     _ = nn.init.constant_(model.weight, step)  # in place of a training step
+    ...     print(smoother.maybe_smooth(step), model.weight.item())
+    False 1.0
+    True 1.0
+    """
+
+    def __init__(self, model: nn.Module, config: SmoothingConfig | None = None) -> None:
+        """Copy the parameters."""
+        self.config = config or SmoothingConfig()
+        self._model = model
+        self._live = trainable(model)
+        self._copies = ShadowCopies()
+        self._copies.take(model, self._live)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by parameter name, DTensors where the parameters are."""
+        return self._copies.like(self._live)
+
+    def maybe_smooth(self, step: int) -> bool:
+        """Smooth if ``step`` is a multiple of the interval, and tell whether it was; step 0 is none."""
+        due = step > 0 and step % self.config.update_interval == 0
+        if due:
+            self.smooth()
+        return due
+
+    def smooth(self) -> None:
+        """Smooth now."""
+        live = {name: parameter for name, parameter in self._live.items() if parameter.requires_grad}
+        blend_buffers(live, self._copies.like(live), self.config.alpha, write_back=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffers, of a sharded parameter this rank's shard; they change with the next smoothing."""
+        return self._copies.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the buffers of a checkpoint; raises ``ValueError`` if they are of another model."""
+        loaded = ShadowCopies()
+        loaded.load_state_dict(state)
+        loaded.fit(self._model)
+        parameters = dict(self._model.named_parameters())
+        self._live = {name: parameters[name] for name in loaded.shards}
+        self._copies = loaded

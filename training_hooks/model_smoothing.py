@@ -1,0 +1,124 @@
+"""Smoothing of the weights towards those of the last smoothing, as a declared change of the run."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from framework.commits import StatePart
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import InterventionHook
+from framework.metrics import Metrics
+from framework.param_vectors import norm, trainable
+from framework.registry import HookRegistry
+from framework.sapi import ModelDataContext
+from training_hooks.measures.shadow_copies import ShadowCopies
+from training_hooks.measures.smoothing import SmoothingConfig, blend_buffers, distance
+
+
+@HookRegistry.register
+class ModelSmoothing(InterventionHook):
+    """Blend the weights with those of the last smoothing, every ``update_interval`` steps, and train on from there.
+
+    After an optimizer step whose number is a multiple of the interval: live ← (1 − α)·live + α·buffer, then buffer ←
+    live. The buffer begins as the starting weights. The optimizer's moments stay as they were. The arithmetic is that
+    of ``training_hooks.ModelSmoother``, with which a loop of one's own makes the same run bit for bit.
+
+    Assumes a run of many intervals: a short one, or fine-tuning, is pulled back to where it began. Keeps one copy of
+    the parameters that are trained when the run starts, each shared one once; one that is frozen later is left alone,
+    one that is thawed later is not smoothed. A smoothing whose step is skipped (float16) is left out.
+
+    Args:
+        update_interval: steps from one smoothing to the next.
+        alpha: α, the weight of the buffer, in (0, 1]; at 1 the weights return to the start every time.
+    """
+
+    name = "model_smoothing"
+    hook_points = frozenset({HookPoint.POST_STEP})
+    mutates = False
+    commits = frozenset({StatePart.PARAMETERS})
+
+    def __init__(self, *, update_interval: int = 1000, alpha: float = 0.5) -> None:
+        try:
+            self.config = SmoothingConfig(update_interval=update_interval, alpha=alpha)
+        except ValueError as error:
+            raise UsageError(f"model_smoothing.{error}") from error
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=update_interval, warmup=update_interval - 1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the buffer."""
+        self._copies = ShadowCopies()
+        self._smoothings = 0
+        self._thawed: list[str] = []
+        self._warned = False
+
+    def start(self, run: RunInfo) -> None:
+        """Copy the weights that the strategy begins with, unless it goes on from a checkpoint."""
+        if not self._copies.shards:
+            self._copies.take(run.model, trainable(run.model))
+            return
+        try:
+            self._copies.fit(run.model)
+        except ValueError as error:
+            raise UsageError(f"Hook 'model_smoothing' cannot go on from its checkpoint. {error}") from error
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Blend the buffer with the weights, ask for the weights to become it, and return how far they jump."""
+        live = trainable(run_ctx.model)
+        smoothed = {name: live[name] for name in self._copies.shards if name in live}
+        self._thawed = [name for name in live if name not in smoothed]
+        if not smoothed:
+            return {}
+        buffers = self._copies.like(smoothed)
+        before = distance(smoothed, buffers)
+        blend_buffers(smoothed, buffers, self.config.alpha, write_back=False)
+        model_ctx.blend_parameters(buffers, 1.0)
+        self._smoothings += 1
+        return {
+            "distance": before,
+            "relative_jump": self.config.alpha * before / norm(smoothed),
+            "smoothings": self._smoothings,
+        }
+
+    def check(self, values: Mapping[str, Any], step: int) -> None:
+        """Warn, once, of parameters that are trained but were frozen when the buffer was made."""
+        if self._thawed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"model_smoothing leaves {', '.join(self._thawed[:3])}"
+                f"{f' and {len(self._thawed) - 3} more' if len(self._thawed) > 3 else ''} alone at step {step}: frozen "
+                "when the run started, and so without a buffer.",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffer and the number of smoothings."""
+        return {**self._copies.state_dict(), "smoothings": self._smoothings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the buffer of :meth:`state_dict`."""
+        self._copies.load_state_dict(state)
+        self._smoothings = state["smoothings"]
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe a smoothing; θ the smoothed parameters before it, b the buffer."""
+        return [
+            MetricInfo(
+                "distance",
+                "‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it, at "
+                "first those of the start",
+                "[0, ∞)",
+                "How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the "
+                "weights wander; falling: they settle.",
+            ),
+            MetricInfo(
+                "relative_jump",
+                "α·‖θ − b‖₂ / ‖θ‖₂",
+                "[0, ∞]",
+                "How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss "
+                "and moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.",
+            ),
+            MetricInfo("smoothings", "number of smoothings so far, this one included", "1, 2, 3, …", "Counts them."),
+        ]
