@@ -79,7 +79,7 @@ class RunFlags:
     """Options of the run.
 
     Args:
-        with_hooks: hook group: none, minimal, observers, interventions or full.
+        with_hooks: hook group: none, minimal, observers, interventions or full; the default is the experiment's.
         on_hook_error: end the run with a checkpoint (raise), or go on without the hook (skip).
         audit_hooks: digest the whole training state around every hook call.
         profile_hooks: write each hook's time and memory to summary.json.

@@ -34,6 +34,10 @@ class ExperimentRunner(ABC, Generic[Config]):
     """Named sets of options, for ``--preset``."""
     loop: ClassVar[LoopType] = "epoch"
     scheduler_interval: ClassVar[Literal["epoch", "step"]] = "epoch"
+    minimal_hooks: ClassVar[Sequence[str]] = ("training_metrics",)
+    """The group ``minimal``."""
+    default_group: ClassVar[str | None] = None
+    """The group of ``--with-hooks`` where none is given; ``--with-hooks none`` switches it off."""
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Metrics worth watching, by group, as full names."""
 
@@ -46,7 +50,7 @@ class ExperimentRunner(ABC, Generic[Config]):
         """The groups of ``--with-hooks``; none of them contains a committing or a debug hook."""
         return {
             "none": [],
-            "minimal": ["training_metrics"],
+            "minimal": self.minimal_hooks,
             **{group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")},
         }
 

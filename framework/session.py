@@ -69,9 +69,10 @@ class Session:
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
         options, runner = self.options, self.runner
+        group = options.with_hooks or runner.default_group
         own = {strategy: runner.strategy_hooks(strategy) for strategy in strategies}
         names = {
-            strategy: select_hooks(options.with_hooks, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
+            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
             for strategy in strategies
         }
         refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})

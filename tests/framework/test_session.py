@@ -69,6 +69,22 @@ def diary():
 # Hooks and strategies
 
 
+class Watched(Small):
+    """An experiment with hooks of its own choice in its smallest group, which is on by default."""
+
+    name = "watched"
+    minimal_hooks = ("training_metrics", "norms")
+    default_group = "minimal"
+
+
+@pytest.mark.parametrize(("group", "active"), [(None, {"training_metrics", "norms"}), ("none", set())])
+def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group: str | None, active: set[str]) -> None:
+    with registered(Watched):
+        session(tmp_path, Watched, strategies=["plain"], epochs=1, with_hooks=group).run()
+    config = read_json(tmp_path / "watched/plain/experiment_config.json")
+    assert config["hooks"].keys() == active
+
+
 def test_a_hook_of_a_group_that_does_not_suit_the_model_is_left_out_with_its_reason(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Left out: Hook 'fourier'.*no nn.Embedding"):
         (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
