@@ -208,7 +208,7 @@ def _gradient_infos() -> list[MetricInfo]:
             "nonfinite_count",
             "parameters with n_p infinite or NaN; part of exploding_count",
             "0, 1, 2, …",
-            "With a float16 loss scaler now and then at a skipped step, and not warned of; otherwise the run is broken.",
+            "With a float16 loss scaler now and then at a skipped step, and no cause to warn; else the run is broken.",
         ),
     ]
 
