@@ -22,7 +22,7 @@ PATIENCE = 600.0
 _left_alone: list[subprocess.Popen[bytes]] = []
 
 
-def job_of(run: RunDescription, record: Path, project: str | None, *, patience: float | None = PATIENCE) -> Job:
+def job_of(run: RunDescription, record: Path, project: str | None, *, patience: float | None) -> Job:
     """Describe what the client is to send; without a project it is the experiment."""
     return Job(
         record=str(record.absolute()),
@@ -68,8 +68,11 @@ class Client:
         """The exit status of the process, ``None`` as long as it runs."""
         return self._process.poll()
 
-    def end(self, ending: Ending, wait: float | None = LONGEST_WAIT) -> bool:
-        """Tell how the run ended, wait, and tell whether the client is done; one that is not goes on alone."""
+    def end(self, ending: Ending, *, wait: float | None) -> bool:
+        """Tell the client how the run ended, wait so many seconds for it, and return whether it is done.
+
+        One that is not goes on alone.
+        """
         self._tell(ending)
         try:
             self._process.wait(wait)

@@ -144,7 +144,7 @@ def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dic
     {'h/m/a': 1, 'h/m/b': [0.5], 'h/m/b/non_finite': 1}
     """
     if is_number(value):
-        return {name: int(value) if isinstance(value, bool) else value}
+        return {name: plotted(value)}
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
@@ -154,6 +154,13 @@ def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dic
     else:
         return {} if value is None else {name: value}
     return {key: cell for part, item in items for key, cell in cells(f"{name}/{part}", item, histogram).items()}
+
+
+def plotted(value: float) -> float:
+    """Return a number as W&B takes it: booleans as 0 and 1, integers beyond 64 bits as floats."""
+    if isinstance(value, float):
+        return value
+    return int(value) if -(2**63) <= value < 2**63 else as_float(value)
 
 
 def distribution(name: str, values: Sequence[float], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:

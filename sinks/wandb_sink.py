@@ -12,6 +12,7 @@ from framework.errors import LoopscopeError, RunNotice, UsageError
 from framework.hook_points import HookPoint
 from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
+from sinks import wandb_client
 from sinks.jsonl import JSONLSink
 from sinks.optional import require_package
 from sinks.recorded_run import record_of
@@ -69,7 +70,8 @@ class WandbSink(ReplaySink):
         if os.environ.get("WANDB_MODE") == "disabled":
             return
         try:
-            self._client = Client(job_of(RunDescription.of_run(run), self._path, self._project))
+            job = job_of(RunDescription.of_run(run), self._path, self._project, patience=wandb_client.PATIENCE)
+            self._client = Client(job)
         except OSError as error:
             self._warn(f"The W&B client could not be started: {error}.")
 
@@ -96,7 +98,7 @@ class WandbSink(ReplaySink):
         if client is None or self._path is None:
             return
         size = self._path.stat().st_size if self._path.exists() else None
-        if not client.end(Ending(status, size)):
+        if not client.end(Ending(status, size), wait=wandb_client.LONGEST_WAIT):
             self._notice(f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}.")
             return
         outcome = client.outcome()

@@ -1,0 +1,142 @@
+"""What one line of the record becomes in W&B, without a client."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sinks.wandb_process import Ending, RecordReplacedError, distribution, has_login, mode, records, rows
+
+POINTS = ("POST_STEP",)
+PUBLIC = "https://api.wandb.ai"
+
+
+class Told:
+    """A listener that hears of the end of the run after a number of looks."""
+
+    def __init__(self, looks: int, ending: Ending, between=lambda: None):
+        self.looks, self.ending, self.between = looks, ending, between
+
+    def wait(self, seconds: float) -> bool:
+        if seconds:
+            self.between()
+        self.looks -= 1
+        return self.looks < 0
+
+
+def found(looks: int, path: Path, ending: Ending | None = None, **options: Any) -> Iterator[dict[str, Any]]:
+    return records(path, Told(looks, ending or Ending("completed"), **options))
+
+
+def row_of(metrics, point="POST_EPOCH", step=7):
+    return rows({"epoch": 3, "step": step, "hook_point": point, **metrics}, POINTS, sorted)
+
+
+def test_values_of_an_epoch_are_one_row():
+    assert row_of({"h/a": 0.5, "h/b": {"x": True}}) == [{"step": 7, "epoch": 3, "h/a": 0.5, "h/b/x": 1}]
+
+
+def test_a_series_has_each_value_at_its_step_and_mean_and_histogram_at_the_end():
+    series = {"h/a": {"steps": [2, 4], "values": [3.0, 1.0]}, "h/b": {"steps": [4], "values": [{"w": 2.0}]}}
+    assert row_of(series, "POST_STEP", step=4) == [
+        {"step": 2, "epoch": 3, "h/a": 3.0},
+        {"step": 4, "epoch": 3, "h/a": 1.0, "h/a/mean": 2.0, "h/a/histogram": [1.0, 3.0], "h/b/w": 2.0},
+    ]
+
+
+def test_a_dict_that_looks_like_a_series_is_a_dict_where_no_series_come():
+    (row,) = row_of({"h/a": {"steps": 1, "values": 2}})
+    assert row == {"step": 7, "epoch": 3, "h/a/steps": 1, "h/a/values": 2}
+
+
+def test_numbers_that_are_not_finite_are_counted_beside_a_histogram_and_shown_in_the_mean():
+    assert distribution("h", [1.0, math.nan, math.inf], sorted) == {"h": [1.0], "h/non_finite": 2}
+    assert distribution("h", [-math.inf], sorted) == {"h/non_finite": 1}
+    (row,) = row_of({"h/a": {"steps": [7], "values": [math.nan]}}, "POST_STEP")
+    assert math.isnan(row["h/a/mean"])
+
+
+def test_integers_that_w_b_cannot_hold_are_floats():
+    (row,) = row_of({"h/a": 2**62, "h/b": 2**70, "h/c": -(10**400)})
+    assert (row["h/a"], row["h/b"], row["h/c"]) == (2**62, 2.0**70, -math.inf)
+    assert type(row["h/a"]) is int
+
+
+def test_an_integer_beyond_all_floats_does_not_stop_the_others():
+    (row,) = row_of({"h/a": {"steps": [7], "values": [10**400]}, "h/b": 1.0}, "POST_STEP")
+    assert (row["h/a/mean"], row["h/b"]) == (math.inf, 1.0)
+
+
+def test_a_record_is_read_as_it_grows_and_a_cut_last_line_is_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a":')
+    more = iter([' 2}\n{"a": NaN}\n', '{"cut'])
+    with path.open("a") as file:
+        between = lambda: print(next(more), end="", file=file, flush=True)
+        values = [line["a"] for line in found(5, path, between=between)]
+    assert values[:2] == [1, 2]
+    assert math.isnan(values[2])
+    assert len(values) == 3
+
+
+def test_no_more_is_read_than_the_run_wrote(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert [line["a"] for line in found(0, path, Ending("completed", 9))] == [1]
+
+
+def test_a_record_that_another_run_writes_over_is_not_mixed_with_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(RecordReplacedError, match="was written over"):
+        list(found(3, path, between=lambda: path.write_text("{}\n")))
+
+
+@pytest.fixture
+def nobody(monkeypatch, tmp_path):
+    """No login is present, and a file that may hold one."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return monkeypatch
+
+
+def mode_of(**settings):
+    return mode(SimpleNamespace(**{"mode": "online", "api_key": None, "base_url": PUBLIC, **settings}))
+
+
+def test_without_a_login_the_client_is_offline(nobody):
+    assert mode_of() == "offline"
+    assert mode_of(api_key="k") == "online"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
+def test_a_login_in_the_environment_makes_it_online(nobody, name):
+    nobody.setenv(name, "k" * 40)
+    assert mode_of() == "online"
+
+
+def test_a_mode_that_was_asked_for_is_kept(nobody):
+    assert mode_of(mode="shared") == "shared"
+    nobody.setenv("WANDB_MODE", "online")
+    assert mode_of() == "online"
+
+
+def test_a_netrc_file_counts_for_the_host_it_names(nobody, tmp_path):
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
+    assert mode_of() == "online"
+    assert mode_of(base_url="https://wandb.example:8080") == "offline"
+    (tmp_path / "netrc").write_text("no netrc file at all")
+    assert not has_login("api.wandb.ai")
+
+
+def test_a_netrc_file_in_the_home_folder_is_found(nobody, tmp_path):
+    nobody.delenv("NETRC")
+    nobody.setenv("HOME", str(tmp_path))
+    assert mode_of() == "offline"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
+    assert mode_of() == "online"

@@ -1,0 +1,270 @@
+"""The W&B sink with the real client: what it records offline, and what a run notices when it fails."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from framework.errors import RunNotice, UsageError
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+from sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
+from tests.framework.small_experiment import SmallConfig
+from tests.sinks.emits import run_info
+from tests.sinks.test_sink_contracts import run_with
+from tests.sinks.wandb_files import axes, config_of, history, log_of, only
+from tests.support import differences
+
+SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5]), "h/d": Series([2], [{"w": 1.0}])}
+VALUES = {"h/a": 0.1, "h/inf": -math.inf, "h/flag": True, "h/list": [1.0, 2.0, math.nan], "h/by/layers.0.weight": 3}
+TREATMENTS = {"grad_clip": ("gradients",)}
+KEY = "k" * 40
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path_factory):
+    """Have no login and no settings, and give the client all the time it needs."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path_factory.mktemp("home")
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(home))
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", 60.0)
+
+
+def started(folder, strategy="only", project="demo", **run):
+    folder.mkdir(exist_ok=True)
+    sink = WandbSink(project=project)
+    sink.set_run_context(run_info(folder, strategy, **run))
+    return sink
+
+
+def fed(sink):
+    sink.emit(SERIES, 0, HookPoint.POST_STEP, step=4)
+    sink.emit(VALUES, 0, HookPoint.POST_EPOCH, step=4)
+    return sink
+
+
+def alive(pid):
+    """Tell whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def client_of(sink):
+    return sink._client._process
+
+
+@dataclass
+class Offline:
+    folder: Path
+    notices: list[str]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """Two strategies of one experiment, recorded offline by two clients."""
+    folder = tmp_path_factory.mktemp("offline")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RunNotice)
+        patch.setattr(wandb_client, "LONGEST_WAIT", 60.0)
+        for name in ("WANDB_MODE", "WANDB_API_KEY"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NETRC", str(folder / "netrc"))
+        config = SmallConfig(lr=0.25, output_dir=folder)
+        sinks = [started(folder / name, name, config=config, treatments=TREATMENTS) for name in ("one", "two")]
+        for sink, status in zip(sinks, ("completed", "failed"), strict=True):
+            fed(sink).close(status)
+    return Offline(folder, [str(warning.message) for warning in caught if warning.category is RunNotice])
+
+
+def test_every_value_is_in_a_row_of_its_own_step(offline):
+    rows = history(log_of(offline.folder / "one"))
+    assert [row.pop("epoch") for row in rows] == [0, 0, 0, 0]
+    first, second, third, last = rows
+    assert first == {"step": 1, "h/s": 0.5}
+    assert math.isnan(second.pop("h/s"))
+    assert second == {"step": 2, "h/d/w": 1.0}
+    assert (third["step"], third["h/s"], math.isnan(third["h/s/mean"])) == (4, 2.5, True)
+    assert (sum(third["h/s/histogram"][0]), third["h/s/histogram/non_finite"]) == (2, 1)
+    assert {name: last[name] for name in ("step", "h/a", "h/inf", "h/flag", "h/by/layers.0.weight")} == {
+        "step": 4, "h/a": 0.1, "h/inf": -math.inf, "h/flag": 1, "h/by/layers.0.weight": 3,
+    }  # fmt: skip
+
+
+def test_a_list_is_a_histogram_of_all_its_finite_values(offline):
+    last = history(log_of(offline.folder / "one"))[-1]
+    counts, limits = last["h/list"]
+    assert (sum(counts), limits[0], limits[-1], last["h/list/non_finite"]) == (2, 1.0, 2.0, 1)
+
+
+def test_the_record_beside_it_is_the_lossless_one(offline):
+    records = list(read_jsonl(offline.folder / "one/one.jsonl"))
+    assert [record.hook_point for record in records] == [HookPoint.POST_STEP, HookPoint.POST_EPOCH]
+    assert records[1].metrics["h/a"] == VALUES["h/a"]
+    assert records[0].metrics["h/s"].steps == [1, 2, 4]
+
+
+def test_step_is_the_axis_of_every_metric(offline):
+    assert axes(log_of(offline.folder / "one")) == {"step": "", "*": "step"}
+
+
+def test_strategies_are_runs_of_one_group_with_configuration_and_treatments(offline):
+    runs = [only(log_of(offline.folder / name), "run") for name in ("one", "two")]
+    assert [(run.project, run.run_group, run.display_name) for run in runs] == [
+        ("demo", "exp", "one"),
+        ("demo", "exp", "two"),
+    ]
+    assert list(runs[0].tags) == ["treatment:grad_clip"]
+    config = config_of(log_of(offline.folder / "one"))
+    assert (config["lr"], config["strategy"], config["treatments"]) == (0.25, "one", {"grad_clip": ["gradients"]})
+    assert config.keys() >= SmallConfig().as_dict().keys()
+
+
+def test_how_a_run_ended_is_its_exit_status(offline):
+    assert [only(log_of(offline.folder / name), "exit").exit_code for name in ("one", "two")] == [0, 1]
+
+
+def test_without_a_login_the_user_is_told_how_to_sync(offline):
+    folders = [log_of(offline.folder / name).parent for name in ("one", "two")]
+    assert [notice.partition("wandb sync ")[2] for notice in offline.notices] == list(map(str, folders))
+
+
+def test_the_run_with_the_client_is_the_run_without_bit_for_bit(tmp_path):
+    bare = run_with(tmp_path, [])
+    watched = run_with(tmp_path, [sink := WandbSink(project="demo")], audit=True)
+    assert not differences(bare, watched)
+    assert sink._client is None
+    steps = {record.step for record in read_jsonl(tmp_path / "only.jsonl")}
+    assert steps <= {row["step"] for row in history(log_of(tmp_path))}
+
+
+@pytest.fixture
+def silent_server(monkeypatch):
+    """A server that takes connections and never answers, and a login for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    held.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        yield held
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in held:
+            connection.close()
+
+
+def test_a_client_that_hangs_costs_less_than_a_second_and_gives_up_later(tmp_path, monkeypatch, silent_server):
+    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", 0.8)
+    monkeypatch.setattr(wandb_client, "PATIENCE", 3.0)
+    begin = time.perf_counter()
+    run_with(tmp_path, [JSONLSink()])
+    alone = time.perf_counter() - begin
+    sink = WandbSink(project="demo")
+    begin = time.perf_counter()
+    with pytest.warns(RunNotice, match=rf"still taking .*loopscope replay {tmp_path} --to wandb --project demo"):
+        run_with(tmp_path, [sink])
+    assert time.perf_counter() - begin < alone + 1.0
+    (process,) = [process for process in wandb_client._left_alone if process.poll() is None]
+    assert process.wait(30) == 3
+    assert silent_server
+    assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
+
+
+def test_a_client_that_dies_is_told_of_once_and_the_record_goes_on(tmp_path):
+    sink = started(tmp_path)
+    client_of(sink).kill()
+    client_of(sink).wait()
+    with pytest.warns(
+        UserWarning, match="client failed: exit status -9;.*No metric is lost; .*loopscope replay"
+    ) as told:
+        fed(sink)
+    sink.close("completed")
+    assert len(told) == 1
+    assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
+
+
+def test_a_client_that_fails_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    sink = started(tmp_path)
+    with pytest.warns(UserWarning, match=r"client failed: .*No API key.*client\.log has more"):
+        sink.close("completed")
+
+
+def test_a_client_that_cannot_be_started_costs_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    with pytest.warns(UserWarning, match="could not be started.*nowhere.*No metric is lost"):
+        sink = started(tmp_path)
+    fed(sink).close("completed")
+    assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.sinks.test_wandb_sink import fed, started
+sink = fed(started(Path(sys.argv[1])))
+print(sink._client._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_client_whose_run_is_killed_sends_what_was_recorded_and_ends(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        pid = int(run.stdout.readline())
+        os.killpg(run.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)
+    assert [row["step"] for row in history(log_of(tmp_path))] == [1, 2, 4, 4]
+    assert only(log_of(tmp_path), "exit").exit_code == 1
+
+
+def test_a_disabled_client_is_not_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    sink = started(tmp_path)
+    assert sink._client is None
+    fed(sink).close("completed")
+    assert [path.name for path in tmp_path.iterdir()] == ["only.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "me:x", "p" * 129])
+def test_a_project_that_w_b_would_refuse_is_refused_before_the_run(name):
+    with pytest.raises(UsageError, match=r"cannot be the name of a W&B project.*WANDB_ENTITY"):
+        WandbSink(project=name)
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=r"'wandb' needs the package wandb, .*: pip install 'loopscope\[wandb\]'"):
+        WandbSink()
+
+
+def test_the_job_is_plain_json_and_names_the_experiment_where_no_project_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/cat")
+    sink = started(tmp_path, project=None, config={"path": Path("a"), "lr": 0.5})
+    with pytest.warns(UserWarning, match="failed"):
+        sink.close("completed")
+    job = json.loads((tmp_path / "wandb/client.json").read_text())
+    assert (job["project"], job["config"], job["pid"]) == ("exp", {"path": "a", "lr": 0.5}, os.getpid())
