@@ -8,6 +8,7 @@ from training_hooks.counterfactual import Counterfactual
 from training_hooks.counterfactual_validator import CounterfactualValidator
 from training_hooks.fourier import Fourier
 from training_hooks.grad_clip import GradClip
+from training_hooks.gradient_flow import GradientFlow
 from training_hooks.gradient_noise_scale import GradientNoiseScale
 from training_hooks.gradient_projection import GradientProjection
 from training_hooks.hessian import Hessian
@@ -25,6 +26,7 @@ from training_hooks.token_gradient import TokenGradient
 from training_hooks.training_diagnostics import TrainingDiagnostics
 from training_hooks.training_metrics import TrainingMetrics
 from training_hooks.variance import Variance
+from training_hooks.weight_average import WeightAverage
 from training_hooks.weight_tracking import WeightTracking
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "CounterfactualValidator",
     "Fourier",
     "GradClip",
+    "GradientFlow",
     "GradientNoiseScale",
     "GradientProjection",
     "Hessian",
@@ -54,5 +57,6 @@ __all__ = [
     "TrainingDiagnostics",
     "TrainingMetrics",
     "Variance",
+    "WeightAverage",
     "WeightTracking",
 ]

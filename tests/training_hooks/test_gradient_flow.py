@@ -1,0 +1,316 @@
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.data import TensorLoader, fixed_order
+from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.loops import step_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.support import RecordingSink, run_info
+from tests.training_hooks.device_waits import DeviceWaits
+from tests.training_hooks.epoch_end import epoch_end
+from tests.training_hooks.reloading import through_a_file
+from training_hooks.gradient_flow import GradientFlow, square_norm
+
+WIDTH, ROWS, DEPTH = 6, 12, 8
+
+
+class Mlp(nn.Module):
+    """Linear blocks with a tanh between them, each as it was made, or orthogonal times its scale without the tanh."""
+
+    def __init__(self, scales: list[float] | None = None) -> None:
+        super().__init__()
+        self.linear = scales is not None
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in scales or range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+        for block, scale in zip(self.blocks, scales or [], strict=False):
+            nn.init.orthogonal_(block.weight, scale)
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.outputs = []
+        for block in self.blocks:
+            self.outputs.append(block(x))
+            x = self.outputs[-1] if self.linear else torch.tanh(self.outputs[-1])
+        return self.head(x)
+
+
+def data_for(model: nn.Module) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    kind = next(model.parameters())
+    return torch.randn(ROWS, WIDTH, generator=generator).to(kind), torch.randn(ROWS, 1, generator=generator).to(kind)
+
+
+def mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def prepared(
+    model: nn.Module, hook: GradientFlow, steps: int = 1, **options: Any
+) -> tuple[TrainingTask, TrainingState, HookManager, RecordingSink]:
+    data = data_for(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = TensorLoader(data, ROWS, fixed_order(torch.arange(ROWS)))
+    task = TrainingTask(model, optimizer, loader, mean_square, length=steps, snapshot_every=steps, **options)
+    state, sink = TrainingState(model, optimizer, RandomStreams(1), scaler=task.scaler), RecordingSink()
+    return task, state, HookManager([hook], task, state, loop="step", sinks=[sink], audit=True), sink
+
+
+def run(model: nn.Module, hook: GradientFlow, steps: int = 1, **options: Any) -> dict[str, float]:
+    """Train with a learning rate of zero, and return what the hook reported in the last of the steps."""
+    task, _, manager, sink = prepared(model, hook, steps, **options)
+    manager.start(run_info(task, manager, "step"))
+    step_loop(task, manager)
+    manager.end("completed")
+    return {name.removeprefix("gradient_flow/"): value for name, _, step, value in sink.rows() if step == steps}
+
+
+def made(scales: list[float] | None = None, dtype: torch.dtype = torch.float64) -> Mlp:
+    torch.manual_seed(0)
+    return Mlp(scales).to(dtype)
+
+
+def by_hand(model: Mlp) -> list[float]:
+    """Return the norms of the loss's gradient at the outputs of the blocks, by autograd."""
+    loss = mean_square(model, data_for(model))
+    return [float(gradient.norm()) for gradient in torch.autograd.grad(loss, model.outputs)]
+
+
+def test_norms_and_gains_are_those_of_autograd():
+    model = made()
+    norms = by_hand(model)
+    found = run(model, GradientFlow())
+    blocks = [f"blocks.{number}" for number in range(DEPTH)]
+    assert [found[f"norm/{block}"] for block in blocks] == pytest.approx(norms, rel=1e-12)
+    expected = [norms[number] / norms[number + 1] for number in range(DEPTH - 1)]
+    assert [found[f"gain/{block}"] for block in blocks[1:]] == pytest.approx(expected, rel=1e-12)
+    assert "gain/blocks.0" not in found
+    assert (found["smallest_gain"], found["largest_gain"]) == pytest.approx((min(expected), max(expected)))
+    assert found["total_gain/blocks"] == pytest.approx(math.prod(expected), rel=1e-12)
+
+
+def test_planted_vanishing_and_amplifying_blocks_are_found_and_nothing_else_is():
+    scales = [1.0, 1.0, 0.9, 0.01, 1.0, 1.2, 50.0, 1.0]
+    with pytest.warns(UserWarning, match="on its way backward") as told:
+        found = run(made(scales), GradientFlow())
+    for number, scale in enumerate(scales[1:], start=1):
+        assert found[f"gain/blocks.{number}"] == pytest.approx(scale, rel=1e-6)
+    assert (found["vanishing_count"], found["amplifying_count"]) == (1, 1)
+    assert sorted(str(warning.message) for warning in told) == [
+        "Step 1: on its way backward the gradient is amplified: gains of at least 10 in blocks.6 (50).",
+        "Step 1: on its way backward the gradient vanishes: gains of at most 0.1 in blocks.3 (0.01).",
+    ]
+
+
+def test_gradients_whose_squares_float32_cannot_hold_are_measured():
+    with pytest.warns(UserWarning, match=r"blocks.* and 1 more"):
+        found = run(made([1e-6] * 7, torch.float32), GradientFlow())
+    assert 0 < found["norm/blocks.0"] < 1e-35
+    assert found["gain/blocks.1"] == pytest.approx(1e-6, rel=1e-4)
+    assert float(square_norm(torch.full((3,), 60000.0, dtype=torch.float16))) == pytest.approx(3 * 60000.0**2)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_the_norms_of_micro_batches_combine_to_those_of_the_batch(parts):
+    whole, in_parts = (run(made(), GradientFlow(), accumulation_steps=count) for count in (1, parts))
+    assert in_parts == pytest.approx(whole, rel=1e-10)
+
+
+def test_the_scale_of_a_float16_loss_is_divided_out():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert run(made(), GradientFlow(), scaler=scaler) == pytest.approx(run(made(), GradientFlow()), rel=1e-12)
+
+
+def test_gradients_that_are_not_finite_are_reported_and_break_nothing():
+    model, hook = made(), GradientFlow(interval=1)
+    before = run(model, hook)
+    with torch.no_grad():
+        model.head.bias.fill_(torch.inf)
+    found = run(model, hook)
+    assert not math.isfinite(found["norm/blocks.0"])
+    assert hook.state_dict() == {"vanishing": [], "amplifying": []}
+    assert run(made(), hook) == before
+
+
+class Recurrent(Mlp):
+    """Uses its blocks one after the other, twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        for _ in range(2):
+            super().forward(x)
+            outputs += self.outputs
+            x = torch.tanh(self.outputs[-1])
+        self.outputs = outputs
+        return self.head(x)
+
+
+def test_a_block_that_is_used_twice_counts_with_both_uses_together():
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    norms = by_hand(model)
+    found = run(model, GradientFlow())
+    together = [math.hypot(*norms[number::DEPTH]) for number in range(DEPTH)]
+    assert [found[f"norm/blocks.{number}"] for number in range(DEPTH)] == pytest.approx(together, rel=1e-12)
+
+
+def test_blocks_without_a_gradient_are_left_out():
+    model = made()
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    norms, found = by_hand_of_trained(model), run(model, GradientFlow())
+    measured = [name.removeprefix("norm/") for name in found if name.startswith("norm/")]
+    assert measured == [f"blocks.{number}" for number in range(3, DEPTH)]
+    assert {name for name in found if name.startswith("gain/")} == {f"gain/{block}" for block in measured[1:]}
+    assert found["total_gain/blocks"] == pytest.approx(norms[0] / norms[-1], rel=1e-12)
+
+
+def by_hand_of_trained(model: Mlp) -> list[float]:
+    loss = mean_square(model, data_for(model))
+    return [float(gradient.norm()) for gradient in torch.autograd.grad(loss, model.outputs[3:])]
+
+
+def test_a_run_whose_blocks_have_no_gradients_reports_nothing():
+    model = made()
+    model.blocks.requires_grad_(False)
+    assert run(model, GradientFlow()) == {}
+
+
+class TwoStacks(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = made(), made([1.0, 0.5, 2.0])
+        self.encoder.head = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def test_every_stack_is_a_chain_of_its_own_without_a_gain_between_them():
+    found = run(TwoStacks(), GradientFlow())
+    assert {name for name in found if name.startswith("total_gain/")} == {
+        "total_gain/encoder.blocks",
+        "total_gain/decoder.blocks",
+    }
+    assert found["total_gain/decoder.blocks"] == pytest.approx(1.0, rel=1e-6)
+    assert "gain/decoder.blocks.0" not in found
+    assert found["gain/decoder.blocks.2"] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_pattern_chooses_the_blocks():
+    found = run(TwoStacks(), GradientFlow(pattern="*.blocks.1", vanishing_gain=1e-6))
+    assert {name for name in found if "/" in name} == {
+        "norm/encoder.blocks.1",
+        "norm/decoder.blocks.1",
+        "gain/decoder.blocks.1",
+        "total_gain/*.blocks.1",
+    }
+    assert {info.column for info in GradientFlow().describe_metrics()} == {name.split("/")[0] for name in found}
+
+
+def test_the_first_step_and_then_every_interval_is_measured():
+    hook = GradientFlow(interval=3)
+    assert [step for step in range(1, 12) if hook.step_schedule.is_due(step)] == [1, 4, 7, 10]
+    assert run(made(), GradientFlow(interval=3), steps=3) == {}
+    assert run(made(), GradientFlow(interval=3), steps=4) == run(made(), GradientFlow(), steps=1)
+
+
+# Warnings
+
+
+def told(hook: GradientFlow, step: int, **gains: float) -> list[tuple[bool, str]]:
+    """Show a hook gains of blocks, and return what it says of them: whether as a notice, and the sentence."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hook.check({"norm/a": 1.0} | {f"gain/{block}": gain for block, gain in gains.items()}, step)
+    return [(issubclass(warning.category, RunNotice), str(warning.message)) for warning in caught]
+
+
+def test_a_condition_is_told_of_when_it_begins_grows_and_ends():
+    hook = GradientFlow()
+    assert told(hook, 1, a=1.0, b=0.5) == []
+    assert told(hook, 101, a=0.05, b=0.5) == [(False, sentence(101, "a (0.05)"))]
+    assert told(hook, 201, a=0.04, b=0.5) == []
+    assert told(hook, 301, a=0.04, b=0.01) == [(False, sentence(301, "b (0.01), a (0.04)"))]
+    assert told(hook, 401, a=1.0, b=0.01) == []
+    assert told(hook, 501, a=1.0, b=1.0) == [
+        (True, "Step 501: it is over that the gradient vanishes: gains of at most 0.1.")
+    ]
+    assert told(hook, 601, a=0.1, b=1.0) == [(False, sentence(601, "a (0.1)"))]
+
+
+def sentence(step: int, named: str) -> str:
+    return f"Step {step}: on its way backward the gradient vanishes: gains of at most 0.1 in {named}."
+
+
+def test_gains_that_scatter_about_a_threshold_are_told_of_once():
+    hook = GradientFlow()
+    assert len(told(hook, 1, a=11.0)) == 1
+    assert [told(hook, 100 * n, a=gain) for n, gain in enumerate((9.5, 10.5, 5.1, 12.0), start=1)] == [[]] * 4
+    assert [notice for notice, _ in told(hook, 501, a=4.9)] == [True]
+
+
+def test_what_was_told_survives_a_checkpoint_and_values_that_are_not_finite():
+    hook, resumed = GradientFlow(), GradientFlow()
+    told(hook, 1, a=0.01, b=100.0)
+    resumed.load_state_dict(through_a_file(hook.state_dict()))
+    assert told(resumed, 101, a=0.01, b=100.0) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.check({"norm/a": math.nan, "gain/a": math.nan, "gain/b": 1.0}, 201)
+    assert resumed.state_dict() == hook.state_dict() == {"vanishing": ["a"], "amplifying": ["b"]}
+    resumed.reset()
+    assert len(told(resumed, 301, a=0.01, b=100.0)) == 2
+
+
+# Refusals and costs
+
+
+def refusal(model: nn.Module, **options: Any) -> str:
+    with pytest.raises(UnsuitableError) as error:
+        run(model, GradientFlow(**options))
+    return str(error.value)
+
+
+def test_a_model_without_blocks_is_refused_with_the_remedy():
+    model = nn.ModuleDict({"only": nn.Linear(WIDTH, 1)})
+    assert "the model has none; name them by --hook-config gradient_flow.pattern=GLOB" in refusal(model)
+    assert "modules of the model are only." in refusal(model)
+    assert "pattern 'blocks.9' fits fewer modules" in refusal(made(), pattern="blocks.9")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"interval": 0}, "gradient_flow.interval is 0; it must be at least 1 step"),
+        ({"vanishing_gain": 1.0}, "gradient_flow.vanishing_gain is 1.0; it must lie between 0 and 1"),
+        ({"amplifying_gain": 0.5}, "gradient_flow.amplifying_gain is 0.5; it must be a number above 1"),
+        ({"amplifying_gain": math.nan}, "gradient_flow.amplifying_gain is nan; it must be a number above 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        GradientFlow(**options)
+
+
+def test_taps_and_compute_wait_for_no_device():
+    model, hook = made(), GradientFlow()
+    task, _, manager, _ = prepared(model, hook)
+    hook.start(run_info(task, manager, "step"))
+    with DeviceWaits() as waits:
+        for tap in hook.taps(model):
+            tap.function(torch.ones(3))
+        metrics = hook.compute(epoch_end(model))
+        assert waits.count == 0
+        assert float(metrics["smallest_gain"]) == 1.0
+    assert waits.count == 1
+    assert len(metrics) == 2 * DEPTH - 1 + 5

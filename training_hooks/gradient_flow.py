@@ -1,0 +1,243 @@
+"""How the gradient grows and shrinks on its way backward from block to block."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import is_sharded, joint_norm
+from framework.registry import HookRegistry
+from framework.taps import GradientTap
+from training_hooks.measures.blocks import Chain, find_chains
+
+HYSTERESIS = 2.0
+"""A warned condition ends where the gain is back within its threshold by this factor."""
+LISTED = 5
+
+
+def square_norm(gradient: Tensor) -> Tensor:
+    """Return ‖g‖₂² as a zero-dimensional float64 tensor, whose range also holds the squares of vanishing gradients."""
+    if is_sharded(gradient):
+        return joint_norm([gradient]).double().square()
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+    return norm.square()
+
+
+def gains(chain: Chain, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂ by the name of block i + 1, h the outputs of a chain's blocks.
+
+    Where one of the two has no norm there is no gain.
+    """
+    return {
+        after: norms[before] / norms[after] for before, after in chain.transitions if before in norms and after in norms
+    }
+
+
+@HookRegistry.register
+class GradientFlow(TrainingHook):
+    """Measure the gradient at the output of every block, and how much it grows or shrinks from block to block.
+
+    At the output h_i of block i the gradient is ∂L/∂h_i over the whole batch, L the step's loss. The gain of block
+    i + 1 is ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂: the factor by which that block multiplies the norm on its way backward. The
+    first block of a chain has none. With residual connections the identity passes beside the block, and gains stay near
+    1; without, gains that are the same in every block multiply to their power of the depth.
+
+    Blocks are the members of one class of an ``nn.ModuleList`` or ``nn.Sequential`` (of the class that has most members
+    with parameters, and at least two); the outermost such stack counts, and each stack is a chain of its own. For other
+    models, or other blocks, give a ``pattern``.
+
+    With micro-batches the norm is the root of the sum of their squares, which is that of the whole batch's gradient. A
+    block that is used several times in a step counts with all its uses together. Under float16 the scale of the loss is
+    divided out; in a step that is skipped the norms may be infinite or NaN, and are reported so. Each rank measures its
+    own part of the batch.
+
+    Assumes that the members of a chain run one after another, each on the output of the one before (heads or experts
+    side by side are no chain), and that the first tensor of a block's output is what the next one gets. A block that
+    had no gradient in a step, frozen or left out at random, is left out there.
+
+    Args:
+        interval: steps between two measurements.
+        pattern: globs on module names instead, such as ``blocks.*`` or ``layer?.*``; each of several, separated by
+            commas, makes one chain in the order of the model. ``*`` stops at dots.
+        vanishing_gain: a gain of at most this is vanishing: ten such blocks leave 1e-10 of the gradient.
+        amplifying_gain: a gain of at least this is amplifying.
+    """
+
+    name = "gradient_flow"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+
+    def __init__(
+        self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
+    ) -> None:
+        if interval < 1:
+            raise UsageError(f"gradient_flow.interval is {interval}; it must be at least 1 step.")
+        if not 0 < vanishing_gain < 1:
+            raise UsageError(f"gradient_flow.vanishing_gain is {vanishing_gain}; it must lie between 0 and 1.")
+        if not 1 < amplifying_gain < float("inf"):
+            raise UsageError(f"gradient_flow.amplifying_gain is {amplifying_gain}; it must be a number above 1.")
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self._pattern = pattern
+        self._vanishing_gain = vanishing_gain
+        self._amplifying_gain = amplifying_gain
+        self._chains: list[Chain] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients seen and what was warned of."""
+        self._squares: dict[str, Tensor] = {}
+        self._vanishing: set[str] = set()
+        self._amplifying: set[str] = set()
+
+    def start(self, run: RunInfo) -> None:
+        """Find the blocks; raises :class:`UnsuitableError` if there are none."""
+        self._chains = find_chains(run.model, self._pattern)
+        if not self._chains:
+            raise UnsuitableError(_no_blocks(run.model, self._pattern))
+
+    def taps(self, model: nn.Module) -> Iterable[GradientTap]:
+        """Tap the output of every block, once if it is in several chains."""
+        blocks = dict.fromkeys(block for chain in self._chains for block in chain.blocks)
+        return [GradientTap(block, "output", partial(self._see, block)) for block in blocks]
+
+    def _see(self, block: str, gradient: Tensor) -> None:
+        square = square_norm(gradient)
+        seen = self._squares.get(block)
+        self._squares[block] = square if seen is None else seen + square
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return norms, gains and what is unusual among them; nothing if no block had a gradient."""
+        squares, self._squares = self._squares, {}
+        scale = 1.0 if ctx.loss_scale is None else ctx.loss_scale
+        norms = {block: square.sqrt() / scale for block, square in squares.items()}
+        metrics: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for chain in self._chains:
+            metrics |= {f"norm/{block}": norms[block] for block in chain.blocks if block in norms}
+            found |= gains(chain, norms)
+            ends = [block for block in chain.blocks if block in norms]
+            if len(ends) > 1:
+                metrics[f"total_gain/{chain.name}"] = norms[ends[0]] / norms[ends[-1]]
+        if not found:
+            return metrics
+        together = torch.stack([gain.to(next(iter(found.values())).device) for gain in found.values()])
+        return {
+            **metrics,
+            **{f"gain/{block}": gain for block, gain in found.items()},
+            "smallest_gain": together.min(),
+            "largest_gain": together.max(),
+            "vanishing_count": (together <= self._vanishing_gain).sum(),
+            "amplifying_count": (together >= self._amplifying_gain).sum(),
+        }
+
+    def check(self, values: Mapping[str, Any], step: int) -> None:
+        """Warn where the gradient begins to vanish or to be amplified, and note where neither is so any more.
+
+        A condition ends where the gain is within its threshold by a factor of 2, so that gains which scatter about the
+        threshold are not told of again and again. Values that are not finite change nothing.
+        """
+        gains = {name.removeprefix("gain/"): value for name, value in values.items() if name.startswith("gain/")}
+        norms = [value for name, value in values.items() if name.startswith("norm/")]
+        if not all(map(math.isfinite, norms)):
+            return
+        low, high = self._vanishing_gain, self._amplifying_gain
+        vanishing = {block: gain for block, gain in sorted(gains.items(), key=_gain) if gain <= low}
+        amplifying = {block: gain for block, gain in sorted(gains.items(), key=_gain, reverse=True) if gain >= high}
+        over = {block for block, gain in gains.items() if gain > low * HYSTERESIS}
+        self._vanishing = _told(self._vanishing, vanishing, over, step, f"vanishes: gains of at most {low:g}")
+        over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
+        self._amplifying = _told(self._amplifying, amplifying, over, step, f"is amplified: gains of at least {high:g}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was warned of and is not over."""
+        return {"vanishing": sorted(self._vanishing), "amplifying": sorted(self._amplifying)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._vanishing, self._amplifying = set(state["vanishing"]), set(state["amplifying"])
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe norms and gains; ``<parameter>`` stands for a block's name, in total_gain for a chain's."""
+        return [
+            MetricInfo(
+                "norm/<parameter>",
+                "‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss",
+                "[0, ∞)",
+                "How much of the gradient reaches the block. Compare between blocks and steps of equal batches only.",
+            ),
+            MetricInfo(
+                "gain/<parameter>",
+                "‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it",
+                "[0, ∞]",
+                "What the block multiplies the gradient by. Far from 1 in one block: look at its norms and the scale "
+                "of its weights. NaN: no gradient on either side.",
+            ),
+            MetricInfo(
+                "total_gain/<parameter>",
+                "‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of the chain that "
+                "had a gradient",
+                "[0, ∞]",
+                "The product of the gains, if all blocks had a gradient. Far below 1 the first blocks hardly learn; "
+                "far above, they set the norm that clipping sees.",
+            ),
+            MetricInfo("smallest_gain", "min over all blocks of gain/<block>", "[0, ∞]", "The narrowest place."),
+            MetricInfo(
+                "largest_gain", "max over all blocks of gain/<block>", "[0, ∞]", "Where gradients explode first."
+            ),
+            MetricInfo(
+                "vanishing_count",
+                "number of blocks with gain ≤ vanishing_gain",
+                "0, 1, 2, …",
+                "Above 0 throughout: saturated activations, weights too small, or a norm that divides by much.",
+            ),
+            MetricInfo(
+                "amplifying_count",
+                "number of blocks with gain ≥ amplifying_gain",
+                "0, 1, 2, …",
+                "Above 0 throughout: weights too large, or a norm that divides by little.",
+            ),
+        ]
+
+
+def _gain(item: tuple[str, float]) -> float:
+    return item[1]
+
+
+def _told(told: set[str], found: Mapping[str, float], over: set[str], step: int, what: str) -> set[str]:
+    """Warn if blocks are found that the user has not been told of, note if none is left; return who is now."""
+    now = {*found} | (told - over)
+    if found.keys() - told:
+        named = ", ".join(f"{block} ({gain:.2g})" for block, gain in list(found.items())[:LISTED])
+        more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+        warnings.warn(f"Step {step}: on its way backward the gradient {what} in {named}{more}.", stacklevel=3)
+    elif told and not now:
+        warnings.warn(f"Step {step}: it is over that the gradient {what}.", RunNotice, stacklevel=3)
+    return now
+
+
+def _no_blocks(model: nn.Module, pattern: str) -> str:
+    remedy = (
+        "name them by --hook-config gradient_flow.pattern=GLOB, such as 'blocks.*', where * stops at dots; modules of "
+        f"the model are {_some([name for name, _ in model.named_modules() if name])}"
+    )
+    if pattern.strip():
+        return (
+            f"Hook 'gradient_flow' needs at least two blocks, and the pattern {pattern!r} fits fewer modules; {remedy}."
+        )
+    return (
+        "Hook 'gradient_flow' needs an nn.ModuleList or nn.Sequential with at least two members of one class that have "
+        f"parameters, and the model has none; {remedy}."
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return (", ".join(names[:10]) or "none") + more
