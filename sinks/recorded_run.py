@@ -1,9 +1,12 @@
 """The JSONL record in the folder of a run that is over."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from framework.errors import UsageError
 from framework.replay import RunDescription
+from sinks.jsonl import read_jsonl
+from sinks.record import Record
 
 
 def record_of(folder: Path) -> tuple[Path, RunDescription]:
@@ -19,3 +22,15 @@ def record_of(folder: Path) -> tuple[Path, RunDescription]:
             "with --hook-wandb."
         )
     return path, run
+
+
+def emits_of(record: Path) -> Iterator[Record]:
+    """Yield the emits in a record; raises :class:`UsageError` with the number of a line that is none."""
+    read = 0
+    try:
+        for emit in read_jsonl(record):
+            yield emit
+            read += 1
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{record} cannot be read: line {read + 1} is no emit ({reason}).") from error

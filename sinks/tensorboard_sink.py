@@ -11,9 +11,8 @@ from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import Series
 from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
-from sinks.jsonl import read_jsonl
 from sinks.optional import require_package
-from sinks.recorded_run import record_of
+from sinks.recorded_run import emits_of, record_of
 
 if TYPE_CHECKING:
     from sinks.event_file import EventFile
@@ -110,7 +109,7 @@ class TensorBoardSink(ReplaySink):
             sink = cls()
             try:
                 sink._begin(target, run)
-                for emit in read_jsonl(record):
+                for emit in emits_of(record):
                     sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
                 sink.close(status_of(folder))
             except BaseException:
