@@ -97,7 +97,7 @@ class PendingMetrics:
     """Metrics whose tensors wait on their devices, packed so that later changes of the originals do not show.
 
     ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` joins
-    the vectors of all calls and moves each device's in one transfer.
+    the vectors of all calls and moves each device's, whatever their dtypes, in one transfer.
     """
 
     def __init__(self) -> None:
@@ -129,11 +129,31 @@ class PendingMetrics:
 
     def to_host(self) -> list[dict[str, Any]]:
         """Return every queued call's metrics as host values, in order, and forget them."""
-        numbers = {key: iter(torch.cat(vectors).tolist()) for key, vectors in self._packed.items()}
+        numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
         host = [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
         self._entries.clear()
         self._packed.clear()
         return host
+
+
+def _on_host(vectors: Mapping[Group, Tensor]) -> dict[Group, Iterator[Any]]:
+    """Return the numbers of each vector, exactly, after one transfer for each device.
+
+    Vectors of several dtypes travel as bytes, those of the widest numbers first, so that each begins where its dtype
+    may begin.
+    """
+    by_device: dict[torch.device, list[Group]] = {}
+    for group in sorted(vectors, key=lambda group: group[1].itemsize, reverse=True):
+        by_device.setdefault(group[0], []).append(group)
+    numbers: dict[Group, Iterator[Any]] = {}
+    for groups in by_device.values():
+        if len(groups) == 1:
+            numbers[groups[0]] = iter(vectors[groups[0]].tolist())
+            continue
+        raw = torch.cat([vectors[group].view(torch.uint8) for group in groups]).cpu()
+        parts = raw.split_with_sizes([vectors[group].nbytes for group in groups])
+        numbers |= {group: iter(part.view(group[1]).tolist()) for group, part in zip(groups, parts, strict=True)}
+    return numbers
 
 
 def _substituted(metrics: Metrics, keys: list[Group], values: Mapping[Group, Iterator[Any]]) -> dict[str, Any]:

@@ -7,14 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
 from framework.loops import epoch_loop, step_loop
 from framework.manager import HookManager
 from framework.metrics import MetricSink, PendingMetrics, Series
 from tests.support import ActingHook, Case, Mishap, RecordingSink, SpyHook, assert_same_bytes, at, build, train
+from tests.transfers import TransferCount
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 def returning(*points: HookPoint, name: str = "spy", **metrics) -> SpyHook:
@@ -146,20 +151,6 @@ def test_the_last_metrics_of_a_step_do_not_change_when_the_weights_do():
     assert all(before != after for before, after in seen)
 
 
-class TransferCount(TorchFunctionMode):
-    """Counts the calls that move a tensor's values to the host."""
-
-    MOVERS = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.count += function in self.MOVERS
-        return function(*args, **(kwargs or {}))
-
-
 def transfers(hooks: list[SpyHook], loop: str = "epoch", **options) -> int:
     task, state = build(Case(loop=loop), evaluate=lambda model: {}, snapshot_every=100, **options)
     manager = HookManager(hooks, task, state, loop=loop, sinks=[RecordingSink()])
@@ -186,9 +177,69 @@ def test_one_flush_is_one_transfer_however_many_steps_points_and_hooks(loop, opt
     assert transfers(many(*STEP_POINTS), loop, **options) == bare + flushes
 
 
-def test_values_of_two_dtypes_are_two_transfers():
-    mixed = returning(HookPoint.PRE_EPOCH, a=torch.tensor(1.0), b=torch.tensor(2), c=torch.tensor(3.0))
-    assert transfers([mixed]) == transfers([]) + 2
+@pytest.mark.parametrize("read", [float, bool, Tensor.item, Tensor.tolist, np.asarray, Tensor.cpu, Tensor.neg])
+def test_the_count_of_transfers_sees_every_way_to_read_a_tensor(read):
+    with TransferCount() as counter:
+        read(torch.ones(()))
+    assert counter.count == (read is not Tensor.neg)
+
+
+def test_the_count_of_transfers_knows_what_has_come_to_the_host():
+    with TransferCount() as counter:
+        host = torch.ones(2).to("cpu")
+        assert (host[0].item(), host.tolist()) == (1.0, [1.0, 1.0])
+    assert counter.count == 1
+
+
+def of_every_dtype(shift: int = 0) -> dict[str, Tensor | list[Tensor]]:
+    """Make a metric of every dtype that tensors of the field have, each with a value that few others hold exactly."""
+    return {
+        "double": torch.tensor(0.1, dtype=torch.float64),
+        "int64": torch.tensor(2**62 + 1 + shift),
+        "float": torch.tensor(0.1),
+        "bool": torch.tensor(True),
+        "bfloat16": torch.tensor(3.3895e38, dtype=torch.bfloat16),
+        "half": [torch.tensor(5.9605e-08, dtype=torch.float16), torch.tensor(65504.0, dtype=torch.float16)],
+        "int32": torch.tensor(-(2**31), dtype=torch.int32),
+        "uint8": torch.tensor(255, dtype=torch.uint8),
+        "int16": torch.tensor(-(2**15), dtype=torch.int16),
+        "nan": torch.tensor(math.nan, dtype=torch.float16),
+        "inf": torch.tensor(-math.inf, dtype=torch.bfloat16),
+    }
+
+
+def test_values_of_many_dtypes_are_one_transfer():
+    assert transfers([returning(HookPoint.PRE_EPOCH, **of_every_dtype())]) == transfers([]) + 1
+    hooks = [*many(*STEP_POINTS), returning(*STEP_POINTS, name="mixed", **of_every_dtype())]
+    assert transfers(hooks) == transfers([]) + 1
+
+
+def test_values_of_many_dtypes_arrive_exactly_in_their_places():
+    pending = PendingMetrics()
+    given = [of_every_dtype(shift) for shift in range(3)]
+    for metrics in given:
+        pending.add(metrics)
+    expected = [
+        {name: [item.item() for item in value] if isinstance(value, list) else value.item()
+         for name, value in metrics.items()}
+        for metrics in given
+    ]  # fmt: skip
+    assert [list(map(repr, row.values())) for row in pending.to_host()] == [
+        list(map(repr, row.values())) for row in expected
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from(DTYPES), max_size=8), max_size=5), st.randoms(use_true_random=False))
+def test_any_mixture_of_dtypes_is_brought_to_the_host_bit_by_bit(calls, draw):
+    pending, expected = PendingMetrics(), []
+    for dtypes in calls:
+        bits = [torch.tensor([draw.getrandbits(8) for _ in range(dtype.itemsize)], dtype=torch.uint8)
+                for dtype in dtypes]  # fmt: skip
+        tensors = {str(index): raw.view(dtype)[0] for index, (raw, dtype) in enumerate(zip(bits, dtypes, strict=True))}
+        pending.add(tensors)
+        expected.append({name: repr(tensor.item()) for name, tensor in tensors.items()})
+    assert [{name: repr(value) for name, value in row.items()} for row in pending.to_host()] == expected
 
 
 def test_numbers_that_are_on_the_host_already_are_not_transferred():
