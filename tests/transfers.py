@@ -22,7 +22,10 @@ class Scalars(TorchDispatchMode):
 
 
 class TransferCount(TorchFunctionMode):
-    """Counts what would be transfers if all tensors lay on an accelerator but those that came to the host in one."""
+    """Counts what would be transfers if all tensors lay on an accelerator but those that came to the host in one.
+
+    Of ``to`` only ``to("cpu")`` is one, in these words: ``to(other.device)`` stays on the accelerator.
+    """
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
@@ -49,7 +52,7 @@ class TransferCount(TorchFunctionMode):
         if function in self.READS:
             self.read(args[0])
         result = function(*args, **kwargs)
-        if function is Tensor.cpu or (function is Tensor.to and "cpu" in map(str, (*args[1:], *kwargs.values()))):
+        if function is Tensor.cpu or (function is Tensor.to and "cpu" in (*args[1:], *kwargs.values())):
             self.read(args[0])
             result = result.clone()
             self.on_host.append(result)
