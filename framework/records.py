@@ -29,6 +29,8 @@ from framework.training_state import TrainingState
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
+AVERAGES = ("ema", "swa")
+"""Kinds of averaged weights that a run may leave beside its final ones."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class RunRecord:
         for sink in SinkRegistry:
             yield from (self.directory / name for name in sink.leaves(self.strategy))
         yield self.weights_path
+        for kind in AVERAGES:
+            yield self.directory / average_name(self.strategy, kind)
         yield self.directory / "checkpoints"
         yield self.directory / SUMMARY
         yield self.directory / CONFIG
@@ -185,6 +189,11 @@ class RunRecord:
 def weights_name(strategy: str) -> str:
     """Return the name of the file of a strategy's final weights."""
     return f"{strategy}_final.pt"
+
+
+def average_name(strategy: str, kind: str) -> str:
+    """Return the name of the file of a strategy's averaged weights."""
+    return f"{strategy}_{kind}.pt"
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -26,6 +26,7 @@ from training_hooks.token_gradient import TokenGradient
 from training_hooks.training_diagnostics import TrainingDiagnostics
 from training_hooks.training_metrics import TrainingMetrics
 from training_hooks.variance import Variance
+from training_hooks.weight_average import WeightAverage
 from training_hooks.weight_tracking import WeightTracking
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     "TrainingDiagnostics",
     "TrainingMetrics",
     "Variance",
+    "WeightAverage",
     "WeightTracking",
 ]

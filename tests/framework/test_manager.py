@@ -413,6 +413,7 @@ def test_described_metrics_and_treatments_are_known_before_the_run():
     ("name", "metric", "described"),
     [
         ("norm/<parameter>", "norm/0.weight", True),
+        ("ema/<metric>", "ema/val_acc", True),
         ("norm/<parameter>", "norm", False),
         ("norm/<parameter>", "norms/0.weight", False),
         ("norm", "norm", True),

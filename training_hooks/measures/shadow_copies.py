@@ -15,13 +15,17 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **floating_buffers(model)}
+
+
 class ShadowCopies:
     """One copy of some of a model's tensors, by name; of a DTensor this rank's shard, as a plain tensor."""
 
     def __init__(self) -> None:
         self.shards: dict[str, Tensor] = {}
         self._others: list[str] = []
-        """The parameters of the model that have no copy."""
+        """The parameters and buffers of floating-point numbers that have no copy."""
 
     def take(self, model: nn.Module, tensors: Mapping[str, Tensor], *, widen: bool = False) -> None:
         """Copy tensors of the model in their layout; with ``widen`` in float32 or wider."""
@@ -31,7 +35,7 @@ class ShadowCopies:
             dtype = torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
             self.shards[name] = shard.to(dtype, copy=True)
             shard_alike(self.shards[name], shard)
-        self._others = [name for name, _ in model.named_parameters() if name not in self.shards]
+        self._others = [name for name in _tensors(model) if name not in self.shards]
 
     def like(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the copies of these tensors, DTensors where they are, which share the memory of the shards."""
@@ -44,17 +48,16 @@ class ShadowCopies:
 
         Raises ``ValueError`` with the names of those that the model lacks, has beside them, or has in another shape.
         """
-        parameters = dict(model.named_parameters())
-        live = parameters | floating_buffers(model)
+        live, known = _tensors(model), {*self.shards, *self._others}
         _refuse("which the model does not have", [name for name in [*self.shards, *self._others] if name not in live])
-        _refuse("which the state lacks", [name for name in parameters if name not in {*self.shards, *self._others}])
+        _refuse("which the state lacks", [name for name in live if name not in known])
         there = dict(zip(self.shards, local_shards([live[name] for name in self.shards]), strict=True))
         shapes = [name for name, shard in self.shards.items() if shard.shape != there[name].shape]
         _refuse("which have another shape in the model (or on this rank)", shapes)
         self.shards = {name: shard.to(there[name].device) for name, shard in self.shards.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the copies, and the names of the parameters without one."""
+        """Return the copies, and the names of what has none."""
         return {"copies": dict(self.shards), "others": list(self._others)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

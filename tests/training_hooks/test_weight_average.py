@@ -1,0 +1,402 @@
+"""Averages of the weights against brute force in float64; their evaluation and their files against real models."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from framework.borrowing import fully_sharded_modules
+from framework.data import TensorLoader, fixed_order
+from framework.digest import described
+from framework.errors import LoopscopeError, UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.loops import epoch_loop
+from framework.manager import HookManager
+from framework.random_streams import RandomStreams
+from framework.records import RunRecord, average_name
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState, of_the_run
+from tests.support import (
+    LOOPS,
+    MODELS,
+    Case,
+    RecordingSink,
+    SpyHook,
+    TiedModel,
+    at,
+    build,
+    data_for,
+    differences,
+    mean_loss,
+    run_info,
+    train,
+)
+from tests.training_hooks.interrupted import in_one_and_two
+from tests.training_hooks.reloading import through_a_file
+from tests.two_ranks import on_two_ranks
+from training_hooks.measures.weight_averages import WeightAverage as Average
+from training_hooks.measures.weight_averages import averaged_state_dict
+from training_hooks.weight_average import WeightAverage
+
+Values = dict[str, torch.Tensor]
+
+
+def number(value: float, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Make a model of one weight."""
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def floating(model: nn.Module) -> Values:
+    return {
+        name: value.detach().double().clone() for name, value in model.state_dict().items() if value.is_floating_point()
+    }
+
+
+def brute_force(samples: list[tuple[int, Values]], decay: float) -> Values:
+    """Return Σ dᵗ⁻ⁱθᵢ / Σ dᵗ⁻ⁱ over (step, weights)."""
+    last = samples[-1][0]
+    weights = [decay ** (last - step) for step, _ in samples]
+    return {
+        name: sum(weight * values[name] for weight, (_, values) in zip(weights, samples, strict=True)) / sum(weights)
+        for name in samples[0][1]
+    }
+
+
+# The average alone
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
+def test_the_average_is_the_weighted_sum_of_its_definition_at_uneven_steps(decay):
+    model, average, seen = number(0.0), Average(decay), []
+    for step, value in ((2, 3.0), (3, -1.0), (7, 4.0), (20, 0.5)):
+        nn.init.constant_(model.weight, value)
+        average.sample(model, step)
+        seen.append((step, floating(model)))
+        expected = brute_force(seen, decay)["weight"]
+        torch.testing.assert_close(average.weights(model)["weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_updates_at_every_nth_step_decay_per_step():
+    """The average of a line θ = i lags by n·dⁿ/(1 − dⁿ) behind the last sample, if every nth is seen."""
+    for interval in (1, 10):
+        model, average = number(0.0), Average(0.9)
+        for step in range(interval, 401, interval):
+            nn.init.constant_(model.weight, step)
+            average.sample(model, step)
+        decay = 0.9**interval
+        lag = interval * decay / (1 - decay)
+        assert average.weights(model)["weight"].item() == pytest.approx(400 - lag, rel=1e-9)
+
+
+def test_an_average_of_bfloat16_weights_moves_where_bfloat16_would_not():
+    model, average = number(1.0, torch.bfloat16), Average(0.999)
+    for step in range(1, 2001):
+        average.sample(model, step)
+        nn.init.constant_(model.weight, 1.0078125)  # the next bfloat16
+    found = average.weights(model)["weight"]
+    rounding = 2**-24 / (1 - 0.999)  # below it what is added is rounded away in float32, too
+    assert found.dtype is torch.float32
+    assert found.item() == pytest.approx(1.0078125, abs=rounding)
+    in_bfloat16 = torch.ones((), dtype=torch.bfloat16)
+    assert in_bfloat16.lerp(torch.tensor(1.0078125, dtype=torch.bfloat16), 0.001) == 1
+
+
+def test_statistics_are_averaged_and_counters_are_those_of_the_live_model():
+    model, average, seen = MODELS["batchnorm_mlp"](), Average(0.7), []
+    for step in range(1, 5):
+        model(torch.randn(6, 4) * step)
+        average.sample(model, step)
+        seen.append((step, floating(model)))
+    state, expected = averaged_state_dict(model, average.weights(model)), brute_force(seen, 0.7)
+    assert expected["1.running_var"].sub(model[1].running_var).abs().max() > 0.01
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-6)
+    assert state["1.num_batches_tracked"] == 4
+
+
+def test_a_mask_of_infinities_and_a_cache_that_grows_survive_averaging():
+    model, average = number(1.0), Average(0.9)
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    for step in range(1, 4):
+        average.sample(model, step)
+        model.cache = torch.full((2 + step,), float(step))
+    assert average.weights(model)["mask"].tolist() == [0.0, -math.inf]
+    assert average.weights(model)["cache"].tolist() == [2.0] * 4
+
+
+def test_frozen_parameters_have_no_average_and_tied_ones_have_one():
+    model, average = TiedModel(), Average(1.0)
+    model.mix.requires_grad_(False)
+    start = model.embedding.weight.detach().clone()
+    average.sample(model, 1)
+    model.embedding.weight.data += 1
+    model.mix.bias.data += 1
+    average.sample(model, 2)
+    assert list(average.weights(model)) == ["embedding.weight"]
+    other = TiedModel()
+    other.load_state_dict(averaged_state_dict(model, average.weights(model)))
+    torch.testing.assert_close(other.decoder.weight, start + 0.5)
+    assert torch.equal(other.mix.bias, model.mix.bias)
+
+
+def test_an_average_goes_on_from_a_file_and_shares_no_memory_with_the_live_weights():
+    model, average = nn.Linear(3, 2), Average(0.9)
+    average.sample(model, 1)
+    again = Average(0.9)
+    again.load_state_dict(through_a_file(average.state_dict()))
+    again.fit(model)
+    nn.init.ones_(model.weight)
+    for each in (average, again):
+        each.sample(model, 5)
+    assert described(average.state_dict()) == described(again.state_dict())
+
+
+# As a hook
+
+
+class Samples(at(SpyHook, HookPoint.POST_STEP)):
+    """Keeps all floating-point tensors after every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, Values]] = []
+
+    def compute(self, ctx):
+        self.steps.append((ctx.step, floating(ctx.model)))
+        return {}
+
+
+def first_loss(model: nn.Module) -> dict[str, float]:
+    kind = "batchnorm_mlp" if isinstance(model, nn.Sequential) else "transformer"
+    return {"val_loss": mean_loss(model, data_for(kind)).item()}
+
+
+def loss_of(case: Case, weights: Values) -> float:
+    """Return the loss of a model of its own that loaded these weights."""
+    model = build(case)[0].model
+    model.load_state_dict({**model.state_dict(), **weights})
+    with torch.no_grad():
+        return first_loss(model.eval())["val_loss"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_both_averages_are_those_of_brute_force_and_evaluated_as_a_model_that_loaded_them(loop, model):
+    case, log = Case(model, loop=loop), Samples()
+    hook = WeightAverage(decay=0.8, interval=2, swa_start=5, swa_interval=3)
+    run = train(case, [hook, log], steps=12, evaluate=first_loss, snapshot_every=4 if loop == "epoch" else 12)
+    reports = {name.removeprefix("weight_average/"): value for name, _, step, value in run.sink.rows("weight_average")}
+    live = dict(run.task.model.named_parameters())
+    for kind, decay, steps in (("ema", 0.8, (2, 4, 6, 8, 10, 12)), ("swa", 1.0, (6, 10))):
+        expected = brute_force([(step, values) for step, values in log.steps if step in steps], decay)
+        far = math.sqrt(sum((expected[name] - live[name].double()).square().sum().item() for name in live))
+        assert reports[f"{kind}_samples"] == len(steps)
+        assert reports[f"{kind}_distance"] == pytest.approx(far, rel=1e-4)
+        assert reports[f"{kind}/val_loss"] == pytest.approx(loss_of(case, expected), rel=1e-5)
+    assert reports["ema/val_loss"] != reports["swa/val_loss"] != first_loss(run.task.model.eval())["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"), [(0.0, [1, 2, 3, 4, 5, 6]), (0.5, [3, 4, 5, 6]), (0.75, [5, 6]), (4, [4, 5, 6]), (9, [])]
+)
+def test_the_equal_average_begins_at_a_step_or_at_a_share_of_the_run(start, expected):
+    log = Samples()
+    hook = WeightAverage(interval=1, swa_interval=1, swa_start=start, averages="swa")
+    run = train(Case("transformer"), [hook, log], steps=6, scheduler=None)
+    average = hook._averages["swa"]
+    assert average.samples == len(expected)
+    if expected:
+        wanted = brute_force([log.steps[step - 1] for step in expected], 1.0)
+        for name, value in average.weights(run.task.model).items():
+            torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_one_average_alone_takes_half_the_memory_and_reports_nothing_of_the_other():
+    run = train(Case(), [WeightAverage(interval=1, averages="ema", evaluate=False)])
+    names = {name.removeprefix("weight_average/") for name, *_ in run.sink.rows("weight_average")}
+    assert names == {"ema_distance", "ema_relative_distance", "ema_samples"}
+    assert list(run.manager.hooks[0].state_dict()) == ["ema"]
+
+
+def test_before_the_first_update_nothing_is_reported_and_nothing_written(tmp_path):
+    hook = WeightAverage(interval=50)
+    run = train(Case(), [hook])
+    assert run.sink.rows("weight_average") == []
+    hook.start(replace(run_info(run.task, run.manager, "epoch"), output_dir=tmp_path))
+    hook.end("completed")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_files_at_the_end_load_into_the_model_and_compute_what_was_reported(dtype, tmp_path):
+    def with_folder(task: TrainingTask, state: TrainingState) -> None:
+        task.model.to(dtype)
+
+    class Writing(WeightAverage):
+        def start(self, run):
+            super().start(replace(run, output_dir=tmp_path))
+
+    case = Case("transformer")
+    run = train(case, [Writing(interval=1, swa_start=0.5)], steps=6, evaluate=first_loss, introduce=with_folder)
+    reports = {name: value for name, _, step, value in run.sink.rows("weight_average") if step == 6}
+    for kind in ("ema", "swa"):
+        state = torch.load(tmp_path / f"only_{kind}.pt", weights_only=True)
+        assert [(name, value.dtype) for name, value in state.items()] == [
+            (name, value.dtype) for name, value in run.task.model.state_dict().items()
+        ]
+        model = build(case)[0].model.to(dtype)
+        model.load_state_dict(state)
+        with torch.no_grad():
+            assert first_loss(model.eval())["val_loss"] == reports[f"weight_average/{kind}/val_loss"]
+
+
+def test_files_of_averages_count_as_left_by_a_run(tmp_path):
+    for kind in ("ema", "swa"):
+        path = tmp_path / average_name("plain", kind)
+        path.touch()
+        with pytest.raises(UsageError, match="already holds an unfinished run"):
+            RunRecord(tmp_path, "plain").refuse_to_overwrite(allowed=False)
+        RunRecord(tmp_path, "plain").claim()
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_resumed_run_reports_what_the_uninterrupted_one_does(model, loop, tmp_path):
+    def make() -> WeightAverage:
+        return WeightAverage(interval=2, swa_start=4, swa_interval=2)
+
+    one, two, middle = in_one_and_two(Case(model, loop=loop), make, tmp_path)
+    assert not differences(one.final, two.final)
+    assert described(two.rows) == described(one.after(middle)) != "[]"
+
+
+def test_averages_of_another_model_are_refused_with_the_names():
+    run = train(Case("tied"), [WeightAverage(interval=1)])
+    hook = WeightAverage()
+    hook.load_state_dict(run.manager.state_dict()["weight_average"])
+    other = train(Case("batchnorm_mlp"))
+    with pytest.raises(UsageError, match=r"Hook 'weight_average' cannot go on .* about embedding\.weight"):
+        hook.start(run_info(other.task, other.manager, "epoch"))
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    task, state = build(Case())
+    task.model.requires_grad_(False)
+    with pytest.raises(UnsuitableError, match="Hook 'weight_average' needs trained parameters; the model has none"):
+        WeightAverage().start(run_info(task, HookManager([], task, state), "epoch"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"decay": 1.0}, "weight_average.decay is 1.0; it must lie between 0 and 1"),
+        ({"interval": 0}, "weight_average.interval is 0; it must be at least 1 step"),
+        ({"swa_interval": 0}, "weight_average.swa_interval is 0; it must be at least 1 step"),
+        ({"swa_start": -0.1}, r"weight_average.swa_start is -0.1; it must be a share of the steps in \[0, 1\)"),
+        ({"swa_start": 7.5}, "weight_average.swa_start is 7.5; .* or a whole step"),
+        ({"averages": "emma"}, "Unknown choice of weight_average.averages: 'emma'. Did you mean 'ema'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        WeightAverage(**options)
+
+
+# On two processes
+
+
+def sharded(kind: str | None) -> tuple[TrainingTask, TrainingState]:
+    """Build a run of a model that is sharded in one of two ways, or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    data = (torch.randn(10, 5), torch.randint(3, (10,)))
+    if kind == "fully sharded":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model[0])
+        fully_shard(model)
+    elif kind == "tensor parallel":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    loader = TensorLoader(data, 5, fixed_order(torch.arange(10)))
+    task = TrainingTask(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        loader,
+        loss,
+        evaluate=lambda model: {"val_loss": float(loss(model, data))},
+        length=4,
+        snapshot_every=4,
+    )
+    return task, TrainingState(model, task.optimizer, RandomStreams(7))
+
+
+def averaged(kind: str | None, folder: Path, *, hooks: bool = True) -> dict[str, Any]:
+    """Train; return what was reported, the digest at the end and, from rank 0, the files."""
+    task, state = sharded(kind)
+    sink = RecordingSink()
+    made = [WeightAverage(decay=0.8, interval=1, swa_start=0.5)] if hooks else []
+    manager = HookManager(made, task, state, sinks=[sink], audit=True)
+    manager.start(replace(run_info(task, manager, "epoch"), output_dir=folder))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    for module in fully_sharded_modules(task.model):
+        module.reshard()
+    return {"rows": {name: value for name, _, _, value in sink.rows()}, "final": of_the_run(state.digest())}
+
+
+def refusal() -> str:
+    """Ask for an evaluation of other weights under FSDP2."""
+    task, state = sharded("fully sharded")
+    spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: ctx.evaluate({}))
+    try:
+        epoch_loop(task, HookManager([spy], task, state))
+    except LoopscopeError as error:
+        return str(error)
+    return "none"
+
+
+def all_results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"refusal": refusal()}
+    for kind in ("fully sharded", "tensor parallel"):
+        own = folder / kind
+        own.mkdir(exist_ok=True)
+        found[kind] = averaged(kind, own)
+        found[kind]["same"] = found[kind]["final"] == averaged(kind, folder / "none", hooks=False)["final"]
+    return found
+
+
+@pytest.mark.slow
+def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluated(tmp_path):
+    ranks = on_two_ranks(partial(all_results, tmp_path), tmp_path)
+    (tmp_path / "one").mkdir()
+    expected = averaged(None, tmp_path / "one")["rows"]
+    without = {name: value for name, value in expected.items() if not name.endswith("val_loss")}
+    for results in ranks:
+        assert results["fully sharded"]["same"]
+        assert results["tensor parallel"]["same"]
+        assert results["tensor parallel"]["rows"] == pytest.approx(expected, rel=1e-4)
+        assert results["fully sharded"]["rows"] == pytest.approx(without, rel=1e-4)
+        assert "cannot be lent to a model under FSDP2" in results["refusal"]
+    for kind in ("ema", "swa"):
+        one, *others = (
+            torch.load(tmp_path / way / f"only_{kind}.pt") for way in ("one", "fully sharded", "tensor parallel")
+        )
+        for other in others:
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)

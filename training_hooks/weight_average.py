@@ -1,0 +1,180 @@
+"""Averages of the weights beside the run: exponential (EMA) and equal over its last part (SWA)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from framework.borrowing import fully_sharded_modules
+from framework.checkpoints import save_tensors
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError, unknown
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.param_vectors import is_sharded, norm, trainable
+from framework.records import average_name
+from framework.registry import HookRegistry
+from training_hooks.measures.smoothing import distance
+from training_hooks.measures.weight_averages import WeightAverage as Average
+from training_hooks.measures.weight_averages import averaged_state_dict
+
+KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
+
+
+@HookRegistry.register
+class WeightAverage(TrainingHook):
+    """Average the weights over the steps, exponentially (EMA) and over the last part of the run (SWA), beside the run.
+
+    The live weights are never touched. At SNAPSHOT the experiment's evaluation is made with each average, on the same
+    random stream as that of the live weights; at the end the averages are written to STRATEGY_ema.pt and
+    STRATEGY_swa.pt in the run's folder, as state dicts of the model in its own dtypes.
+
+    EMA: θ̄ = Σ dᵗ⁻ⁱθᵢ / Σ dᵗ⁻ⁱ over the updates i so far, with the decay d per step however far apart they are, and no
+    weight on the initial values. SWA: the mean of the weights from `swa_start` on. Floating-point buffers, such as the
+    statistics of batch normalisation, are averaged likewise; counters are those of the live model.
+
+    Assumes that the parameters that are trained at the first update are those of interest: one that is thawed later
+    has no average. Each average takes one copy of them in float32 or wider. Under FSDP2 there is no evaluation, since
+    the wrappers hold on to their parameters.
+
+    Args:
+        decay: d, per step, in (0, 1).
+        interval: steps from one update to the next, of either average.
+        swa_start: the step from which SWA averages, or below 1 a share of the planned steps.
+        swa_interval: steps from one sample of SWA to the next; rounded up to a multiple of ``interval``.
+        averages: which are kept, ``ema``, ``swa`` or ``both``.
+        evaluate: whether to evaluate them.
+    """
+
+    name = "weight_average"
+    hook_points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
+
+    def __init__(
+        self,
+        *,
+        decay: float = 0.999,
+        interval: int = 10,
+        swa_start: float = 0.75,
+        swa_interval: int = 10,
+        averages: Literal["ema", "swa", "both"] = "both",
+        evaluate: bool = True,
+    ) -> None:
+        if not 0 < decay < 1:
+            raise UsageError(f"weight_average.decay is {decay}; it must lie between 0 and 1.")
+        for option, value in (("interval", interval), ("swa_interval", swa_interval)):
+            if value < 1:
+                raise UsageError(f"weight_average.{option} is {value}; it must be at least 1 step.")
+        if not (0 <= swa_start < 1 or (swa_start >= 1 and float(swa_start).is_integer())):
+            raise UsageError(
+                f"weight_average.swa_start is {swa_start}; it must be a share of the steps in [0, 1) or a whole step."
+            )
+        if averages not in (*KINDS, "both"):
+            raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
+        self.decay, self.swa_start, self.swa_interval, self.evaluate = decay, swa_start, swa_interval, evaluate
+        self.kinds = [*KINDS] if averages == "both" else [averages]
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
+        self._run: RunInfo | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the averages."""
+        decays = {"ema": self.decay, "swa": 1.0}
+        self._averages = {kind: Average(decays[kind]) for kind in self.kinds}
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
+        if not trainable(run.model):
+            raise UnsuitableError("Hook 'weight_average' needs trained parameters; the model has none.")
+        self._run = run
+        self._swa_from = math.ceil(self.swa_start * run.steps) if self.swa_start < 1 else int(self.swa_start)
+        try:
+            for average in self._averages.values():
+                average.fit(run.model)
+        except ValueError as error:
+            raise UsageError(f"Hook 'weight_average' cannot go on from its checkpoint. {error}") from error
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Take in the weights after a step; at SNAPSHOT compare the averages with the live weights."""
+        if ctx.hook_point is HookPoint.SNAPSHOT:
+            return self._compared(ctx)
+        for kind, average in self._averages.items():
+            if kind == "ema" or self._takes_sample(average, ctx.step):
+                average.sample(ctx.model, ctx.step)
+        return {}
+
+    def _takes_sample(self, average: Average, step: int) -> bool:
+        return step >= self._swa_from and (not average.samples or step - average.last_step >= self.swa_interval)
+
+    def _compared(self, ctx: RunDataContext) -> Metrics:
+        metrics: dict[str, Any] = {}
+        live = dict(ctx.model.named_parameters())
+        can_evaluate = self.evaluate and not fully_sharded_modules(ctx.model)
+        for kind, average in self._averages.items():
+            if average.samples:
+                weights = average.weights(ctx.model)
+                own = {name: live[name] for name in weights if name in live}
+                far = distance(own, weights)
+                metrics |= {f"{kind}_distance": far, f"{kind}_relative_distance": far / norm(own)}
+                metrics[f"{kind}_samples"] = average.samples
+                numbers = ctx.evaluate(weights) if can_evaluate else {}
+                metrics |= {f"{kind}/{name}": value for name, value in numbers.items()}
+        return metrics
+
+    def end(self, status: str) -> None:
+        """Write the averages to the run's folder, if it has one; of a sharded model by rank 0 of a completed run."""
+        run = self._run
+        if run is None or not run.output_dir.is_dir():
+            return
+        sharded = any(map(is_sharded, run.model.parameters()))
+        if sharded and status != "completed":
+            return  # gathering would wait for ranks that may not come
+        for kind, average in self._averages.items():
+            if average.samples:
+                state = averaged_state_dict(run.model, average.weights(run.model))
+                if not sharded or torch.distributed.get_rank() == 0:
+                    save_tensors(state, run.output_dir / average_name(run.strategy, kind))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {kind: average.state_dict() for kind, average in self._averages.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the averages of :meth:`state_dict`, as far as they are kept."""
+        self.reset()
+        for kind, average in self._averages.items():
+            if kind in state:
+                average.load_state_dict(state[kind])
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe what is compared for each average."""
+        return [info for kind in self.kinds for info in _infos(kind, KINDS[kind])]
+
+
+def _infos(kind: str, label: str) -> list[MetricInfo]:
+    """Describe the metrics of one average θ̄; θ are the live weights at SNAPSHOT."""
+    return [
+        MetricInfo(
+            f"{kind}/<metric>",
+            f"the number of that name of the experiment's evaluation, with {label} in the place of the weights",
+            "that of the number",
+            "Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is "
+            "at; worse early on: the average lags behind.",
+        ),
+        MetricInfo(
+            f"{kind}_distance",
+            f"‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update",
+            "[0, ∞)",
+            "How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.",
+        ),
+        MetricInfo(
+            f"{kind}_relative_distance",
+            "‖θ̄ − θ‖₂ / ‖θ‖₂",
+            "[0, ∞]",
+            "Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.",
+        ),
+        MetricInfo(
+            f"{kind}_samples", f"number of updates that are in {label}", "1, 2, 3, …", "Few: hardly an average."
+        ),
+    ]
