@@ -1,5 +1,6 @@
 """Starts the W&B client process and parts from it, whatever it does."""
 
+import atexit
 import json
 import os
 import subprocess
@@ -79,6 +80,7 @@ class Client:
         except subprocess.TimeoutExpired:
             self._outcome().close()
             _left_alone.append(self._process)
+            atexit.register(setattr, self._process, "returncode", 0)  # or Popen warns that it goes on, as it shall
             return False
         return True
 

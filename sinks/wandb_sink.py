@@ -67,7 +67,7 @@ class WandbSink(ReplaySink):
         self._part("failed")
         self._record.set_run_context(run)
         self._path = run.output_dir / f"{run.strategy}.jsonl"
-        if os.environ.get("WANDB_MODE") == "disabled":
+        if _is_disabled():
             return
         try:
             job = job_of(RunDescription.of_run(run), self._path, self._project, patience=wandb_client.PATIENCE)
@@ -125,6 +125,8 @@ class WandbSink(ReplaySink):
         """Send the record of a run that is over as a new W&B run."""
         project = checked_project(options.get("project"))
         record, run = record_of(folder)
+        if _is_disabled():
+            raise UsageError("WANDB_MODE is disabled, so nothing would be sent; unset it, or set it to offline.")
 
         def send() -> str:
             client = Client(job_of(run, record, project, patience=None))
@@ -135,6 +137,10 @@ class WandbSink(ReplaySink):
             return outcome
 
         return send
+
+
+def _is_disabled() -> bool:
+    return os.environ.get("WANDB_MODE") == "disabled"
 
 
 def checked_project(project: str | None) -> str | None:

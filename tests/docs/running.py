@@ -82,6 +82,7 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every block of a page, in order, in ``folder``."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     namespace: dict[str, Any] = {"__name__": page.stem}
     with registries_put_back():
         for block in blocks(page):

@@ -13,7 +13,7 @@ from tests.docs.running import SHORT, SMALL, status_of
 
 PAGE = ROOT / "docs/command-line.md"
 RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL} {SHORT}".split()
-HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--profile-hooks"]
+HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--hook-tensorboard", "--profile-hooks"]
 
 
 @pytest.fixture(scope="module")

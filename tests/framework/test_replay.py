@@ -147,6 +147,11 @@ def test_a_missing_package_is_refused_with_the_way_to_get_it(package, recorded, 
     assert f"pip install 'loopscope[{package}]'" in refused(capfd, recorded, "--to", package)
 
 
+def test_a_disabled_client_is_no_destination(recorded, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert "WANDB_MODE is disabled" in refused(capfd, recorded, "--to", "wandb")
+
+
 def test_help_names_targets_and_options(capfd):
     assert main(["replay", "--help"]) == 0
     text = capfd.readouterr().out
