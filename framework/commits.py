@@ -97,15 +97,9 @@ def scale_each(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:
 def clamp(parameters: Iterable[nn.Parameter], max_value: float) -> None:
     """Bring every element of the gradients into [−max_value, max_value], in place; NaN stays NaN.
 
-    The arithmetic is that of ``torch.nn.utils.clip_grad_value_``. Raises :class:`LoopscopeError` for a DTensor whose
-    ranks hold parts of a sum: the sum of clamped parts is not the clamped sum.
+    The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
     """
-    live = live_gradients(parameters)
-    if any(is_partial(gradient) for gradient in live):
-        raise LoopscopeError(
-            "clamp_gradients needs whole gradients or shards of them, but a DTensor's are partial sums."
-        )
-    shards = local_shards(live)
+    shards = local_shards(live_gradients(parameters))
     if shards:
         torch._foreach_clamp_min_(shards, -max_value)
         torch._foreach_clamp_max_(shards, max_value)
@@ -146,6 +140,17 @@ def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> No
                 f"The factor of {name!r} has shape {tuple(factor.shape)}; a factor is a number or a zero-dimensional "
                 "tensor."
             )
+
+
+def check_clamping(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+    """Raise unless the gradients can be clamped to ``max_value``: it is positive, and no rank holds partial sums."""
+    if not max_value > 0:
+        raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
+    if any(map(is_partial, live_gradients(parameters))):
+        raise LoopscopeError(
+            "clamp_gradients needs gradients that are whole or sharded, but a DTensor's are partial sums over ranks: "
+            "the sum of clamped parts is not the clamped sum."
+        )
 
 
 def check_vector(model: nn.Module, vector: Vector) -> None:

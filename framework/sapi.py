@@ -15,6 +15,7 @@ from framework.commits import (
     CommitRecord,
     StatePart,
     blend,
+    check_clamping,
     check_factors,
     check_vector,
     clamp,
@@ -298,8 +299,7 @@ class ModelDataContext:
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
-        if not max_value > 0:
-            raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
+        check_clamping(self._parameters, max_value)
         self._commits.record(StatePart.GRADIENTS, "clamp_gradients", partial(clamp, self._parameters, max_value))
 
     def clip_gradients(self, max_norm: float) -> Clipping:

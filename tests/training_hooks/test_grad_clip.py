@@ -12,6 +12,7 @@ from framework.param_vectors import trainable
 from framework.precision import Precision
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
+from tests.framework.sapi_call import context
 from tests.support import (
     MODELS,
     OPTIMIZERS,
@@ -23,6 +24,7 @@ from tests.support import (
     mean_loss,
     train,
 )
+from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.reloading import through_a_file
 from training_hooks.grad_clip import GradClip, beyond
 from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
@@ -227,6 +229,18 @@ def test_a_step_whose_parameters_have_no_gradients_reports_no_share_and_no_histo
     metrics = planted.manager.get_last_metrics()
     assert metrics == {} or rule == "norm"
     assert repr(planted.hook.state_dict()) == repr(GradClip(method=rule).state_dict())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_waits_for_a_device(rule):
+    model_ctx, hook = context(mutates=False), GradClip(method=rule)
+    with DeviceWaits() as waits:
+        for _ in range(3):
+            metrics = hook.intervene(None, model_ctx)
+        model_ctx._commits.apply()
+        assert waits.count == 0
+        assert float(metrics["norm_before"]) > 0
+    assert waits.count == 1
 
 
 # Precision

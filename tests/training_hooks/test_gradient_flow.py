@@ -139,6 +139,14 @@ def test_gradients_that_are_not_finite_are_reported_and_break_nothing():
     assert run(made(), hook) == before
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_compiled_model_is_measured_as_it_would_be_eagerly(parts):
+    model = made()
+    model.compile(backend="eager", dynamic=False)
+    found = run(model, GradientFlow(), accumulation_steps=parts)
+    assert found == pytest.approx(run(made(), GradientFlow()), rel=1e-10)
+
+
 class Recurrent(Mlp):
     """Uses its blocks one after the other, twice."""
 

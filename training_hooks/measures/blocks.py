@@ -63,9 +63,14 @@ def _blocks(container: nn.Module) -> list[str]:
     classes: dict[type[nn.Module], list[str]] = {}
     for name, member in container.named_children():
         if next(member.parameters(), None) is not None:
-            classes.setdefault(type(member), []).append(name)
+            classes.setdefault(_class_of(member), []).append(name)
     most: list[str] = max(classes.values(), key=len, default=[])
     return most if len(most) >= SMALLEST_STACK else []
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as it was written: FSDP2 replaces it by one derived from it."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _joined(parent: str, child: str) -> str:
