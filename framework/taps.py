@@ -14,23 +14,25 @@ from framework.errors import StateMutationError, UsageError, unknown
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]
-AfterForward = Callable[..., None]
+Around = tuple[Callable[..., None] | None, Callable[..., None]]
+"""What is called before (if anything) and after a module's forward."""
 
 
 @dataclass(frozen=True)
 class GradientTap:
-    """A function on one gradient: of a parameter, or of the output of a module, by its name in the model.
+    """A function on one gradient: of a parameter, of the output of a module, or of a parameter's use by a module.
 
     Args:
-        target: the name of the parameter or of the module.
-        kind: ``"parameter"``, or ``"output"``: of a module with several outputs the first tensor; a module used
-            several times in a step is seen once per use.
+        target: the name of the parameter or of the module in the model.
+        kind: ``"parameter"``; ``"output"``: of a module with several outputs the first tensor; ``"weight"``: of the
+            module's weight, what reaches it through this module, where several share one. A module used several times
+            in a step is seen once per use.
         function: takes the gradient; returns ``None``, or its replacement if ``replaces``.
         replaces: the tap changes the gradient; needs ``commits = {StatePart.GRADIENTS}``.
     """
 
     target: str
-    kind: Literal["parameter", "output"]
+    kind: Literal["parameter", "output", "weight"]
     function: OnGradient
     replaces: bool = False
 
@@ -62,7 +64,8 @@ class TapSet:
         self._audit = audit
         self._compiled = is_compiled(model)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._apart: list[tuple[Callable[[], bool], nn.Module, AfterForward]] = []
+        self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
+        self._aliased: list[nn.Module] = []
         self._silent = 0
         self._stances = ExitStack()
 
@@ -82,30 +85,26 @@ class TapSet:
                 "declare; add commits = {StatePart.GRADIENTS} to its class."
             )
         watched = self._watched(owner, tap)
-        if tap.kind == "output":
-            module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
-            after_forward = self._on_output(watched, owner.is_due)
-            if self._compiled and not tap.replaces:
-                self._apart.append((owner.is_due, module, after_forward))
-                return
-            if self._compiled:
-                after_forward = torch.compiler.disable(after_forward)  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_forward_hook(after_forward))
+        if tap.kind == "parameter":
+            parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
+            _refuse_frozen(parameter, owner, tap)
+            self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
             return
-        parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
-        if not parameter.requires_grad:
-            raise UsageError(f"Hook {owner.hook!r} taps {tap.target!r}, which has no gradient: it is frozen.")
-        self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
-
-    def _on_output(self, watched: OnGradient, is_due: Callable[[], bool]) -> AfterForward:
-        def after_forward(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-            if self._silent or not is_due():
-                return
-            first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
-            if first is not None and first.requires_grad:
-                first.register_hook(watched)  # type: ignore[no-untyped-call]
-
-        return after_forward
+        module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
+        is_heard = lambda: not self._silent and torch.is_grad_enabled() and owner.is_due()
+        around: Around = _around_output(watched, is_heard)
+        if tap.kind == "weight":
+            _refuse_frozen(module._parameters.get("weight"), owner, tap)
+            around = _around_weight(watched, is_heard)
+            self._aliased.append(module)
+        if self._compiled and not tap.replaces:
+            self._apart.append((owner.is_due, module, around))
+        elif self._compiled:
+            before, after = around
+            apart: Any = torch.compiler.disable
+            self._handles += _attach_around(module, (before and apart(before), apart(after)))
+        else:
+            self._handles += _attach_around(module, around)
 
     def _watched(self, owner: TapOwner, tap: GradientTap) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
@@ -153,14 +152,59 @@ class TapSet:
         """Run a pass eagerly, heard by the taps that a compiled pass cannot serve."""
         with ExitStack() as stack:
             stack.enter_context(eagerly())
-            for _, module, after_forward in self._apart:
-                stack.callback(module.register_forward_hook(after_forward).remove)
+            for _, module, around in self._apart:
+                for handle in _attach_around(module, around):
+                    stack.callback(handle.remove)
             compute_gradients()
 
     def remove(self) -> None:
         """Take every tap off the model."""
         while self._handles:
             self._handles.pop().remove()
+        while self._aliased:
+            vars(self._aliased.pop()).pop("weight", None)  # the alias of a forward that raised
+
+
+def _attach_around(module: nn.Module, around: Around) -> list[torch.utils.hooks.RemovableHandle]:
+    """Have functions called around a module's forward."""
+    before, after = around
+    handles = [module.register_forward_hook(after)]
+    return handles if before is None else [module.register_forward_pre_hook(before), *handles]
+
+
+def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
+    """Listen to the gradient of the first tensor that a module returns."""
+
+    def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+        first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.requires_grad and is_heard():
+            first.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    return None, after
+
+
+def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
+    """Listen to the gradient that reaches a module's weight through this module: it works on an alias meanwhile."""
+
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if is_heard():
+            weight: Any = module.weight
+            alias = weight.view_as(weight)
+            alias.register_hook(on_gradient)
+            vars(module)["weight"] = alias
+
+    def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
+        vars(module).pop("weight", None)
+
+    return before, after
+
+
+def _refuse_frozen(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) -> None:
+    """Raise :class:`UsageError` for a parameter that has no gradient, or that is not there."""
+    if parameter is None:
+        raise UsageError(f"Hook {owner.hook!r} taps the weight of {tap.target!r}, which has none.")
+    if not parameter.requires_grad:
+        raise UsageError(f"Hook {owner.hook!r} taps {tap.target!r}, which has no gradient: it is frozen.")
 
 
 def _mark(gradient: Tensor) -> tuple[int, int, torch.Size]:
@@ -184,6 +228,6 @@ def _fitting(replacement: Tensor | None, gradient: Tensor) -> Tensor | None:
 
 def _named(things: dict[str, Thing], owner: TapOwner, tap: GradientTap) -> Thing:
     if tap.target not in things:
-        kind = "module" if tap.kind == "output" else "parameter"
+        kind = "parameter" if tap.kind == "parameter" else "module"
         raise UsageError(f"Hook {owner.hook!r} taps what the model does not have: {unknown(kind, tap.target, things)}")
     return things[tap.target]

@@ -403,3 +403,40 @@ def test_a_tap_that_raises_can_be_skipped_and_changes_nothing():
         run = train(Case(), [hook], on_error="skip")
     assert_same_run(run, Case())
     assert [error["point"] for error in run.manager.errors] == ["tap on '0'"]
+
+
+class Failing(nn.Linear):
+    """A projection whose forward raises."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise Mishap(self.weight.is_leaf)
+
+
+def test_a_forward_that_raises_leaves_no_alias_behind():
+    model = nn.Sequential(Failing(2, 2))
+    taps = TapSet(model)
+    owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=False)
+    taps.attach(owner, [GradientTap("0", "weight", lambda gradient: None)])
+    with pytest.raises(Mishap, match="False"):
+        model(torch.ones(1, 2))
+    taps.remove()
+    assert isinstance(model[0].weight, nn.Parameter)
+
+
+def test_the_gradients_of_both_uses_of_a_weight_add_up_to_its_own():
+    parts = TapLog()
+    whole = gradients_of("embedding.weight", seen := [])
+    tapper = Tapper(parts.tap("decoder", "weight"), parts.tap("embedding", "weight"))
+    train(Case("tied"), [tapper, whole])
+    assert len(parts.seen) == 2 * len(seen) == 6
+    for g_out, g_in, total in zip(parts.seen[::2], parts.seen[1::2], seen, strict=True):
+        assert torch.equal(g_out + g_in, total)
+
+
+def test_a_weight_that_is_not_there_or_frozen_is_refused():
+    owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=False)
+    with pytest.raises(UsageError, match="taps the weight of '0', which has none"):
+        TapSet(nn.Sequential(nn.ReLU())).attach(owner, [GradientTap("0", "weight", lambda gradient: None)])
+    frozen = nn.Sequential(nn.Linear(1, 1)).requires_grad_(False)
+    with pytest.raises(UsageError, match="taps '0', which has no gradient: it is frozen"):
+        TapSet(frozen).attach(owner, [GradientTap("0", "weight", lambda gradient: None)])
