@@ -32,7 +32,7 @@ def job_of(run: RunDescription, record: Path, project: str | None, *, patience: 
         experiment=run.experiment,
         strategy=run.strategy,
         config=plain(run.config),
-        treatments=run.treatments,
+        treatments=plain(run.treatments),
         step_points=[point.name for point in STEP_POINTS],
         patience=patience,
     )

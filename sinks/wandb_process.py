@@ -23,6 +23,7 @@ PAUSE = 0.3
 """Seconds between two looks at the record."""
 NICENESS = 10
 GAVE_UP = 3
+LONGEST_TAG = 64
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def send(job: Job, listener: Listener) -> str:
         group=job.experiment,
         name=job.strategy,
         job_type=job.strategy,
-        tags=[f"treatment:{name}" for name in job.treatments][:64] or None,
+        tags=[f"treatment:{name}"[:LONGEST_TAG] for name in job.treatments],
         config={
             **job.config,
             "experiment": job.experiment,

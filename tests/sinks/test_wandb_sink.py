@@ -30,6 +30,7 @@ SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5]), "h/d": Series([2], [{"
 VALUES = {"h/a": 0.1, "h/inf": -math.inf, "h/flag": True, "h/list": [1.0, 2.0, math.nan], "h/by/layers.0.weight": 3}
 TREATMENTS = {"grad_clip": ("gradients",)}
 KEY = "k" * 40
+DEFAULT_WAIT = wandb_client.LONGEST_WAIT
 
 
 @pytest.fixture(autouse=True)
@@ -173,19 +174,20 @@ def silent_server(monkeypatch):
             connection.close()
 
 
+def seconds_of(folder, sink):
+    begin = time.perf_counter()
+    run_with(folder, [sink])
+    return time.perf_counter() - begin
+
+
 def test_a_client_that_hangs_costs_less_than_a_second_and_gives_up_later(tmp_path, monkeypatch, silent_server):
-    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", 0.8)
-    monkeypatch.setattr(wandb_client, "PATIENCE", 3.0)
-    begin = time.perf_counter()
-    run_with(tmp_path, [JSONLSink()])
-    alone = time.perf_counter() - begin
-    sink = WandbSink(project="demo")
-    begin = time.perf_counter()
+    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", DEFAULT_WAIT)
+    monkeypatch.setattr(wandb_client, "PATIENCE", 2.0)
+    alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
     with pytest.warns(RunNotice, match=rf"still taking .*loopscope replay {tmp_path} --to wandb --project demo"):
-        run_with(tmp_path, [sink])
-    assert time.perf_counter() - begin < alone + 1.0
-    (process,) = [process for process in wandb_client._left_alone if process.poll() is None]
-    assert process.wait(30) == 3
+        hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
+    assert DEFAULT_WAIT <= hanging < alone + 1.0
+    assert wandb_client._left_alone[-1].wait(60) == 3
     assert silent_server
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 
