@@ -14,6 +14,7 @@ VERBS: Mapping[str, StatePart] = {
     "clamp_gradients": StatePart.GRADIENTS,
     "clip_gradients": StatePart.GRADIENTS,
     "replace_gradients": StatePart.GRADIENTS,
+    "add_to_gradients": StatePart.GRADIENTS,
     "blend_parameters": StatePart.PARAMETERS,
 }
 

@@ -106,6 +106,18 @@ def clamp(parameters: Iterable[nn.Parameter], max_value: float) -> None:
 
 
 @torch.no_grad()
+def add_scaled(model: nn.Module, values: Vector, factor: Tensor) -> None:
+    """Add ``factor`` times the values to the gradients of their names, in place; a parameter without one gets none."""
+    live = gradients(model)
+    names = [name for name in values if name in live]
+    pairs = zip(
+        local_shards([live[name] for name in names]), local_shards([values[name] for name in names]), strict=True
+    )
+    for gradient, value in pairs:
+        gradient.addcmul_(value.to(gradient.dtype), factor.to(gradient))
+
+
+@torch.no_grad()
 def replace_gradients(model: nn.Module, values: Vector) -> None:
     """Give the named parameters these gradients, in place where they have one."""
     parameters = dict(model.named_parameters())

@@ -14,6 +14,7 @@ from framework.commits import (
     Clipping,
     CommitRecord,
     StatePart,
+    add_scaled,
     blend,
     check_clamping,
     check_factors,
@@ -322,6 +323,13 @@ class ModelDataContext:
         check_vector(self.model, values)
         kept = self._lasting(values)
         self._commits.record(StatePart.GRADIENTS, "replace_gradients", lambda: replace_gradients(self.model, kept))
+
+    def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
+        """Keep: add ``factor`` (zero-dimensional) times ``values``, tensors that the hook then leaves alone."""
+        check_vector(self.model, values)
+        kept = self._lasting(values)
+        lasting = factor.clone() if self._mutates else factor
+        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", partial(add_scaled, self.model, kept, lasting))
 
     def blend_parameters(self, target: Vector, weight: float) -> None:
         """Keep: θ ← (1 − weight)·θ + weight·target of the parameters in ``target``, then left alone by the hook."""

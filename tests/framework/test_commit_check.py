@@ -48,6 +48,7 @@ CALLS = {
     "clamp_gradients": lambda self, ctx: ctx.clamp_gradients(0.5),
     "clip_gradients": lambda self, ctx: ctx.clip_gradients(0.5),
     "replace_gradients": lambda self, ctx: [ctx.replace_gradients({}) for _ in range(2)],
+    "add_to_gradients": lambda self, ctx: ctx.add_to_gradients({}, None),
     "blend_parameters": lambda self, ctx: (lambda: ctx.blend_parameters({}, 0.5))(),
 }
 

@@ -18,6 +18,7 @@ def test_commits_are_recorded_and_not_applied():
     ctx.clamp_gradients(0.1)
     ctx.clip_gradients(0.1)
     ctx.replace_gradients({"0.bias": torch.ones(8)})
+    ctx.add_to_gradients({"0.bias": torch.ones(8)}, torch.tensor(2.0))
     ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
     assert differing(before, ctx._state.digest()) == []
     ctx._commits.apply()
@@ -32,11 +33,12 @@ def test_commits_of_one_call_build_on_each_other(mutates):
     ctx.replace_gradients(scaled(10.0, live))
     ctx.scale_gradients(torch.tensor(0.5))
     ctx.scale_gradients({"0.bias": torch.tensor(3.0)})
+    ctx.add_to_gradients({"0.bias": live["0.bias"]}, torch.tensor(-2.0))
     ctx.clamp_gradients(0.5)
     ctx.clip_gradients(0.25)
     ctx._commits.apply()
     found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
-    expected["0.bias"] *= 3.0
+    expected["0.bias"] = expected["0.bias"] * 3.0 - 2.0 * live["0.bias"]
     for name, parameter in trainable(ctx.model).items():
         parameter.grad = expected[name]
     torch.nn.utils.clip_grad_value_(ctx.model.parameters(), 0.5)
@@ -49,6 +51,7 @@ UNDECLARED = {
     "clamp_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clamp_gradients(2.0)),
     "clip_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clip_gradients(2.0)),
     "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
+    "add_to_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.add_to_gradients({}, torch.tensor(1.0))),
     "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
 }
 
