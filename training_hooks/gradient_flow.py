@@ -217,9 +217,9 @@ def _told(told: set[str], found: Mapping[str, float], over: set[str], step: int,
     if found.keys() - told:
         named = ", ".join(f"{block} ({gain:.2g})" for block, gain in list(found.items())[:LISTED])
         more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-        warnings.warn(f"Step {step}: on its way backward the gradient {what} in {named}{more}.", stacklevel=3)
+        warnings.warn(f"Step {step:,}: on its way backward the gradient {what} in {named}{more}.", stacklevel=3)
     elif told and not now:
-        warnings.warn(f"Step {step}: it is over that the gradient {what}.", RunNotice, stacklevel=3)
+        warnings.warn(f"Step {step:,}: it is over that the gradient {what}.", RunNotice, stacklevel=3)
     return now
 
 
