@@ -1,0 +1,38 @@
+"""However much an observer reports, a call of it waits for the device at most once."""
+
+from typing import Any
+
+import pytest
+
+import training_hooks  # noqa: F401 - fills the registry
+from framework.hooks import InterventionHook
+from framework.registry import HookRegistry
+from tests.contracts.test_hooks import HEALTH, make, reference, refusal
+from tests.support import CASES, train
+from tests.transfers import TransferCount
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
+OBSERVERS = [hook.name for hook in HookRegistry if not issubclass(hook, InterventionHook)]
+EPOCHS = [case for case in CASES if (case.optimizer, case.loop) == ("adamw_foreach", "epoch")]
+MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5}
+
+
+@pytest.mark.parametrize("case", EPOCHS, ids=str)
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_a_call_reads_from_the_device_at_most_once(name, case, monkeypatch):
+    if refusal(name, case):
+        pytest.skip("the hook does not suit the model")
+    hook, counts = make(name), []
+    compute = hook.compute
+
+    def counted(ctx: Any) -> Any:
+        with TransferCount() as counter:
+            metrics = compute(ctx)
+        counts.append(counter.count)
+        return metrics
+
+    monkeypatch.setattr(hook, "compute", counted)
+    train(case, [hook], steps=6, audit=False, every_step=False, evaluate=lambda model: dict(MEASURED),
+          reference_weights=reference(case))  # fmt: skip
+    assert counts
+    assert max(counts) <= 1
