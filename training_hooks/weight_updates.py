@@ -113,13 +113,12 @@ class WeightUpdates(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
-        rates = {name: group.lr for group in ctx.optimizer_groups for name in group.names}
-        parameters = trainable(ctx.model)
         if ctx.hook_point is HookPoint.POST_BACKWARD:
             self._kept_at = ctx.step
-            gradients = self.monitor.gradients(parameters, rates, extremes=False)
+            gradients = self.monitor.gradients(trainable(ctx.model), {}, extremes=False)
             return self._gradient_metrics(gradients, ctx) if gradients else {}
-        updates = self.monitor.updates(parameters, rates) if self._kept_at == ctx.step else {}
+        rates = {name: group.lr for group in ctx.optimizer_groups for name in group.names}
+        updates = self.monitor.updates(ctx.model, rates) if self._kept_at == ctx.step else {}
         return self._update_metrics(updates, ctx) if updates else {}
 
     def _gradient_metrics(self, gradients: Mapping[str, GradientDiagnostics], ctx: RunDataContext) -> Metrics:

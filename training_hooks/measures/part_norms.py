@@ -15,17 +15,14 @@ WHOLE = 2 * ROW
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
-    """Return the norm of each tensor's elements (order 1, 2 or infinity) in float32 or wider, shape (tensors,)."""
+    """Return the norm of each tensor's elements (order 1, 2 or infinity) in float32 or wider, shape (tensors,).
+
+    All are on one device.
+    """
     dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
     folded = [_folded(tensor, order) for tensor in tensors]
-    return stacked(torch._foreach_norm(folded, order, dtype=dtype))
-
-
-def stacked(values: Sequence[Tensor]) -> Tensor:
-    """Return zero-dimensional tensors of any devices as one vector on the first one's."""
-    if len({value.device for value in values}) > 1:
-        return torch.stack([value.to(values[0].device) for value in values])
-    return torch.stack(list(values))
+    found = torch._foreach_norm(folded, order, dtype=dtype)
+    return torch.stack(found)
 
 
 def _folded(tensor: Tensor, order: float) -> Tensor:
@@ -36,17 +33,11 @@ def _folded(tensor: Tensor, order: float) -> Tensor:
         return tensor
     if math.isinf(order):
         return torch.stack(torch.aminmax(tensor))
-    flat = tensor.reshape(-1)
-    end = len(flat) // ROW * ROW
     wide = tensor.dtype if tensor.dtype in WIDE else torch.float32
+    if not tensor.numel() % ROW:
+        whole: Tensor = torch.linalg.vector_norm(tensor.reshape(-1, ROW), order, dim=1, dtype=wide)
+        return whole
+    flat = tensor.reshape(-1)
+    end = flat.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:end].view(-1, ROW), order, dim=1, dtype=wide)
-    return torch.cat([rows, flat[end:].to(wide)]) if end < len(flat) else rows
-
-
-def differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``before − now`` in float32 or wider; overwrites those of ``before`` that are in float32 or wider."""
-    if all(tensor.dtype in WIDE for tensor in before):
-        torch._foreach_sub_(list(before), list(now))
-        return list(before)
-    pairs = zip(before, now, strict=True)
-    return [one.sub_(other) if one.dtype in WIDE else one.float() - other.float() for one, other in pairs]
+    return torch.cat([rows, flat[end:].to(wide)])

@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.errors import UsageError
-from framework.param_vectors import WIDE, trainable
+from framework.param_vectors import trainable
 from training_hooks.measures.flat_shards import meshes_of, over_ranks
-from training_hooks.measures.part_norms import differences, norms, stacked
-from training_hooks.measures.watched_elements import Named, WatchedElements, gradient_shard
+from training_hooks.measures.watched_elements import Named, WatchedElements
 
 EPSILON = 1e-12
 """Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""
 Rates = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GradientDiagnostics:
     """The gradient of one parameter; norms of a sample are scaled to the whole."""
 
@@ -39,7 +38,7 @@ class GradientDiagnostics:
         return math.isfinite(self.l2_norm)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UpdateDiagnostics:
     """What one step did to one parameter; norms and counts of a sample are scaled to the whole."""
 
@@ -91,6 +90,7 @@ class WeightUpdateMonitor:
     frozen_patience_steps: int = 3
     _watched: WatchedElements = field(init=False, repr=False)
     _frozen: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    _checked: Named = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
@@ -109,7 +109,7 @@ class WeightUpdateMonitor:
     def reset(self) -> None:
         """Forget the weights kept, and how long parameters have not moved."""
         self._watched = WatchedElements(None if self.exact else self.sample_size)
-        self._frozen = {}
+        self._frozen, self._checked = {}, {}
 
     @property
     def bytes(self) -> int:
@@ -118,25 +118,23 @@ class WeightUpdateMonitor:
 
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
-        return self.gradients(trainable(model), learning_rates(model, optimizer), extremes=True)
+        parameters = trainable(model)
+        return self.gradients(parameters, learning_rates(parameters, optimizer), extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
 
         Not for a step that ``torch.amp.GradScaler`` skipped: it would count as one that moved nothing.
         """
-        return self.updates(trainable(model), learning_rates(model, optimizer))
+        return self.updates(model, learning_rates(self._checked or trainable(model), optimizer))
 
-    @torch.no_grad()
     def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
         """Measure the gradients of parameters and keep their weights; ``extremes``: their maximum and mean, too."""
-        watched = self._watched
         chosen = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
-        orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
-        parts = [[norms(piece, order) for order in orders] for _, piece in watched.gradients(chosen)]
-        watched.keep(chosen)
-        kinds = ("norm", "largest", "sum") if extremes else ("norm",)
-        return {name: self._gradient(name, column, rates) for name, *column in _on_host(parts, kinds, chosen)}
+        tables = self._watched.measure(chosen, extremes=extremes)
+        self._checked = {name: chosen[name] for name in self._watched.names}
+        columns = _on_host(tables, ("norm", "largest", "sum"), self._checked)
+        return {name: self._gradient(name, column, rates) for name, *column in columns}
 
     def _gradient(self, name: str, column: Sequence[float], rates: Rates) -> GradientDiagnostics:
         choice = self._watched[name]
@@ -150,36 +148,15 @@ class WeightUpdateMonitor:
             is_exploding=not norm < self.exploding_grad_threshold,
         )
 
-    @torch.no_grad()
-    def updates(self, parameters: Named, rates: Rates) -> dict[str, UpdateDiagnostics]:
+    def updates(self, model: nn.Module, rates: Rates) -> dict[str, UpdateDiagnostics]:
         """Measure what has become of the weights that :meth:`gradients` kept; they are not kept any longer."""
-        watched = self._watched
-        chosen = {name: parameters[name] for name in watched.kept if name in parameters}
-        parts = []
-        for names, now in watched.weights(chosen):
-            before = watched.before(names, now)
-            stuck = self._stuck(names, chosen, before, now)
-            parts.append([norms(before), norms(differences(before, now)), *stuck])
-        watched.kept = []
-        columns = _on_host(parts, ("norm", "norm", "sum", "sum"), chosen)
+        if not self._watched.keeps:
+            return {}
+        names, chosen, self._checked = self._watched.names, self._checked, {}
+        if list(chosen) != names:
+            chosen = {name: model.get_parameter(name) for name in names}
+        columns = _on_host(self._watched.compare(chosen), ("norm", "norm", "sum", "sum"), chosen)
         return {name: self._update(name, column, rates) for name, *column in columns}
-
-    def _stuck(
-        self, names: Sequence[str], parameters: Named, before: Sequence[Tensor], now: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Count the driven and, of these, the stuck elements of each parameter: two vectors, shape (names,)."""
-        counts = [
-            driven_and_stuck(before[place], now[place], self._watched[name].of(gradient_shard(parameters[name])))
-            if before[place].dtype not in WIDE and parameters[name].grad is not None
-            else None
-            for place, name in enumerate(names)
-        ]
-        if not any(counts):
-            none = torch.zeros(len(names), device=before[0].device)
-            return none, none
-        zero = torch.zeros((), device=before[0].device)
-        driven, stuck = zip(*(count or (zero, zero) for count in counts), strict=True)
-        return stacked(driven), stacked(stuck)
 
     def _update(self, name: str, column: Sequence[float], rates: Rates) -> UpdateDiagnostics:
         share, rate = self._watched[name].share, rates.get(name, math.nan)
@@ -188,7 +165,8 @@ class WeightUpdateMonitor:
         ratio = update_norm / (weight_norm + EPSILON)
         still = ratio <= self.frozen_update_ratio_threshold
         rounded_away = still and stuck > 0 and rate > 0
-        checks = self._frozen.pop(name, 0) + 1 if still and not rounded_away else 0
+        earlier = self._frozen.pop(name, 0)
+        checks = earlier + 1 if still and not rounded_away else 0
         if checks:
             self._frozen[name] = checks
         return UpdateDiagnostics(
@@ -249,14 +227,14 @@ class WeightUpdateMonitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self._frozen = dict(state["frozen"])
+        self._frozen, self._checked = dict(state["frozen"]), {}
         self._watched.load_state_dict(state["before"])
 
 
-def learning_rates(model: nn.Module, optimizer: Optimizer) -> dict[str, float]:
+def learning_rates(parameters: Named, optimizer: Optimizer) -> dict[str, float]:
     """Return the learning rate of every parameter that some group of the optimizer has, by name."""
     rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
-    return {name: rates[id(value)] for name, value in model.named_parameters() if id(value) in rates}
+    return {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:
@@ -281,22 +259,17 @@ def _rank(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def driven_and_stuck(before: Tensor, now: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the elements with a gradient, and those of them that are what they were; zero-dimensional."""
-    driven = gradient != 0
-    return driven.sum().float(), (driven & (before == now)).sum().float()
+def _on_host(tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
+    """Bring tables of one number per parameter in each row to the host in one transfer.
 
-
-def _on_host(parts: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters: Named) -> list[tuple[Any, ...]]:
-    """Bring rows of one number per parameter to the host, in one transfer: a name and its numbers for each parameter.
-
-    ``parts`` have these rows for some parameters each; ``kinds`` tells how the numbers of ranks that hold parts of a
-    parameter make one: ``norm`` (a Euclidean one), ``largest`` or ``sum``.
+    Returns a parameter's name and its numbers for each of ``parameters``, which are in the order of the tables.
+    ``kinds`` tells how the numbers of ranks that hold parts of a parameter make one: ``norm`` (a Euclidean one),
+    ``largest`` or ``sum``; for rows that are not there it says nothing.
     """
-    if not parts:
+    if not tables:
         return []
-    device = parts[0][0].device
-    table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*parts, strict=True)])
+    device = tables[0][0].device
+    table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*tables, strict=True)])
     meshes = meshes_of(parameters.values())
     if meshes:
         table = _over_ranks(table.double(), kinds, meshes)
@@ -304,11 +277,16 @@ def _on_host(parts: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameters
 
 
 def _over_ranks(table: Tensor, kinds: Sequence[str], meshes: Any) -> Tensor:
-    rows = {kind: [place for place, other in enumerate(kinds) if other == kind] for kind in kinds}
-    table[rows["norm"]] = table[rows["norm"]].square()
-    added = [place for kind in rows if kind != "largest" for place in rows[kind]]
+    """Combine the numbers of all ranks; overwrites the table."""
+    rows = list(zip(kinds, table, strict=False))
+    for kind, row in rows:
+        if kind == "norm":
+            row.square_()
+    added = [place for place, (kind, _) in enumerate(rows) if kind != "largest"]
     table[added] = over_ranks(table[added], meshes)
-    if "largest" in rows:
-        table[rows["largest"]] = over_ranks(table[rows["largest"]], meshes, largest=True)
-    table[rows["norm"]] = table[rows["norm"]].sqrt()
+    for kind, row in rows:
+        if kind == "largest":
+            over_ranks(row, meshes, largest=True)
+        elif kind == "norm":
+            row.sqrt_()
     return table

@@ -1,21 +1,22 @@
-"""The elements of parameters that are looked at, a sample or all, and copies of them from before a step."""
+"""The elements of parameters that are looked at, a sample or all, with copies of them from before a step."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from framework.param_vectors import is_sharded, local_shards
+from framework.param_vectors import WIDE, is_sharded, local_shards
 from training_hooks.measures.element_samples import held_here, sample_indices
 from training_hooks.measures.flat_shards import laid_out_like
+from training_hooks.measures.part_norms import ROW, norms
 
-AT_ONCE = 2**17
-"""Elements that are worked on together: what a cache holds, and little beside a model where they are copied."""
+AT_ONCE = 2**15
+"""Elements that are copied or compared together: what a cache holds, and little beside a model."""
 Named = Mapping[str, nn.Parameter]
-Piece = tuple[list[str], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Choice:
 
     shard: torch.Size
     """The shape of the part of the parameter that lies on this rank."""
+    dtype: torch.dtype
     indices: Tensor | None
     """Places in that part, flattened; ``None``: all of it."""
     looked_at: int
@@ -36,6 +38,16 @@ class Choice:
         """How many elements stand behind each one that is looked at."""
         return self.elements / self.looked_at
 
+    def suits(self, shard: Tensor) -> bool:
+        """Tell whether it was made for a tensor of this shape and dtype on this device."""
+        here = self.indices is None or self.indices.device == shard.device
+        return here and (self.shard, self.dtype) == (shard.shape, shard.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of what is looked at on this rank."""
+        return self.shard if self.indices is None else self.indices.shape
+
     def of(self, shard: Tensor) -> Tensor:
         """Return what is looked at of a tensor laid out like the part of the parameter on this rank."""
         if self.indices is None:
@@ -45,8 +57,103 @@ class Choice:
         return torch.take(shard, self.indices.long())
 
 
+class Block:
+    """What is looked at of some parameters of one dtype on one device, in one buffer of rows of :data:`ROW` elements.
+
+    Every parameter begins a row; the rest of its last one is zeros. A number per parameter comes as a vector, shape
+    (parameters,), in float32 or wider.
+    """
+
+    def __init__(self, names: Sequence[str], choices: Sequence[Choice], device: torch.device) -> None:
+        self.names = list(names)
+        self._choices = list(choices)
+        sizes = [choice.shape.numel() for choice in choices]
+        self._row_counts = [max(1, -(-size // ROW)) for size in sizes]
+        dtype = choices[0].dtype
+        self._wide = dtype if dtype in WIDE else torch.float32
+        self.rows = torch.zeros(sum(self._row_counts), ROW, dtype=dtype, device=device)
+        parts = torch.split(self.rows, self._row_counts)
+        self.views = [
+            part.view(-1)[:size].view(choice.shape) for part, size, choice in zip(parts, sizes, choices, strict=True)
+        ]
+        self._pieces = pieces(self._row_counts)
+
+    @property
+    def is_wide(self) -> bool:
+        """Tell whether the elements are in float32 or wider."""
+        return self.rows.dtype in WIDE
+
+    def keep(self, shards: Sequence[Tensor]) -> Tensor:
+        """Copy what is looked at of the tensors, and return its norms."""
+        found = []
+        for these, rows in self._pieces:
+            self._copy(these, shards)
+            found.append(torch.linalg.vector_norm(self.rows[rows], dim=1, dtype=self._wide))
+        return self._for_each(torch.cat(found), 2)
+
+    def _copy(self, these: slice, shards: Sequence[Tensor]) -> None:
+        whole: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for choice, view, shard in zip(self._choices[these], self.views[these], shards[these], strict=True):
+            if choice.indices is not None and shard.is_contiguous() and shard.dtype is view.dtype:
+                torch.index_select(shard.view(-1), 0, choice.indices, out=view)
+            else:
+                whole[0].append(view)
+                whole[1].append(choice.of(shard))
+        if whole[0]:
+            torch._foreach_copy_(*whole)
+
+    def measure(self, shards: Sequence[Tensor], *, extremes: bool) -> list[Tensor]:
+        """Return the norms of what is looked at of the tensors, and ``extremes``, the largest and the sum of |x|.
+
+        Overwrites the copies, unless all is looked at.
+        """
+        if all(choice.indices is None for choice in self._choices):
+            orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
+            return [norms(shards, order) for order in orders]
+        found = [self.keep(shards)]
+        if extremes:
+            sizes = self.rows.abs_()
+            found.append(self._for_each(sizes.amax(1).to(self._wide), math.inf))
+            found.append(self._for_each(sizes.sum(1, dtype=self._wide), 1))
+        return found
+
+    def compare(self, shards: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the norms of the changes since :meth:`keep`, and of the driven elements how many, and how many stuck.
+
+        Driven are elements of lower precision than float32 whose gradient is not zero, stuck those of them that have
+        not changed. Overwrites the copies.
+        """
+        changes, driven, stuck = [], [], []
+        for these, rows in self._pieces:
+            chosen = zip(self._choices[these], shards[these], strict=True)
+            before, now = self.views[these], [choice.of(shard) for choice, shard in chosen]
+            if self.is_wide:
+                torch._foreach_sub_(before, now)
+                changes.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
+                continue
+            differences = [one.float() - other.float() for one, other in zip(before, now, strict=True)]
+            changes.append(norms(differences))
+            for choice, change, gradient in zip(self._choices[these], differences, gradients[these], strict=True):
+                moved = None if gradient is None else choice.of(gradient) != 0
+                driven.append(changes[0].new_zeros(()) if moved is None else moved.sum().float())
+                stuck.append(driven[-1] if moved is None else (moved & (change == 0)).sum().float())
+        if self.is_wide:
+            none = torch.zeros(len(self.names), device=self.rows.device)
+            return [self._for_each(torch.cat(changes), 2), none, none]
+        return [torch.cat(changes), torch.stack(driven), torch.stack(stuck)]
+
+    def _for_each(self, values: Tensor, order: float) -> Tensor:
+        """Combine a number per row into one per parameter: root of the summed squares, largest, or sum."""
+        if len(values) == len(self.names):
+            return values
+        return torch.stack(torch._foreach_norm(torch.split(values, self._row_counts), order))
+
+
 class WatchedElements:
-    """Chooses elements by name and shape of their parameter, once, and keeps copies of them in lasting buffers.
+    """Chooses elements by name and shape of their parameter, once, and measures them around a step.
+
+    What it returns are tables, a list of rows for each block of parameters with one number per parameter in each row;
+    the parameters are in the order of :attr:`names`.
 
     Args:
         sample_size: elements of each parameter; ``None``: all.
@@ -55,101 +162,143 @@ class WatchedElements:
     def __init__(self, sample_size: int | None) -> None:
         self._sample_size = sample_size
         self._choices: dict[str, Choice] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self.kept: list[str] = []
-        """The parameters of which there are copies to compare with."""
+        self._blocks: list[Block] = []
+        self._planned_for: dict[str, Any] = {}
+        self._norms: list[Tensor] = []
+        self._loaded: Mapping[str, Any] = {}
 
     def __getitem__(self, name: str) -> Choice:
         """Return what was chosen of a parameter."""
         return self._choices[name]
 
     @property
+    def names(self) -> list[str]:
+        """The parameters that were measured last, or loaded."""
+        return (
+            list(self._loaded["copies"]) if self._loaded else [name for block in self._blocks for name in block.names]
+        )
+
+    @property
+    def keeps(self) -> bool:
+        """Tell whether there are copies to compare with."""
+        return bool(self._norms or self._loaded)
+
+    @property
     def bytes(self) -> int:
         """The memory of indices and buffers."""
         indices = [choice.indices for choice in self._choices.values() if choice.indices is not None]
-        return sum(tensor.nbytes for tensor in [*indices, *self._buffers.values()])
+        return sum(tensor.nbytes for tensor in [*indices, *(block.rows for block in self._blocks)])
 
-    def gradients(self, parameters: Named) -> Iterator[Piece]:
-        """Yield the elements of the gradients, some parameters at a time, with the names; every one has a gradient."""
-        return self._pieces(parameters, gradient_shard)
+    @torch.no_grad()
+    def measure(self, parameters: Named, *, extremes: bool) -> list[list[Tensor]]:
+        """Measure the gradients (:meth:`Block.measure`), then copy the parameters; every one has a gradient."""
+        shards = self._plan(parameters)
+        gradients = dict(zip(parameters, gradient_shards(parameters.values()), strict=True))
+        tables = [block.measure([gradients[name] for name in block.names], extremes=extremes) for block in self._blocks]
+        self._norms = [block.keep([shards[name] for name in block.names]) for block in self._blocks]
+        self._loaded = {}
+        return tables
 
-    def weights(self, parameters: Named) -> Iterator[Piece]:
-        """Yield the elements of the parameters, in the same way."""
-        return self._pieces(parameters, _shard)
+    @torch.no_grad()
+    def compare(self, parameters: Named) -> list[list[Tensor]]:
+        """Compare the parameters, those of :attr:`names`, with their copies, which are lost by that.
 
-    def keep(self, parameters: Named) -> None:
-        """Copy the elements of the parameters, in place of all copies there were."""
-        for names, now in self.weights(parameters):
-            for name, values in zip(names, now, strict=True):
-                buffer = self._buffers.get(name)
-                if buffer is None or _kind(buffer) != _kind(values):
-                    self._buffers[name] = torch.empty_like(values)
-            torch._foreach_copy_([self._buffers[name] for name in names], now)
-        self.kept = list(parameters)
+        Rows: the norm that was, that of the change, and the two counts of :meth:`Block.compare`.
+        """
+        shards = self._plan(parameters)
+        if self._loaded:
+            self._unload()
+        tables = []
+        for block, before in zip(self._blocks, self._norms, strict=True):
+            low = not block.is_wide
+            gradients = [_gradient_shard(parameters[name]) if low else None for name in block.names]
+            tables.append([before, *block.compare([shards[name] for name in block.names], gradients)])
+        self._norms = []
+        return tables
 
-    def before(self, names: list[str], now: list[Tensor]) -> list[Tensor]:
-        """Return the copies of these parameters' elements, which may be overwritten, on the devices of ``now``."""
-        pairs = zip(names, now, strict=True)
-        return [self._buffers[name].to(values.device) for name, values in pairs]
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies by parameter name and their norms, if there are any to compare with."""
+        if self._loaded or not self._norms:
+            return dict(self._loaded)
+        copies = {name: view for block in self._blocks for name, view in zip(block.names, block.views, strict=True)}
+        return {"copies": copies, "norms": list(self._norms)}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the copies by parameter name."""
-        return {name: self._buffers[name] for name in self.kept}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; buffers that were there are given back."""
+        self._blocks, self._planned_for, self._norms, self._loaded = [], {}, [], dict(state)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take copies back."""
-        self._buffers = {name: values.clone() for name, values in state.items()}
-        self.kept = list(state)
+    def _unload(self) -> None:
+        copies = self._loaded["copies"]
+        for block in self._blocks:
+            torch._foreach_copy_(block.views, [copies[name].to(block.rows.device) for name in block.names])
+        pairs = zip(self._loaded["norms"], self._blocks, strict=True)
+        self._norms = [norms.to(block.rows.device) for norms, block in pairs]
+        self._loaded = {}
 
-    def _pieces(self, parameters: Named, shard_of: Callable[[Any], Tensor]) -> Iterator[Piece]:
-        names: list[str] = []
-        values: list[Tensor] = []
-        together = 0
-        for name, parameter in parameters.items():
-            shard = shard_of(parameter)
-            names.append(name)
-            values.append(self._choice(name, parameter, shard).of(shard))
-            together += values[-1].numel()
-            if together >= AT_ONCE:
-                yield names, values
-                names, values, together = [], [], 0
-        if names:
-            yield names, values
+    def _plan(self, parameters: Named) -> dict[str, Tensor]:
+        """Return the shards by name; choose elements and make buffers unless those that are there fit."""
+        shards = dict(zip(parameters, shards_of(parameters.values()), strict=True))
+        like = {name: (shard.shape, shard.dtype, shard.device) for name, shard in shards.items()}
+        if like != self._planned_for:
+            groups: dict[Any, list[str]] = {}
+            for name, shard in shards.items():
+                self._choices[name] = self._choice(name, parameters[name], shard)
+                groups.setdefault((shard.dtype, shard.device), []).append(name)
+            self._blocks = []  # gives the memory back before the new ones take some
+            self._blocks = [
+                Block(names, [self._choices[name] for name in names], device) for (_, device), names in groups.items()
+            ]
+            self._planned_for = like
+        return shards
 
     def _choice(self, name: str, parameter: nn.Parameter, shard: Tensor) -> Choice:
-        """Return what is looked at of a parameter, chosen anew only if it has changed its shape or place."""
+        """Return what is looked at of a parameter, chosen anew only if it is not what it was."""
         known = self._choices.get(name)
-        if (
-            known is not None
-            and known.shard == shard.shape
-            and (known.indices is None or known.indices.device == shard.device)
-        ):
+        if known is not None and known.suits(shard):
             return known
-        self._choices[name] = self._chosen(name, parameter, shard)
-        return self._choices[name]
-
-    def _chosen(self, name: str, parameter: nn.Parameter, shard: Tensor) -> Choice:
         whole = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
         elements = math.prod(whole)
         indices = None if self._sample_size is None else sample_indices(name, whole, self._sample_size)
         if indices is None:
-            return Choice(shard.shape, None, elements, elements)
+            return Choice(shard.shape, shard.dtype, None, elements, elements)
         here = held_here(parameter, indices) if is_sharded(parameter) else indices
-        return Choice(shard.shape, here.to(shard.device), len(indices), elements)
+        return Choice(shard.shape, shard.dtype, here.to(shard.device), len(indices), elements)
 
 
-def gradient_shard(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter as far as it belongs to the parameter's part on this rank, dense and real."""
-    gradient = parameter.grad
-    assert gradient is not None
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return _shard(laid_out_like(dense, parameter))
+def pieces(row_counts: Iterable[int]) -> list[tuple[slice, slice]]:
+    """Cut parameters, each with a number of rows, into pieces of at least :data:`AT_ONCE` elements.
+
+    Returns for each piece the slice of parameters and that of rows.
+
+    >>> pieces([20, 20, 5, 5])
+    [(slice(0, 2, None), slice(0, 40, None)), (slice(2, 4, None), slice(40, 50, None))]
+    """
+    ends, rows, count = [(0, 0)], 0, 0
+    for count, more in enumerate(row_counts, start=1):
+        rows += more
+        if (rows - ends[-1][1]) * ROW >= AT_ONCE:
+            ends.append((count, rows))
+    if ends[-1][0] < count:
+        ends.append((count, rows))
+    return [(slice(first[0], last[0]), slice(first[1], last[1])) for first, last in pairwise(ends)]
 
 
-def _shard(tensor: Tensor) -> Tensor:
-    (shard,) = local_shards([tensor])
-    return torch.view_as_real(shard) if shard.is_complex() else shard
+def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that hold the bytes on this rank, complex ones as pairs of real numbers."""
+    return [torch.view_as_real(shard) if shard.is_complex() else shard for shard in local_shards(parameters)]
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+def gradient_shards(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients as far as they belong to the parameters' parts on this rank; every one has a gradient."""
+    owners = list(parameters)
+    dense = [_dense(owner.grad) for owner in owners]
+    return shards_of(map(laid_out_like, dense, owners) if any(map(is_sharded, owners)) else dense)
+
+
+def _gradient_shard(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else gradient_shards([parameter])[0]
+
+
+def _dense(gradient: Any) -> Tensor:
+    dense: Tensor = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    return dense

@@ -1,0 +1,305 @@
+"""The plain monitor against full clones in float64, on planted layers, and in the corners of optimizers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from framework.errors import UsageError
+from framework.param_vectors import trainable
+from tests.support import MODELS, TiedModel, data_for, mean_loss
+from tests.training_hooks.reloading import through_a_file
+from training_hooks.measures.element_samples import sample_indices
+from training_hooks.weight_updates import WeightUpdateMonitor
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+}
+
+
+def backward(model: nn.Module, data) -> None:
+    model.zero_grad()
+    mean_loss(model, data).backward()
+
+
+def clones(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copy the parameters, each shared one once, in float64."""
+    return {name: value.detach().double() for name, value in model.named_parameters()}
+
+
+def length(tensor: torch.Tensor) -> float:
+    return math.sqrt(tensor.double().square().sum().item())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_checks_are_those_of_full_clones(name, optimizer):
+    torch.manual_seed(0)
+    model, data = MODELS[name](), data_for(name)
+    optimizer, monitor = OPTIMIZERS[optimizer](model.parameters()), WeightUpdateMonitor(exact=True)
+    for _ in range(4):
+        backward(model, data)
+        before, gradients = clones(model), monitor.check_gradients(model, optimizer)
+        optimizer.step()
+        updates = monitor.check_updates(model, optimizer)
+        assert gradients.keys() == updates.keys() == trainable(model).keys()
+        for key, parameter in model.named_parameters():
+            g, found, update = parameter.grad.double(), gradients[key], updates[key]
+            assert found.l2_norm == pytest.approx(length(g), rel=1e-6, abs=1e-12)
+            assert found.max_abs == pytest.approx(g.abs().max().item(), rel=1e-6)
+            assert found.mean_abs == pytest.approx(g.abs().mean().item(), rel=1e-6, abs=1e-12)
+            change = length(parameter.detach().double() - before[key])
+            assert update.update_norm == pytest.approx(change, rel=1e-6)
+            assert update.weight_norm == pytest.approx(length(before[key]), rel=1e-6)
+            assert update.update_ratio == pytest.approx(change / (length(before[key]) + 1e-12), rel=1e-6)
+
+
+def sampling_error(sample: torch.Tensor, elements: int) -> float:
+    """Return the standard error of n times the mean of a sample drawn without replacement, from its own variance."""
+    count = len(sample)
+    return elements * math.sqrt(sample.var().item() / count * (1 - count / elements))
+
+
+class WideTied(TiedModel):
+    """The tied model, but with more elements than a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(7, 64), nn.Linear(64, 64)
+        self.decoder = nn.Linear(64, 7, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+
+WIDE = {
+    "batchnorm_mlp": lambda: nn.Sequential(nn.Linear(4, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 7)),
+    "transformer": lambda: nn.Sequential(
+        nn.Embedding(7, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Flatten(), nn.Linear(64, 7)
+    ),
+    "tied": WideTied,
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", WIDE)
+def test_sampled_checks_are_within_their_sampling_error(name, optimizer):
+    """Five standard errors, estimated from the sample itself; what is taken whole must be exact."""
+    torch.manual_seed(0)
+    model, data = WIDE[name](), data_for(name)
+    optimizer, monitor = OPTIMIZERS[optimizer](model.parameters()), WeightUpdateMonitor(sample_size=150)
+    for _ in range(3):
+        backward(model, data)
+        before, gradients = clones(model), monitor.check_gradients(model, optimizer)
+        optimizer.step()
+        updates = monitor.check_updates(model, optimizer)
+        for key, parameter in model.named_parameters():
+            indices = sample_indices(key, parameter.shape, 150)
+            change = parameter.detach().double() - before[key]
+            measured = (gradients[key].l2_norm, updates[key].update_norm, updates[key].weight_norm)
+            for norm, tensor in zip(measured, (parameter.grad.double(), change, before[key]), strict=True):
+                squares = tensor.flatten().square()
+                error = 0 if indices is None else sampling_error(squares[indices.long()], len(squares))
+                assert norm**2 == pytest.approx(squares.sum().item(), rel=1e-5, abs=5 * error + 1e-20), key
+
+
+FACTORS = {"4.weight": 1e-9, "6.weight": 1e6}
+
+
+def examine(sick: str, *, rate: float = 1e-2, **options):
+    """Train a deep model with one sick layer for three checked steps; return the diagnostics of the last."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(24, 24), nn.Tanh())], nn.Linear(24, 7))
+    layer, monitor = model.get_parameter(sick), WeightUpdateMonitor(**options)
+    groups = [{"params": [value], "lr": rate if value is layer else 1e-2} for value in model.parameters()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    for _ in range(3):
+        backward(model, (torch.randn(8, 24), torch.randint(7, (8,))))
+        layer.grad *= FACTORS.get(sick, 1.0)
+        gradients = monitor.check_gradients(model, optimizer)
+        optimizer.step()
+        updates = monitor.check_updates(model, optimizer)
+    return gradients, updates
+
+
+def conditions(gradients, updates) -> tuple[list[str], list[str], list[str]]:
+    """Name the parameters whose gradients vanish, whose explode, and those that are frozen."""
+    return (
+        [name for name, each in gradients.items() if each.is_vanishing],
+        [name for name, each in gradients.items() if each.is_exploding],
+        [name for name, each in updates.items() if each.is_frozen],
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_size": 100}, {"exact": True}], ids=str)
+def test_each_planted_layer_is_found_and_nothing_else(options):
+    assert conditions(*examine("0.weight", **options)) == ([], [], [])
+    assert conditions(*examine("4.weight", **options)) == (["4.weight"], [], [])
+    assert conditions(*examine("6.weight", **options)) == ([], ["6.weight"], [])
+    assert conditions(*examine("2.weight", rate=0.0, **options)) == ([], [], ["2.weight"])
+
+
+def one_check(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: WeightUpdateMonitor):
+    gradients = monitor.check_gradients(model, optimizer)
+    optimizer.step()
+    return gradients, monitor.check_updates(model, optimizer)
+
+
+def ones(**parameters: float) -> nn.Module:
+    """Make a model of named parameters of four equal elements, each with a gradient of ones."""
+    model = nn.Module()
+    for name, value in parameters.items():
+        model.register_parameter(name, nn.Parameter(torch.full((4,), value)))
+        model.get_parameter(name).grad = torch.ones(4)
+    return model
+
+
+def test_parameters_that_take_no_part_are_skipped():
+    model = ones(used=1.0, unused=1.0, fixed=1.0)
+    model.unused.grad, model.fixed.requires_grad = None, False
+    model.register_parameter("empty", nn.Parameter(torch.empty(0, 3)))
+    model.empty.grad = torch.empty(0, 3)
+    gradients, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=0.1), WeightUpdateMonitor())
+    assert [*gradients] == [*updates] == ["used"]
+    assert updates["used"].update_ratio == pytest.approx(0.1)
+
+
+def test_nothing_to_check_is_nothing_found():
+    model, monitor = ones(a=1.0), WeightUpdateMonitor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert monitor.check_updates(model, optimizer) == {}
+    model.a.grad = None
+    assert one_check(model, optimizer, monitor) == ({}, {})
+
+
+def test_weight_decay_moves_a_parameter_without_gradient():
+    model = ones(decayed=1.0, plain=1.0)
+    model.decayed.grad.zero_(), model.plain.grad.zero_()
+    groups = [{"params": [model.decayed], "weight_decay": 0.5}, {"params": [model.plain], "lr": 0.2}]
+    optimizer, monitor = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0), WeightUpdateMonitor()
+    for check in (1, 2, 3):
+        gradients, updates = one_check(model, optimizer, monitor)
+        assert all(each.is_vanishing for each in gradients.values())
+        assert updates["decayed"].update_ratio == pytest.approx(0.05)
+        assert (updates["plain"].frozen_checks, updates["decayed"].frozen_checks) == (check, 0)
+    assert (gradients["decayed"].learning_rate, gradients["plain"].learning_rate) == (0.1, 0.2)
+    assert [name for name, each in updates.items() if each.is_frozen] == ["plain"]
+
+
+def test_a_parameter_missing_from_the_optimizer_is_frozen_and_has_no_learning_rate():
+    model, monitor = ones(trained=1.0, forgotten=1.0), WeightUpdateMonitor(frozen_patience_steps=1)
+    _, updates = one_check(model, torch.optim.SGD([model.trained], lr=0.1), monitor)
+    assert [name for name, each in updates.items() if each.is_frozen] == ["forgotten"]
+    assert math.isnan(updates["forgotten"].learning_rate)
+
+
+def test_one_movement_ends_the_count_of_checks_in_a_row():
+    model, monitor = ones(a=1.0), WeightUpdateMonitor()
+    counts = []
+    for rate in (0.0, 0.0, 0.1, 0.0, 0.0, 0.0):
+        _, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=rate), monitor)
+        counts.append((updates["a"].frozen_checks, updates["a"].is_frozen))
+    assert counts == [(1, False), (2, False), (0, False), (1, False), (2, False), (3, True)]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_bfloat16_rounds_away_is_told_from_what_is_frozen(exact):
+    """At 1.0 the spacing of bfloat16 is 2⁻⁷ (2⁻⁸ below): 1e-4 is lost; at 0.001 it is not."""
+    model = ones(rounded=1.0, moving=0.001, frozen=1.0, idle=1.0).bfloat16()
+    model.idle.grad = torch.zeros(4, dtype=torch.bfloat16)
+    groups = [{"params": [model.rounded, model.moving, model.idle]}, {"params": [model.frozen], "lr": 0.0}]
+    monitor = WeightUpdateMonitor(exact=exact, frozen_patience_steps=2)
+    for _ in range(2):
+        _, updates = one_check(model, torch.optim.SGD(groups, lr=1e-4), monitor)
+    assert [name for name, each in updates.items() if each.is_rounded_away] == ["rounded"]
+    assert [name for name, each in updates.items() if each.is_frozen] == ["frozen", "idle"]
+    assert [updates[name].rounded_away for name in ("rounded", "moving", "frozen")] == [1, 0, 1]
+    assert math.isnan(updates["idle"].rounded_away)
+    assert monitor.aggregate_update_stats(updates)["rounded_away_fraction"] == 8 / 12
+
+
+def test_the_share_rounded_away_is_that_of_full_clones():
+    torch.manual_seed(0)
+    model = nn.Linear(60, 60).bfloat16()
+    model(torch.randn(9, 60, dtype=torch.bfloat16)).square().mean().backward()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    _, updates = one_check(model, optimizer, WeightUpdateMonitor(exact=True))
+    stuck = (model.weight == before) & (model.weight.grad != 0)
+    assert 0.1 < updates["weight"].rounded_away < 0.9
+    assert updates["weight"].rounded_away == pytest.approx((stuck.sum() / (model.weight.grad != 0).sum()).item())
+    assert updates["weight"].update_norm == pytest.approx(length(model.weight.double() - before.double()), rel=1e-6)
+
+
+def test_infinite_and_missing_numbers_count_as_exploding():
+    model = ones(inf=1.0, nan=1.0, fine=1.0)
+    model.inf.grad[1], model.nan.grad[2] = math.inf, math.nan
+    monitor = WeightUpdateMonitor()
+    gradients = monitor.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [name for name, each in gradients.items() if each.is_exploding] == ["inf", "nan"]
+    stats = monitor.aggregate_gradient_stats(gradients)
+    assert (stats["exploding_count"], stats["nonfinite_count"]) == (2, 2)
+    assert (stats["grad_norm_min"], stats["grad_norm_max"]) == (2.0, math.inf)
+    assert {name for name, _ in monitor.top_k_largest_gradients(gradients, 2)} == {"inf", "nan"}
+
+
+def test_weights_that_were_zero_have_no_part_in_the_ratios():
+    model, monitor = ones(zero=0.0, one=1.0), WeightUpdateMonitor()
+    _, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=0.1), monitor)
+    assert updates["zero"].update_ratio == pytest.approx(0.2 / 1e-12)
+    assert monitor.aggregate_update_stats(updates)["update_ratio_max"] == pytest.approx(0.1)
+    assert monitor.top_k_smallest_updates(updates, 1) == [("one", pytest.approx(0.1))]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sparse_complex_and_double_parameters_are_measured(exact):
+    model = nn.Module()
+    model.table = nn.Embedding(9, 4, sparse=True)
+    model.wave = nn.Parameter(torch.tensor([3 + 4j, 0j]))
+    model.fine = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    (model.table(torch.tensor([1, 1, 2])).sum() + model.wave.abs().sum() + model.fine.sum() * 1e-9).backward()
+    monitor = WeightUpdateMonitor(exact=exact)
+    gradients, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=1.0), monitor)
+    assert gradients["table.weight"].l2_norm == pytest.approx(math.sqrt(4 * 4 + 4))
+    assert gradients["table.weight"].mean_abs == pytest.approx(12 / 36)
+    assert updates["wave"].weight_norm == pytest.approx(5)
+    assert updates["wave"].update_norm == pytest.approx(1)
+    assert updates["fine"].update_ratio == pytest.approx(1e-9, rel=1e-6)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_monitor_goes_on_from_its_state_between_the_two_checks_of_a_step(exact):
+    torch.manual_seed(0)
+    model, monitor = nn.Linear(70, 70), WeightUpdateMonitor(exact=exact)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        backward(model, (torch.randn(5, 70), torch.randint(70, (5,))))
+        monitor.check_gradients(model, optimizer)
+        resumed = WeightUpdateMonitor(exact=exact)
+        resumed.load_state_dict(through_a_file(monitor.state_dict()))
+        optimizer.step()
+        assert monitor.check_updates(model, optimizer) == resumed.check_updates(model, optimizer) != {}
+
+
+def test_a_sample_takes_eight_bytes_an_element_and_exact_one_copy():
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(20)])
+    backward(model, (torch.randn(2, 128), torch.tensor([0, 1])))
+    for options, bar in (({}, 40 * 8 * 1024), ({"exact": True}, sum(p.nbytes + 4096 for p in model.parameters()))):
+        monitor = WeightUpdateMonitor(**options)
+        monitor.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert 0 < monitor.bytes <= bar
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sample_size": 0}, "sample_size is 0; it must be at least 1"),
+        ({"frozen_patience_steps": 0}, "frozen_patience_steps is 0; it must be at least 1"),
+        ({"frozen_update_ratio_threshold": -1.0}, "frozen_update_ratio_threshold is -1.0; it must be a number"),
+        ({"exploding_grad_threshold": math.nan}, "exploding_grad_threshold is nan; it must be a number"),
+        ({"vanishing_grad_threshold": 200.0}, "is 200.0 and exploding_grad_threshold 100.0; the first must be"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        WeightUpdateMonitor(**options)
