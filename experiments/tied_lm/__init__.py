@@ -1,0 +1,1 @@
+"""A decoder language model with tied embeddings."""

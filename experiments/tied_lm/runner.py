@@ -1,0 +1,59 @@
+"""The experiment ``tied_lm`` and its configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from experiments.tied_lm.training import LanguageModelConfig, LanguageModelRunner
+from framework.registry import ExperimentRegistry
+from framework.runner import OptionsByHook
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedLMConfig(LanguageModelConfig):
+    """Options of tied_lm; the defaults are for a workstation, ``--preset quick`` is for a laptop."""
+
+
+QUICK = {
+    "steps": 400,
+    "context": 64,
+    "width": 128,
+    "layers": 3,
+    "batch_size": 16,
+    "lr": 3e-3,
+    "min_lr": 3e-4,
+    "warmup_steps": 40,
+}
+ONE_BILLION = {
+    "vocabulary": 50_304,
+    "context": 2048,
+    "width": 2048,
+    "layers": 16,
+    "heads": 16,
+    "hidden": 8192,
+    "batch_size": 512,
+    "accumulation_steps": 64,
+    "lr": 4e-4,
+    "min_lr": 4e-5,
+    "warmup_steps": 2000,
+    "amp": "bf16",
+}
+PROVENANCE: OptionsByHook = {"embedding_provenance": {}}
+
+
+@ExperimentRegistry.register
+class TiedLMRunner(LanguageModelRunner[TiedLMConfig]):
+    """A language model with tied embeddings: the two gradients that meet in one matrix, and clipping the larger one."""
+
+    name: ClassVar[str] = "tied_lm"
+    config_class = TiedLMConfig
+    strategies = ("baseline", "clip_previous", "clip_rolling")
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"quick": QUICK, "1b": ONE_BILLION}
+
+    def strategy_hooks(self, strategy: str) -> OptionsByHook:
+        """Watch both gradients under every strategy; clip the output projection's under two of them."""
+        clips: Mapping[str, OptionsByHook] = {
+            "clip_previous": {"output_projection_clip": {"window_size": 1, "scale_factor": 1.0}},
+            "clip_rolling": {"output_projection_clip": {"window_size": 5, "scale_factor": 0.1}},
+        }
+        return {**PROVENANCE, **clips.get(strategy, {})}

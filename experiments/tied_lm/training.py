@@ -1,0 +1,279 @@
+"""What every experiment on the decoder language model shares: data, optimizer, schedule, evaluation, sample text."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from experiments.tied_lm.corpus import SMALLEST_VOCABULARY, Tokenizer, python_documentation, read_corpus
+from experiments.tied_lm.model import Decoder, DecoderShape, generate, language_model_loss
+from experiments.tied_lm.tokens import (
+    TOKEN_FILES,
+    TokenLoader,
+    open_tokens,
+    split_targets,
+    unigram_entropy,
+    windows_in_order,
+)
+from framework.config import ExperimentConfig, require
+from framework.data import Batch, Loader, derived_seed
+from framework.errors import UsageError
+from framework.runner import ExperimentRunner
+
+EVALUATION_BATCH = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(ExperimentConfig):
+    """Options of an experiment on the decoder language model.
+
+    Args:
+        steps: optimizer steps.
+        data: a text file, a folder of texts, or a file of tokens (.npy, .bin, .u16, .u32); by default Python's own
+            documentation.
+        vocabulary: tokens; of a text, those of the byte-pair encoding that is trained on it.
+        validation_share: part of the data that is held out, by document where there are documents.
+        context: tokens of a sequence.
+        width: of the residual stream.
+        layers: transformer layers.
+        heads: attention heads per layer; divides width into even parts.
+        hidden: inner width of the feed-forward layers; by default 8/3 of width, rounded up to a multiple of 32.
+        weight_tying: use the embedding matrix as output projection.
+        qk_norm: normalise queries and keys.
+        z_loss: weight of the mean squared log-partition function in the loss.
+        lr: learning rate after the warm-up.
+        min_lr: learning rate at the end of the cosine decay.
+        warmup_steps: steps over which the learning rate rises.
+        weight_decay: decoupled weight decay of matrices; vectors have none.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        evaluation_windows: sequences of the validation data on which val_loss is measured.
+        sample_tokens: tokens of the text that is written at the end; 0 writes none.
+    """
+
+    steps: int = 1000
+    data: Path | None = None
+    vocabulary: int = 4096
+    validation_share: float = 0.1
+    context: int = 256
+    batch_size: int = 16
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    hidden: int | None = None
+    weight_tying: bool = True
+    qk_norm: bool = False
+    z_loss: float = 0.0
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    evaluation_windows: int = 64
+    sample_tokens: int = 60
+    eval_every: int = 100
+    snapshot_every: int = 100
+
+    def __post_init__(self) -> None:
+        """Check every value and how they fit together."""
+        super().__post_init__()
+        self.at_least(1, "steps", "context", "width", "layers", "heads", "evaluation_windows")
+        self.at_least(0, "warmup_steps", "weight_decay", "z_loss", "sample_tokens")
+        self.above(0, "lr")
+        require(
+            self.vocabulary >= SMALLEST_VOCABULARY - 1,
+            f"vocabulary is {self.vocabulary}; it must be at least {SMALLEST_VOCABULARY - 1}, one token for each byte.",
+        )
+        require(
+            0 < self.validation_share < 1,
+            f"validation_share is {self.validation_share}; it must be a fraction between 0 and 1.",
+        )
+        require(
+            self.width % (2 * self.heads) == 0,
+            f"width is {self.width}; it must be a multiple of twice the heads ({2 * self.heads}), since rotary "
+            "positions turn pairs of coordinates.",
+        )
+        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; it must lie in 0..lr ({self.lr}).")
+        require(self.hidden is None or self.hidden >= 1, f"hidden is {self.hidden}; it must be at least 1.")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} is {value}; it must lie in [0, 1).")
+
+    @property
+    def shape(self) -> DecoderShape:
+        """The dimensions of the model."""
+        hidden = self.hidden or 32 * math.ceil(8 * self.width / 3 / 32)
+        return DecoderShape(
+            vocabulary=self.vocabulary,
+            context=self.context,
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            hidden=hidden,
+            weight_tying=self.weight_tying,
+            qk_norm=self.qk_norm,
+        )
+
+
+@dataclass(frozen=True)
+class LanguageData:
+    """Training and validation tokens, where they come from, and the tokenizer if they come from a text."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    source: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def load(cls, config: LanguageModelConfig) -> "LanguageData":
+        """Open what the options name; raises :class:`UsageError` for what cannot be trained on."""
+        data = config.data
+        if data is not None and not data.exists():
+            raise UsageError(f"--data {data} does not exist; name a text file, a folder of texts or a file of tokens.")
+        if data is not None and data.is_file() and data.suffix in TOKEN_FILES:
+            loaded = cls._of_tokens(open_tokens(data), data, config.validation_share)
+        else:
+            loaded = cls._of_texts(config)
+        for name, tokens in (("training", loaded.train), ("validation", loaded.validation)):
+            require(
+                len(tokens) > config.context,
+                f"The {name} data has {len(tokens)} tokens, and a context of {config.context} needs at least "
+                f"{config.context + 1}; choose a shorter --context, or more data.",
+            )
+        return loaded
+
+    @classmethod
+    def _of_tokens(cls, tokens: np.ndarray, path: Path, share: float) -> "LanguageData":
+        """Hold out the end of a file of tokens."""
+        first = len(tokens) - round(share * len(tokens))
+        source = {"source": str(path), "tokens": len(tokens), "bytes": path.stat().st_size}
+        return cls(tokens[:first], tokens[first:], source, None)
+
+    @classmethod
+    def _of_texts(cls, config: LanguageModelConfig) -> "LanguageData":
+        corpus = python_documentation() if config.data is None else read_corpus(config.data)
+        training, validation = corpus.split(config.validation_share)
+        tokenizer = Tokenizer(list(training.documents.values()), config.vocabulary)
+        sides = [tokenizer.encode(side.documents.values()) for side in (training, validation)]
+        source = {
+            "source": corpus.source,
+            "documents": len(corpus.documents),
+            "validation_documents": len(validation.documents),
+            "tokens": sum(map(len, sides)),
+            "xxh3_64": corpus.digest,
+        }
+        return cls(sides[0], sides[1], source, tokenizer)
+
+
+Config = TypeVar("Config", bound=LanguageModelConfig)
+
+
+class LanguageModelRunner(ExperimentRunner[Config]):
+    """A decoder language model in the step loop: AdamW, warm-up and cosine decay, validation loss, a sample of text."""
+
+    loop = "step"
+    scheduler_interval = "step"
+    minimal_hooks: ClassVar[Sequence[str]] = ("training_metrics", "weight_updates")
+    default_group: ClassVar[str] = "minimal"
+
+    @cached_property
+    def data(self) -> LanguageData:
+        """The tokens."""
+        return LanguageData.load(self.config)
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Entropy of single training tokens, nats."""
+        return unigram_entropy(self.data.train, self.config.vocabulary)
+
+    def describe_data(self) -> Mapping[str, Any]:
+        """Return where the data comes from, with the digest of a text."""
+        return self.data.source
+
+    @property
+    def length(self) -> int:
+        """Steps to train."""
+        return self.config.steps
+
+    def build_model(self) -> nn.Module:
+        """Return the decoder."""
+        return Decoder(self.config.shape)
+
+    def build_loader(self, strategy: str) -> Loader:
+        """Return random windows of the training tokens, the same for every strategy."""
+        config = self.config
+        return TokenLoader(
+            self.data.train,
+            context=config.context,
+            batch_size=config.batch_size,
+            vocabulary=config.vocabulary,
+            seed=config.seed,
+            device=self.device,
+        )
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return AdamW with weight decay on matrices."""
+        config = self.config
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """Return a linear warm-up followed by a cosine decay to ``min_lr``."""
+        config = self.config
+        share = partial(
+            learning_rate_share, warmup=config.warmup_steps, steps=config.steps, least=config.min_lr / config.lr
+        )
+        return LambdaLR(optimizer, share)
+
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of the next token, with the z-loss if it is on."""
+        inputs, targets = batch
+        return language_model_loss(model(inputs), targets, self.config.z_loss)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return ``val_loss`` and, beside it, the ``unigram_entropy`` (nats), and the mean norm of an embedding."""
+        config = self.config
+        windows = windows_in_order(self.data.validation, config.context, config.evaluation_windows)
+        inputs, targets = split_targets(windows, config.vocabulary, self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for first in range(0, len(inputs), EVALUATION_BATCH):
+            part = slice(first, first + EVALUATION_BATCH)
+            total += language_model_loss(model(inputs[part]), targets[part]).double() * len(inputs[part])
+        rows = model.get_parameter("embedding.weight").norm(dim=1)
+        return {
+            "val_loss": float(total) / len(inputs),
+            "unigram_entropy": self.unigram_entropy,
+            "embedding_row_norm": float(rows.mean()),
+        }
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Continue the beginning of the validation text at temperature 0.8."""
+        tokenizer, config = self.data.tokenizer, self.config
+        if tokenizer is None or not config.sample_tokens or not isinstance(model, Decoder):
+            return None
+        prompt = torch.from_numpy(np.array(self.data.validation[:12], dtype=np.int64)).to(self.device)
+        generator = torch.Generator().manual_seed(derived_seed(config.seed, "sample"))
+        return tokenizer.decode(generate(model, prompt, config.sample_tokens, generator, temperature=0.8).tolist())
+
+
+def learning_rate_share(step: int, *, warmup: int, steps: int, least: float) -> float:
+    """Return the share of the learning rate after ``step`` steps.
+
+    >>> [round(learning_rate_share(step, warmup=2, steps=6, least=0.1), 3) for step in range(7)]
+    [0.333, 0.667, 1.0, 0.868, 0.55, 0.232, 0.1]
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * done))

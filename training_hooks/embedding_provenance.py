@@ -1,0 +1,124 @@
+"""The two gradients that meet in a tied embedding matrix: through the input embedding, and through the output."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.metrics import Metrics
+from framework.registry import HookRegistry
+from framework.taps import GradientTap
+from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
+
+
+@HookRegistry.register
+class EmbeddingProvenance(TrainingHook):
+    """Measure the gradient through the input embedding and the one through the output projection, apart.
+
+    With tied weights both end in one matrix, g = g_in + g_out. Each use of the matrix works on an alias of it, whose
+    gradient is read while it flows: no product is computed twice, no activation kept. Without tying they are the
+    gradients of two matrices. Gradients are those of POST_BACKWARD: of all micro-batches, before any clipping.
+
+    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights.
+
+    Args:
+        interval: measure every so many steps.
+        embedding: the name of the embedding in the model; by default it is found.
+        projection: the name of the output projection; by default it is found.
+    """
+
+    name = "embedding_provenance"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+
+    def __init__(self, *, interval: int = 1, embedding: str | None = None, projection: str | None = None) -> None:
+        if interval < 1:
+            raise UsageError(f"embedding_provenance.interval is {interval}; it must be at least 1.")
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self._wanted = embedding, projection
+        self._pair: EmbeddingPair | None = None
+        self._gradients = TiedGradients(all_sums)
+
+    def start(self, run: RunInfo) -> None:
+        """Find the two modules; refuse a model without them."""
+        self._pair = EmbeddingPair.of(run.model, self.name, *self._wanted)
+        self._gradients.forget()
+
+    def taps(self, model: nn.Module) -> Iterable[GradientTap]:
+        """Watch both uses of a tied matrix; two matrices have gradients of their own."""
+        if self._pair is None or not self._pair.tied:
+            return []
+        return [
+            GradientTap(self._pair.projection, "weight", self._gradients.see_output),
+            GradientTap(self._pair.embedding, "weight", self._gradients.see_input),
+        ]
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return norms, means, ratio and cosine."""
+        if self._pair is None:
+            return {}
+        weight = ctx.model.get_submodule(self._pair.embedding).get_parameter("weight")
+        scale = ctx.loss_scale or 1.0
+        if self._pair.tied:
+            sums = self._gradients.measure(weight.grad, scale)
+            self._gradients.forget()
+            return {} if sums is None else metrics(sums, weight.numel(), scale, tied=True)
+        other = ctx.model.get_submodule(self._pair.projection).get_parameter("weight")
+        if weight.grad is None or other.grad is None:
+            return {}
+        return metrics(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
+
+    def reset(self) -> None:
+        """Forget what was seen of a step."""
+        self._gradients.forget()
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe norms, means, ratio and cosine."""
+        return [
+            *_of_path("embedding_grad", "g_in", "through the input embedding"),
+            *_of_path("output_proj_grad", "g_out", "through the output projection"),
+            MetricInfo(
+                "output_to_embedding_ratio",
+                "‖g_out‖₂ / ‖g_in‖₂",
+                "[0, ∞)",
+                "Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.",
+            ),
+            MetricInfo(
+                "cosine",
+                "⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂)",
+                "[-1, 1]",
+                "Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.",
+            ),
+        ]
+
+
+def metrics(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
+    """Name what follows from :func:`all_sums` of gradients of ``count`` elements, scaled by ``scale``."""
+    norms = sums[:2].sqrt()
+    means = sums[3:] / (count * scale)
+    values = {
+        "embedding_grad_l2_norm": norms[0] / scale,
+        "embedding_grad_mean": means[0],
+        "embedding_grad_mean_abs": means[2],
+        "output_proj_grad_l2_norm": norms[1] / scale,
+        "output_proj_grad_mean": means[1],
+        "output_proj_grad_mean_abs": means[3],
+        "output_to_embedding_ratio": norms[1] / norms[0],
+    }
+    return values | {"cosine": sums[2] / torch.prod(norms)} if tied else values
+
+
+def _of_path(prefix: str, symbol: str, way: str) -> list[MetricInfo]:
+    return [
+        MetricInfo(f"{prefix}_l2_norm", f"‖{symbol}‖₂", "[0, ∞)", f"Size of the gradient {way}."),
+        MetricInfo(f"{prefix}_mean", f"mean of the elements of {symbol}", "(−∞, ∞)", "Far from 0: a common drift."),
+        MetricInfo(
+            f"{prefix}_mean_abs",
+            f"mean of |{symbol}| over all elements",
+            "[0, ∞)",
+            "Beside the norm it tells a gradient in few rows (small) from one in all of them.",
+        ),
+    ]
