@@ -23,6 +23,7 @@ from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
+from tests.benchmarks.smoothing_cost import fires, smoothing
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "groups": ("Groups of hooks", (groups_of_observers, full_group)),
     "curvature": ("Curvature and counterfactuals", (hessian_product, counterfactual)),
     "sinks": ("Sinks", (file_sinks,)),
+    "smoothing": ("Smoothing and averages of weights", (smoothing, fires)),
     "each": ("Each hook", (each_hook,)),
 }
 

@@ -51,6 +51,9 @@ METHOD = """
   counted), in the same turns; both come with `pip install 'loopscope[bench]'`, and rows are left out without them.
 - *Each hook.* From one run of 20 epochs with all of them and `--profile-hooks`: mean wall-clock time of a call, streams
   and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is in none of them.
+- *Smoothing.* `ModelSmoother.smooth` against one `torch._foreach_lerp_` of the parameters and as many buffers, caches
+  emptied before each. A smoothing writes both, so it moves 4/3 of the bytes at least. torch has no operation that
+  writes two results, so each block is blended and then copied back from the cache: the copy is the rest of the cost.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.

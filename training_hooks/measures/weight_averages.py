@@ -29,6 +29,7 @@ class WeightAverage:
         self.last_step = 0
         self._total = 0.0
         self._copies = ShadowCopies()
+        self._parameters: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
     def sample(self, model: nn.Module, step: int) -> None:
@@ -40,10 +41,11 @@ class WeightAverage:
             self._copies.take(model, trainable(model) | buffers, widen=True)
             return
         shards = self._copies.shards
-        averaged = {name: value for name, value in model.named_parameters() if name in shards}
-        live = local_shards(averaged.values())
+        if not self._parameters:
+            self._parameters = {name: value for name, value in model.named_parameters() if name in shards}
+        live = local_shards(self._parameters.values())
         with step_markers(live):
-            _move([shards[name] for name in averaged], live, 1 / self._total)
+            _move([shards[name] for name in self._parameters], live, 1 / self._total)
             for name, buffer in buffers.items():
                 _move_buffer(shards, name, buffer, 1 / self._total)
 
@@ -65,6 +67,7 @@ class WeightAverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the averages of :meth:`state_dict`; :meth:`fit` tells whether they suit a model."""
         self._copies.load_state_dict(state)
+        self._parameters = {}
         self.samples, self.last_step, self._total = state["samples"], state["last_step"], state["total"]
 
 
