@@ -15,6 +15,7 @@ from training_hooks.hessian import Hessian
 from training_hooks.loss_spikes import LossSpikes
 from training_hooks.lr_probe import LrProbe
 from training_hooks.measures.smoothing import ModelSmoother, SmoothingConfig
+from training_hooks.measures.update_monitor import WeightUpdateMonitor
 from training_hooks.model_smoothing import ModelSmoothing
 from training_hooks.norms import Norms
 from training_hooks.parameter_delta import ParameterDelta
@@ -28,6 +29,7 @@ from training_hooks.training_metrics import TrainingMetrics
 from training_hooks.variance import Variance
 from training_hooks.weight_average import WeightAverage
 from training_hooks.weight_tracking import WeightTracking
+from training_hooks.weight_updates import WeightUpdates
 
 __all__ = [
     "AdamDynamics",
@@ -59,4 +61,6 @@ __all__ = [
     "Variance",
     "WeightAverage",
     "WeightTracking",
+    "WeightUpdateMonitor",
+    "WeightUpdates",
 ]
