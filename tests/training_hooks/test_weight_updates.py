@@ -1,0 +1,278 @@
+"""The hook weight_updates in real runs: what it reports, what it says, and what it costs the host."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.overrides import TorchFunctionMode
+
+from framework.contexts import OptimizerGroup
+from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.manager import HookManager
+from framework.precision import Precision
+from tests.support import MODELS, Case, SpyHook, at, build, mean_loss, run_info, train
+from tests.training_hooks.epoch_end import epoch_end
+from tests.training_hooks.reloading import reloading
+from training_hooks.weight_updates import WeightUpdates
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+QUARTILES = ("median", "p95", "min", "max")
+GRADIENT_METRICS = {f"grad_norm_{name}" for name in QUARTILES} | {
+    "vanishing_count",
+    "exploding_count",
+    "nonfinite_count",
+}
+UPDATE_METRICS = {f"update_ratio_{name}" for name in QUARTILES} | {"frozen_count"}
+
+
+TRANSFORMER = Case("transformer")
+
+
+def run(hooks, case=TRANSFORMER, steps=6, **options):
+    return train(case, hooks, steps=steps, audit=False, every_step=False, **options)
+
+
+def table(found) -> dict[tuple[str, int], float]:
+    """List what the hook reported, by metric and step."""
+    rows = found.sink.rows("weight_updates/")
+    return {(name.removeprefix("weight_updates/"), step): value for name, _, step, value in rows}
+
+
+class Norms(at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)):
+    """Measures by full clones in float64 what the hook reports in exact mode."""
+
+    def compute(self, ctx) -> dict[str, float]:
+        parameters = dict(ctx.model.named_parameters())
+        if ctx.hook_point is HookPoint.POST_BACKWARD:
+            self.before = {name: value.detach().double() for name, value in parameters.items()}
+            return {f"grad/{name}": value.grad.double().norm() for name, value in parameters.items()}
+        changes = {name: (value.double() - self.before[name]).norm() for name, value in parameters.items()}
+        return {f"ratio/{name}": change / self.before[name].norm() for name, change in changes.items()}
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_reports_the_statistics_of_full_clones(model, loop, accumulation_steps):
+    hooks = [Norms(), WeightUpdates(interval=2, exact=True)]
+    found = run(hooks, Case(model, "adamw_foreach", loop), accumulation_steps=accumulation_steps)
+    brute, reported = found.sink.rows("spy/"), table(found)
+    assert {step for _, step in reported} == {1, 3, 5}
+    for step in (1, 3, 5):
+        for kind, prefix in (("grad", "grad_norm"), ("ratio", "update_ratio")):
+            values = [value for name, _, at, value in brute if at == step and name.startswith(f"spy/{kind}/")]
+            values = sorted(value for value in values if math.isfinite(value))
+            half = len(values) // 2
+            median = values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+            expected = [median, values[math.ceil(0.95 * len(values)) - 1], values[0], values[-1]]
+            assert [reported[f"{prefix}_{name}", step] for name in QUARTILES] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("topk", [0, 5, 100])
+def test_the_series_are_those_described_and_as_many_as_topk_allows(topk):
+    reported = {name for name, _ in table(run([WeightUpdates(interval=6, topk=topk)]))}
+    parameters = {name for name, _ in build(Case("transformer"))[0].model.named_parameters()}
+    named = {name for name in reported if name.startswith("topk_frozen/")}
+    assert reported - named == GRADIENT_METRICS | UPDATE_METRICS
+    assert len(named) == min(topk, len(parameters))
+    assert {name.removeprefix("topk_frozen/") for name in named} <= parameters
+
+
+def test_the_named_parameters_are_those_with_the_smallest_ratios():
+    found = run([Norms(), WeightUpdates(interval=1, topk=3)], steps=1)
+    ratios = {name.removeprefix("spy/ratio/"): value for name, _, _, value in found.sink.rows("spy/ratio/")}
+    named = {name.removeprefix("topk_frozen/"): v for (name, _), v in table(found).items() if "topk" in name}
+    assert named == {name: pytest.approx(ratios[name], rel=1e-5) for name in sorted(ratios, key=ratios.get)[:3]}
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
+def test_a_run_whose_hook_is_resumed_before_every_call_reports_the_same(options):
+    """Two checks before the patience is out and one after; the weights kept between the checks of a step, too."""
+    frozen = {"frozen_update_ratio_threshold": 1e30, "frozen_patience_steps": 3, "interval": 1}
+    whole = run([WeightUpdates(**frozen, **options)])
+    resumed = run([reloading(WeightUpdates, **frozen, **options)])
+    assert table(whole) == table(resumed)
+    counts = [value for (name, _), value in sorted(table(whole).items()) if name == "frozen_count"]
+    assert counts == [0, 0] + 4 * [len(list(whole.task.model.parameters()))]
+
+
+# Warnings
+
+
+class Sick(WeightUpdates):
+    """Sees, at some steps, gradients of the first parameter that were multiplied by a factor."""
+
+    name = "weight_updates"
+    factors: dict[int, float] = {}
+
+    def compute(self, ctx):
+        first = next(ctx.model.parameters())
+        if ctx.hook_point is not HookPoint.POST_BACKWARD or ctx.step not in self.factors:
+            return super().compute(ctx)
+        seen, first.grad = first.grad, first.grad * self.factors[ctx.step]
+        metrics = super().compute(ctx)
+        first.grad = seen
+        return metrics
+
+
+def sick(**factors: float) -> WeightUpdates:
+    hook = Sick(interval=1)
+    hook.factors = {int(step.removeprefix("step")): factor for step, factor in factors.items()}
+    return hook
+
+
+def said(hook, **options) -> list[str]:
+    """Return what a hook warned of in a run of six steps, without its first and its last line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Case("transformer", **options), [hook], steps=6, audit=False, every_step=False)
+    return [f"{each.category.__name__}: {each.message}" for each in caught][1:-1]
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_condition_is_told_of_when_it_appears_and_when_it_ends(loop):
+    told = said(sick(step2=1e9, step3=1e9, step4=1e9, step6=1e9), loop=loop)
+    assert [sentence.split(" (")[0] for sentence in told] == [
+        "UserWarning: Step 2: 1 of 17 parameters has an exploding gradient: embedding.weight",
+        "RunNotice: Step 5: no parameter has an exploding gradient any more.",
+        "UserWarning: Step 6: 1 of 17 parameters has an exploding gradient: embedding.weight",
+    ]
+    assert "(‖g‖ = " in told[0]
+
+
+def test_more_parameters_in_a_condition_are_told_of_the_worst_first():
+    hook = WeightUpdates(interval=1, frozen_update_ratio_threshold=1e30, frozen_patience_steps=2)
+    (sentence,) = said(hook)
+    assert sentence.startswith("UserWarning: Step 2: 17 of 17 parameters are frozen: ")
+    assert sentence.endswith(" and 12 more.")
+    ratios = [float(part.split()[0]) for part in sentence.split("update ratio ")[1:]]
+    assert ratios == sorted(ratios)
+    assert sentence.count(" at lr 0.01") == len(ratios) == 5
+
+
+def test_a_condition_warned_of_is_not_warned_of_again_after_resuming():
+    whole = said(sick(step2=1e9, step3=1e9, step4=1e9))
+    assert len(whole) == 2
+    earlier, later = sick(step2=1e9), sick(step2=1e9, step3=1e9)
+    model = build(Case("transformer"))[0].model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    earlier.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=2))
+    later.load_state_dict(earlier.state_dict())
+    later.compute(epoch_end(model, hook_point=HookPoint.POST_BACKWARD, step=3))
+    with pytest.warns(UserWarning, match="Step 2: 1 of 17") as caught:
+        later.check({}, 3)
+    assert len(caught) == 1
+
+
+def test_the_first_and_the_last_line_say_what_was_watched():
+    with pytest.warns(RunNotice) as caught:
+        run([WeightUpdates(interval=4)])
+    first, last = (str(each.message) for each in (caught[0], caught[-1]))
+    assert first == (
+        "weight_updates checks the 17 parameters (735 elements) of strategy 'only' in samples of up to 1,024 elements "
+        "each, at step 1 and every 4 steps after it."
+    )
+    assert last == (
+        "weight_updates has checked 2 steps: of the parameters were, when last checked, 0 vanishing, 0 exploding, "
+        "0 frozen, 0 rounded away."
+    )
+    with pytest.warns(RunNotice, match=r"exactly, at every step\."):
+        run([WeightUpdates(interval=1, exact=True)])
+
+
+# Mixed precision and skipped steps
+
+
+def in_float16(task, state) -> None:
+    task.compute_loss = Precision.of("fp16", torch.device("cpu")).autocast(mean_loss)
+    task.scaler = state.scaler = GradScaler("cpu", init_scale=2.0**17)
+
+
+def test_a_step_that_the_scaler_skips_has_gradients_and_no_update_and_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", RunNotice)
+        found = run([WeightUpdates(interval=1, exact=True)], Case("tied"), introduce=in_float16)
+    reported, skipped = table(found), found.state.loop.skipped_steps
+    infinite = {step for (name, step), value in reported.items() if name == "nonfinite_count" and value}
+    updated = {step for name, step in reported if name == "update_ratio_median"}
+    assert len(infinite) == skipped > 0
+    assert updated == set(range(1, 7)) - infinite
+    assert max(value for (name, _), value in reported.items() if name == "frozen_count") == 0
+
+
+def test_bfloat16_weights_report_how_much_was_rounded_away():
+    def convert(task, state):
+        task.model.bfloat16()
+        task.optimizer.param_groups[0]["lr"] = 1e-4
+
+    reported = table(run([WeightUpdates(interval=6)], Case("tied", "sgd_momentum"), introduce=convert))
+    assert 0.1 < reported["rounded_away_fraction", 1] < 1
+
+
+# Cost and refusals
+
+
+class Transfers(TorchFunctionMode):
+    """Counts what brings numbers of tensors to the host."""
+
+    names = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") in self.names
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{"topk": 0}, {"topk": 100}, {"exact": True}, {"sample_size": 7}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fire_brings_its_numbers_to_the_host_in_one_transfer(dtype, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(6)]).to(dtype)
+    hook, counts = WeightUpdates(**options), []
+    for step in (1, 2):
+        model(torch.randn(3, 9, dtype=dtype)).square().mean().backward()
+        for point in (HookPoint.POST_BACKWARD, HookPoint.POST_STEP):
+            with Transfers() as transfers:
+                metrics = hook.compute(context(model, point, step))
+            counts.append(transfers.count)
+            assert not any(isinstance(value, Tensor) for value in metrics.values())
+    assert counts[2:] == [1, 1]
+
+
+def context(model: nn.Module, point: HookPoint, step: int):
+    ctx = epoch_end(model, hook_point=point, step=step)
+    group = OptimizerGroup(tuple(dict(model.named_parameters())), 0.1, 0.0, None, {})
+    return replace(ctx, services=replace(ctx.services, optimizer_groups=lambda: (group,)))
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    task, state = build(Case())
+    task.model.requires_grad_(False)
+    hook = WeightUpdates()
+    run = run_info(task, HookManager([hook], task, state), "epoch")
+    with pytest.raises(UnsuitableError, match="'weight_updates' needs parameters that are trained; the model has none"):
+        hook.start(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"interval": 0}, r"weight_updates\.interval is 0; it must be at least 1"),
+        ({"topk": -1}, r"weight_updates\.topk is -1; it must be at least 0"),
+        ({"sample_size": 0}, r"weight_updates\.sample_size is 0; it must be at least 1"),
+        ({"vanishing_grad_threshold": -1.0}, r"weight_updates\.vanishing_grad_threshold is -1\.0; it must be a number"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_the_hook(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        WeightUpdates(**options)
