@@ -13,7 +13,7 @@ from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
-from framework.param_vectors import Vector, dot, gradients, joint_norm, live_gradients, norm_of_each
+from framework.param_vectors import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
 from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
@@ -41,11 +41,19 @@ def by_parameter(norms: Tensor, max_norm: float) -> Tensor:
 
 
 def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
-    """Return the share of a vector's elements whose magnitude is above ``max_value``, and its norm once clamped."""
-    above = {name: (tensor.abs() > max_value).float() for name, tensor in vector.items()}
-    share = dot(above, above) / sum(tensor.numel() for tensor in vector.values())
-    del above
-    return share, joint_norm([tensor.clamp(-max_value, max_value) for tensor in vector.values()])
+    """Return the share of a vector's elements whose magnitude is above ``max_value``, and its norm once clamped.
+
+    One tensor after another, so that never more than one of them is copied.
+    """
+    counts, norms = [], []
+    for tensor in vector.values():
+        size = tensor.abs()
+        above = size > max_value
+        counts.append(whole(above.sum()) if is_sharded(above) else torch.count_nonzero(above))
+        norms.append(joint_norm([size.clamp_(max=max_value)]))
+    first = norms[0].device
+    share = torch.stack([count.to(first) for count in counts]).sum() / sum(t.numel() for t in vector.values())
+    return share, torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]))
 
 
 @HookRegistry.register
