@@ -1,0 +1,171 @@
+"""Texts and tokens of tied_lm: split by document, mapped rather than read, windows as a function of (seed, step)."""
+
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.tied_lm.corpus import Corpus, Tokenizer, python_documentation, read_corpus
+from experiments.tied_lm.tokens import TokenLoader, open_tokens, unigram_entropy, windows_in_order
+from experiments.tied_lm.training import LanguageData, LanguageModelConfig
+from framework.errors import UsageError
+
+CPU = torch.device("cpu")
+TEXTS = {f"doc {index}": f"The quick brown fox number {index} jumps. " * (5 + index) for index in range(12)}
+
+
+def loader(tokens: np.ndarray, *, context: int = 4, batch_size: int = 3, vocabulary: int = 100, seed: int = 1):
+    return TokenLoader(tokens, context=context, batch_size=batch_size, vocabulary=vocabulary, seed=seed, device=CPU)
+
+
+def test_the_documentation_is_split_by_document_and_its_digest_is_that_of_the_text() -> None:
+    corpus = python_documentation()
+    training, validation = corpus.split(0.1)
+    assert training.documents.keys() | validation.documents.keys() == corpus.documents.keys()
+    assert not training.documents.keys() & validation.documents.keys()
+    sizes = [sum(map(len, side.documents.values())) for side in (training, validation)]
+    assert 0.05 < sizes[1] / sum(sizes) <= 0.1
+    changed = Corpus("any", {**corpus.documents, "assert": corpus.documents["assert"] + " "})
+    assert corpus.digest != changed.digest
+    assert len(corpus.digest) == 16
+
+
+@given(share=st.floats(0.01, 0.99), lengths=st.lists(st.integers(1, 300), min_size=2, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_a_split_leaves_both_sides_something_and_holds_out_no_more_than_asked_for(share: float, lengths: list[int]):
+    corpus = Corpus("any", {f"d{index}": "x" * length for index, length in enumerate(lengths)})
+    training, validation = corpus.split(share)
+    assert training.documents
+    assert validation.documents
+    held = sum(map(len, validation.documents.values()))
+    assert held <= share * sum(lengths) or len(validation.documents) == 1
+
+
+def test_decoding_gives_the_text_back() -> None:
+    tokenizer = Tokenizer(list(TEXTS.values()), 280)
+    text = "Strange signs: é ∂ 🦊, and the quick brown fox."
+    tokens = tokenizer.encode([text])
+    assert tokens[-1] == tokenizer.end
+    assert tokenizer.decode(tokens[:-1].tolist()) == text
+    assert (tokens < tokenizer.vocabulary).all()
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_what_it_can() -> None:
+    with pytest.raises(UsageError, match=r"vocabulary is 4096, but the text has only \d+ different pieces; choose"):
+        Tokenizer(["some short text"], 4096)
+
+
+def test_a_folder_has_a_document_for_each_file(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/c.md", "ignored.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    assert read_corpus(tmp_path).documents == {"a/c.md": "text of a/c.md", "b.txt": "text of b.txt"}
+
+
+def test_a_file_is_cut_into_documents_at_empty_lines_and_loses_nothing(tmp_path: Path) -> None:
+    text = "\n\n".join(f"Paragraph {index} " * 20 for index in range(500))
+    (tmp_path / "book.txt").write_text(text)
+    documents = read_corpus(tmp_path / "book.txt").documents
+    assert 100 < len(documents) <= 201
+    assert "".join(documents.values()).strip() == text.strip()
+
+
+REFUSED = {
+    "empty.txt": (b"", "holds no text; two documents are needed"),
+    "one.txt": (b"a single paragraph", "holds one document; two documents are needed"),
+    "latin.txt": ("é".encode("latin-1") + b"\n\nx", "is not UTF-8 text: byte 0 cannot be read; convert it"),
+    "odd.u32": (b"1234567", "has 7 bytes, no whole number of tokens of 4 bytes"),
+    "odd.bin": (b"123", "has 3 bytes, no whole number of tokens of 2 bytes"),
+    "empty.u16": (b"", "is empty; it holds no tokens"),
+    "not.npy": (b"no array", "is not a file of tokens"),
+    "short.u16": (np.arange(50, dtype="<u2").tobytes(), "data has 45 tokens, and a context of 256 needs at least 257"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_cannot_be_trained_on_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    content, sentence = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=sentence):
+        LanguageData.load(LanguageModelConfig(data=tmp_path / name))
+
+
+def test_data_that_is_not_there_or_holds_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist; name a text file"):
+        LanguageData.load(LanguageModelConfig(data=tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match=r"is a folder without \.txt or \.md files"):
+        LanguageData.load(LanguageModelConfig(data=tmp_path))
+
+
+def test_an_array_of_numbers_that_are_no_tokens_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "floats.npy", np.zeros(3))
+    np.save(tmp_path / "table.npy", np.zeros((3, 2), dtype=np.uint16))
+    for name, form in (("floats", "float64 of shape"), ("table", r"uint16 of shape \(3, 2\)")):
+        with pytest.raises(UsageError, match=form):
+            open_tokens(tmp_path / f"{name}.npy")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("t.u16", "<u2"), ("t.bin", "<u2"), ("t.u32", "<u4"), ("t.npy", "<i8")])
+def test_every_layout_gives_its_tokens_back(tmp_path: Path, name: str, kind: str) -> None:
+    tokens = np.arange(1000).astype(kind)
+    path = tmp_path / name
+    np.save(path, tokens) if name.endswith("npy") else path.write_bytes(tokens.tobytes())
+    assert np.array_equal(open_tokens(path), tokens)
+
+
+def test_a_hundred_gigabytes_of_tokens_are_opened_and_sampled_at_once_and_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.u16"
+    with path.open("wb") as file:
+        file.truncate(100 * 10**9)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    data = LanguageData.load(LanguageModelConfig(data=path, validation_share=0.001))
+    batch = loader(data.train, context=256, batch_size=8).batch(5)
+    seconds, (_, peak) = time.perf_counter() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert batch[0].shape == (8, 256)
+    assert seconds < 1
+    assert peak < 5e6
+
+
+def test_a_batch_is_a_function_of_seed_and_number_wherever_the_iteration_starts() -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    ours = loader(tokens)
+    straight = [batch for epoch in range(2) for batch in ours.batches(epoch)]
+    assert len(ours) == 8
+    for number in (3, 9, 15):
+        inputs, targets = next(ours.batches(number // 8, number % 8))
+        assert torch.equal(inputs, straight[number][0])
+        assert torch.equal(targets, inputs + 1)
+    assert not torch.equal(loader(tokens, seed=2).batch(0)[0], straight[0][0])
+    assert torch.equal(ours.shuffled(2).batch(0)[0], loader(tokens, seed=2).batch(0)[0])
+
+
+def test_windows_are_drawn_from_the_whole_data() -> None:
+    firsts = torch.cat([loader(np.arange(20), batch_size=50).batch(number)[0][:, 0] for number in range(10)])
+    assert set(firsts.tolist()) == set(range(16))
+
+
+def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read() -> None:
+    with pytest.raises(UsageError, match="holds the token id 99, outside the vocabulary of 50; set --vocabulary"):
+        next(loader(np.full(60, 99, dtype=np.uint32), vocabulary=50).batches(0))
+    with pytest.raises(UsageError, match="holds the token id -1"):
+        loader(np.full(60, -1)).batch(0)
+
+
+def test_validation_windows_are_spread_over_the_data_and_do_not_overlap() -> None:
+    windows = windows_in_order(np.arange(101), context=10, most=100)
+    assert windows.shape == (10, 11)
+    assert windows[0, 0] == 0
+    assert windows[-1, -1] == 100
+    assert (np.diff(windows[:, 0]) >= 10).all()
+
+
+def test_the_unigram_entropy_is_that_of_the_frequencies() -> None:
+    assert unigram_entropy(np.array([0, 1, 2, 3] * 5), 10) == pytest.approx(np.log(4))
+    assert unigram_entropy(np.array([0, 0, 0, 1]), 2) == pytest.approx(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
