@@ -12,18 +12,6 @@ from torch.optim import Optimizer
 from framework.hook_points import HookPoint
 from framework.profiler import Profiler
 
-PLACEHOLDERS = ("/<parameter>", "/<metric>")
-"""What the description of a family of metrics has in the place of what differs: a parameter's name, or a metric's."""
-
-
-def column_of(name: str) -> str:
-    """Return the name of a described metric without its placeholder: one column of a table.
-
-    >>> column_of("norm/<parameter>"), column_of("norm")
-    ('norm', 'norm')
-    """
-    return next((name.removesuffix(part) for part in PLACEHOLDERS if name.endswith(part)), name)
-
 
 @dataclass(frozen=True)
 class MetricInfo:
@@ -37,7 +25,7 @@ class MetricInfo:
     @property
     def column(self) -> str:
         """The name without its per-parameter part: one column of a table."""
-        return column_of(self.name)
+        return self.name.removesuffix("/<parameter>")
 
     def describes(self, metric: str) -> bool:
         """Tell whether ``metric``, as a hook returned it, is this one."""

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.contexts import MetricInfo, RunInfo, column_of
+from framework.contexts import MetricInfo, RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import MetricSink, Series
 from framework.registry import SinkRegistry
@@ -17,6 +17,7 @@ from sinks.run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
+PER_PARAMETER = "/<parameter>"
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,16 @@ class Columns:
 
     def __init__(self, infos: Mapping[str, MetricInfo]) -> None:
         """Derive the columns from the described metrics, by full name, in order."""
-        alone = [name for name in infos if column_of(name) == name]
-        families = {column_of(name): name for name in infos if column_of(name) != name}
+        alone = [name for name in infos if not name.endswith(PER_PARAMETER)]
+        families = [name.removesuffix(PER_PARAMETER) for name in infos if name.endswith(PER_PARAMETER)]
         names: dict[str, None] = {}
         for name in infos:
-            column = column_of(name)
+            column = name.removesuffix(PER_PARAMETER)
             names[name if column in alone else column] = None
         self.names = [*POSITION, *names, OTHER]
         index = {name: position for position, name in enumerate(self.names)}
         self._alone = {name: index[name] for name in alone}
-        self._families = {name: index[full if name in alone else name] for name, full in families.items()}
+        self._families = {name: index[name + PER_PARAMETER if name in alone else name] for name in families}
         self.layout = lru_cache(LAYOUTS)(self._layout)
 
     def _layout(self, metrics: tuple[str, ...], *, brackets: bool) -> Layout:

@@ -119,7 +119,7 @@ class WeightAverage(TrainingHook):
                 metrics |= {f"{kind}_distance": far, f"{kind}_relative_distance": far / norm(own)}
                 metrics[f"{kind}_samples"] = average.samples
                 numbers = ctx.evaluate(weights) if can_evaluate else {}
-                metrics |= {f"{kind}/{name}": value for name, value in numbers.items()}
+                metrics |= {kind: numbers} if numbers else {}
         return metrics
 
     def end(self, status: str) -> None:
@@ -156,9 +156,9 @@ def _infos(kind: str, label: str) -> list[MetricInfo]:
     """Describe the metrics of one average θ̄; θ are the live weights at SNAPSHOT."""
     return [
         MetricInfo(
-            f"{kind}/<metric>",
-            f"the number of that name of the experiment's evaluation, with {label} in the place of the weights",
-            "that of the number",
+            kind,
+            f"the numbers of the experiment's evaluation, by name, with {label} in the place of the weights",
+            "those of the evaluation",
             "Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is "
             "at; worse early on: the average lags behind.",
         ),

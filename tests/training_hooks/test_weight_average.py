@@ -201,8 +201,8 @@ def test_both_averages_are_those_of_brute_force_and_evaluated_as_a_model_that_lo
         far = math.sqrt(sum((expected[name] - live[name].double()).square().sum().item() for name in live))
         assert reports[f"{kind}_samples"] == len(steps)
         assert reports[f"{kind}_distance"] == pytest.approx(far, rel=1e-4)
-        assert reports[f"{kind}/val_loss"] == pytest.approx(loss_of(case, expected), rel=1e-5)
-    assert reports["ema/val_loss"] != reports["swa/val_loss"] != first_loss(run.task.model.eval())["val_loss"]
+        assert reports[kind]["val_loss"] == pytest.approx(loss_of(case, expected), rel=1e-5)
+    assert reports["ema"] != reports["swa"] != first_loss(run.task.model.eval())
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_the_files_at_the_end_load_into_the_model_and_compute_what_was_reported(
         model = build(case)[0].model.to(dtype)
         model.load_state_dict(state)
         with torch.no_grad():
-            assert first_loss(model.eval())["val_loss"] == reports[f"weight_average/{kind}/val_loss"]
+            assert first_loss(model.eval())["val_loss"] == reports[f"weight_average/{kind}"]["val_loss"]
 
 
 def test_files_of_averages_count_as_left_by_a_run(tmp_path):
@@ -387,12 +387,14 @@ def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluat
     ranks = on_two_ranks(partial(all_results, tmp_path), tmp_path)
     (tmp_path / "one").mkdir()
     expected = averaged(None, tmp_path / "one")["rows"]
-    without = {name: value for name, value in expected.items() if not name.endswith("val_loss")}
+    evaluated = {kind: expected.pop(f"weight_average/{kind}") for kind in ("ema", "swa")}
     for results in ranks:
         assert results["fully sharded"]["same"]
         assert results["tensor parallel"]["same"]
+        found = {kind: results["tensor parallel"]["rows"].pop(f"weight_average/{kind}") for kind in evaluated}
+        assert found == {kind: pytest.approx(numbers, rel=1e-4) for kind, numbers in evaluated.items()}
         assert results["tensor parallel"]["rows"] == pytest.approx(expected, rel=1e-4)
-        assert results["fully sharded"]["rows"] == pytest.approx(without, rel=1e-4)
+        assert results["fully sharded"]["rows"] == pytest.approx(expected, rel=1e-4)
         assert "cannot be lent to a model under FSDP2" in results["refusal"]
     for kind in ("ema", "swa"):
         one, *others = (
