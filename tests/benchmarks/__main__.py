@@ -10,6 +10,7 @@ import torch
 
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
+from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
 from tests.benchmarks.hook_cost import (
     counterfactual,
     each_hook,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "curvature": ("Curvature and counterfactuals", (hessian_product, counterfactual)),
     "sinks": ("Sinks", (file_sinks,)),
     "smoothing": ("Smoothing and averages of weights", (smoothing, fires)),
+    "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
     "each": ("Each hook", (each_hook,)),
 }
 
