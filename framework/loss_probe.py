@@ -22,7 +22,7 @@ from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from framework.profiler import Profiler
-from framework.train_step import TrainingTask, measure_gradients
+from framework.train_step import TrainingTask, forward_backward, measure_gradients
 from framework.training_state import TrainingState
 
 
@@ -50,6 +50,14 @@ class LossProbe:
         """Return the gradient of the mean loss, without the parameters that have none."""
         with self._borrowed():
             return self._gradient(batch)
+
+    def run_once(self, batch: Batch) -> None:
+        """Run forward and backward, for those who listen; the gradients are those of the run's scale, finite or not."""
+        with self._borrowed():
+            for parameter in self._model.parameters():
+                parameter.grad = None
+            self._profiler.passed("forward_backward", batch)
+            forward_backward(self._task, batch)
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""

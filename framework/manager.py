@@ -367,10 +367,10 @@ class HookManager:
 
     def _pass_for_taps(self) -> None:
         """Run the step's batch once more, on streams of its own, for the taps that a compiled pass cannot serve."""
-        gradient = partial(LossProbe(self.task, self.state, self.profiler).gradient, self.state.loop.batch)
+        run_once = partial(LossProbe(self.task, self.state, self.profiler).run_once, self.state.loop.batch)
         with self.isolation.visit():
             self.isolation.observe(
-                Call("taps", "POST_BACKWARD", self.state.loop.step, "The"), partial(self._taps.hear, gradient)
+                Call("taps", "POST_BACKWARD", self.state.loop.step, "The"), partial(self._taps.hear, run_once)
             )
 
     def _target_grad(self, point: HookPoint) -> dict[str, torch.Tensor] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.amp import GradScaler
 
 import training_hooks
 from framework.commits import StatePart
@@ -15,6 +16,8 @@ from framework.compilation import compile_model
 from framework.errors import UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.taps import GradientTap
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
 from tests.framework.small_experiment import Small, registered, session
 from tests.support import MODELS, ActingHook, Case, ReadOnlyHook, Run, SpyHook, at, differences, train
 
@@ -163,3 +166,13 @@ def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU, and there is none; install g\\+\\+"):
         compile_model(Residual())
+
+
+def test_taps_hear_one_pass_at_the_scale_of_the_run_even_if_it_overflows() -> None:
+    def introduce(task: TrainingTask, state: TrainingState) -> None:
+        task.scaler = state.scaler = GradScaler("cpu", init_scale=float("inf"))
+        task.model.compile(backend=Graphs(), dynamic=False)
+
+    tapping = at(Tapping, POST_BACKWARD)()
+    train(Case("residual"), [tapping], steps=1, introduce=introduce)
+    assert [bool(gradient.isfinite().all()) for gradient in tapping.heard] == [False, False]
