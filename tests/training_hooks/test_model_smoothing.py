@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from framework.borrowing import fully_sharded_modules
-from framework.data import TensorLoader, fixed_order
 from framework.digest import described
 from framework.errors import UsageError
 from framework.loops import NoProgress, epoch_loop
 from framework.manager import HookManager
 from framework.param_vectors import whole
-from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask, forward_backward, update
-from framework.training_state import LoopState, TrainingState
+from framework.training_state import LoopState
 from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
+from tests.training_hooks.sharded_runs import KINDS, sharded
 from tests.two_ranks import on_two_ranks
 from training_hooks import ModelSmoother, SmoothingConfig
 from training_hooks.measures import smoothing
@@ -297,31 +295,6 @@ def test_a_hook_that_goes_on_from_a_checkpoint_of_another_model_refuses_with_the
 
 
 # On two processes
-
-KINDS = ("fully sharded", "tensor parallel")
-
-
-def sharded(kind: str | None) -> tuple[TrainingTask, TrainingState]:
-    """Build a run of a model that is sharded in one of two ways, or not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = (torch.randn(10, 5), torch.randint(3, (10,)))
-    if kind == "fully sharded":
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model[0])
-        fully_shard(model)
-    elif kind == "tensor parallel":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = TensorLoader(data, 5, fixed_order(torch.arange(10)))
-    task = TrainingTask(
-        model, optimizer, loader, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), length=4
-    )
-    return task, TrainingState(model, optimizer, RandomStreams(7))
 
 
 def smoothed(kind: str | None, hooks: list[ModelSmoothing]) -> dict[str, Any]:

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from framework.borrowing import fully_sharded_modules
-from framework.data import TensorLoader, fixed_order
 from framework.digest import described
 from framework.errors import LoopscopeError, UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.loops import epoch_loop
 from framework.manager import HookManager
-from framework.random_streams import RandomStreams
 from framework.records import RunRecord, average_name
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState, of_the_run
@@ -39,6 +36,7 @@ from tests.support import (
 )
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
+from tests.training_hooks.sharded_runs import KINDS, sharded
 from tests.two_ranks import on_two_ranks
 from training_hooks.measures.weight_averages import WeightAverage as Average
 from training_hooks.measures.weight_averages import averaged_state_dict
@@ -315,38 +313,6 @@ def test_options_that_cannot_be_are_refused(options, sentence):
 # On two processes
 
 
-def sharded(kind: str | None) -> tuple[TrainingTask, TrainingState]:
-    """Build a run of a model that is sharded in one of two ways, or not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = (torch.randn(10, 5), torch.randint(3, (10,)))
-    if kind == "fully sharded":
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model[0])
-        fully_shard(model)
-    elif kind == "tensor parallel":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    loader = TensorLoader(data, 5, fixed_order(torch.arange(10)))
-    task = TrainingTask(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        loader,
-        loss,
-        evaluate=lambda model: {"val_loss": float(loss(model, data))},
-        length=4,
-        snapshot_every=4,
-    )
-    return task, TrainingState(model, task.optimizer, RandomStreams(7))
-
-
 def averaged(kind: str | None, folder: Path, *, hooks: bool = True) -> dict[str, Any]:
     """Train; return what was reported, the digest at the end and, from rank 0, the files."""
     task, state = sharded(kind)
@@ -374,7 +340,7 @@ def refusal() -> str:
 
 def all_results(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"refusal": refusal()}
-    for kind in ("fully sharded", "tensor parallel"):
+    for kind in KINDS:
         own = folder / kind
         own.mkdir(exist_ok=True)
         found[kind] = averaged(kind, own)
