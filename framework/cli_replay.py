@@ -1,9 +1,10 @@
 """``loopscope replay RUN --to SINK``: sends the record of a run that is over to another destination."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from framework.errors import UsageError, nearest, unknown
+from framework.cli_words import parted
+from framework.errors import UsageError, unknown
 from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, run_folders
 
@@ -34,10 +35,11 @@ def replay(words: Sequence[str], show: Callable[[str], None]) -> None:
     """Run the command; raises :class:`UsageError` before anything is sent if any of it cannot be."""
     sinks = _targets()
     known = {"to", *(sink.option for sink in sinks.values() if sink.option)}
-    runs, options = _parted(words, known)
+    given = parted(words, values=known)
+    runs, options = given.plain, given.values
     if len(runs) != 1:
-        given = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
-        raise UsageError(f"loopscope replay takes one folder, RUN, but got {given}.")
+        number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
+        raise UsageError(f"loopscope replay takes one folder, RUN, but got {number}.")
     target = options.pop("to", None)
     if target is None:
         raise UsageError(f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
@@ -53,25 +55,3 @@ def replay(words: Sequence[str], show: Callable[[str], None]) -> None:
 
 def _targets() -> dict[str, type[ReplaySink]]:
     return {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
-
-
-def _parted(words: Iterable[str], known: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Part plain words from options with their values; raises :class:`UsageError` for an option that is none."""
-    plain: list[str] = []
-    options: dict[str, str] = {}
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-"):
-            plain.append(word)
-            continue
-        flag, equals, value = word.partition("=")
-        flags = {f"--{option}": option for option in known}
-        if flag not in flags:
-            raise UsageError(
-                f"Unknown option {flag!r}.{nearest(flag, sorted(flags))} Known: {', '.join(sorted(flags))}."
-            )
-        given = value if equals else next(rest, None)
-        if given is None:
-            raise UsageError(f"{flag} needs a value.")
-        options[flags[flag]] = given
-    return plain, options

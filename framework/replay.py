@@ -2,10 +2,10 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from framework.config import ExperimentConfig
 from framework.contexts import RunInfo
@@ -74,20 +74,35 @@ class ReplaySink(MetricSink):
         """
 
 
-def run_folders(path: Path) -> list[Path]:
+class RecordSink(MetricSink):
+    """A sink whose file, ``STRATEGY.NAME`` in the folder of a run, can be read back when the run is over."""
+
+    lossless: ClassVar[bool] = False
+    """Whether the file is the one to read where there are several."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield the step and the metrics of each emit, in order; series are :class:`Series`, as they were emitted.
+
+        Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for what the sink has not written.
+        """
+
+
+def run_folders(path: Path, command: str = "replay") -> list[Path]:
     """Return the folders of runs at ``path``: itself, or those of an experiment's strategies.
 
     Raises :class:`UsageError` where there is none.
     """
     if not path.is_dir():
         problem = "is not a folder" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {problem}; replay takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
+        raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
     if (path / CONFIG).exists():
         return [path]
     found = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
     if not found:
         raise UsageError(
-            f"{path} holds no run, and no folders of runs: there is no {CONFIG}; replay takes "
+            f"{path} holds no run, and no folders of runs: there is no {CONFIG}; {command} takes "
             "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."
         )
     return found

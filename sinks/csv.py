@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from framework.contexts import MetricInfo, RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import MetricSink, Series
+from framework.metrics import Series
 from framework.registry import SinkRegistry
+from framework.replay import RecordSink
 from sinks.cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
 from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from sinks.run_file import RunFile, complete_lines
@@ -81,7 +82,7 @@ class Columns:
 
 
 @SinkRegistry.register
-class CSVSink(MetricSink):
+class CSVSink(RecordSink):
     """Write the metrics to STRATEGY.csv, one column per metric that the hooks describe.
 
     The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. Values
@@ -138,6 +139,11 @@ class CSVSink(MetricSink):
         """Close the strategy's file."""
         self._file.close()
 
+    @classmethod
+    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield step and metrics of each row; a family of per-parameter metrics is a dict."""
+        return ((record.step, record.metrics) for record in read_csv(path))
+
 
 def _alone(value: Any) -> str:
     """Return a value's text in a cell of its own."""
@@ -166,7 +172,7 @@ def read_csv(path: Path) -> Iterator[Record]:
     text, tuples lists, and an object that is no number, text, list or dict is its text.
     """
     lines = complete_lines(path)
-    columns = [unescape(name) for name in next(lines).split(",")]
+    columns = [unescape(name) for name in next(lines, "").split(",")]
     for line in lines:
         cells = dict(zip(columns, line.split(","), strict=True))
         epoch, steps, point = (cells.pop(field) for field in POSITION)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from framework.contexts import RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import MetricSink, Series
+from framework.metrics import Series
 from framework.registry import SinkRegistry
+from framework.replay import RecordSink
 from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from sinks.run_file import RunFile, complete_lines
 
@@ -20,7 +21,7 @@ _WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity", "True": "true", 
 
 
 @SinkRegistry.register
-class JSONLSink(MetricSink):
+class JSONLSink(RecordSink):
     """Write every metric, lossless, to STRATEGY.jsonl: one JSON object per line.
 
     An object has ``epoch``, ``step``, ``hook_point`` (its name) and the metrics under their full names, in the order
@@ -32,6 +33,7 @@ class JSONLSink(MetricSink):
 
     name: ClassVar[str] = "jsonl"
     flag: ClassVar[str | None] = "--hook-jsonl"
+    lossless: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._file = RunFile(".jsonl")
@@ -52,6 +54,11 @@ class JSONLSink(MetricSink):
     def close(self, status: str) -> None:
         """Close the strategy's file."""
         self._file.close()
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield step and metrics of each line."""
+        return ((record.step, record.metrics) for record in read_jsonl(path))
 
 
 def _fields(metrics: Mapping[str, Any], point: HookPoint) -> str:
