@@ -1,4 +1,4 @@
-"""The command ``loopscope``: run, replay, list, hooks."""
+"""The command ``loopscope``: run, plot, replay, list, hooks."""
 
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 
 from framework.cli_hook_options import parse_hook_options
 from framework.cli_parser import parse_run, print_config
+from framework.cli_plot import PLOT_USAGE, plot
 from framework.cli_replay import replay, replay_usage
 from framework.cli_sinks import wanted_sinks
 from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names, require
@@ -24,6 +25,7 @@ from framework.session import Session, check_device
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
+  loopscope plot RUN...      draw metrics of runs against steps
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope list             the experiments, their strategies and presets
   loopscope hooks            all hooks, one line each
@@ -94,7 +96,13 @@ def _say(text: str) -> None:
 
 
 def _dispatch(words: list[str]) -> None:
-    commands: dict[str, Callable[[list[str]], None]] = {"run": _run, "replay": _replay, "list": _list, "hooks": _hooks}
+    commands: dict[str, Callable[[list[str]], None]] = {
+        "run": _run,
+        "plot": _plot,
+        "replay": _replay,
+        "list": _list,
+        "hooks": _hooks,
+    }
     if not words or words[0] == "help" or words[0] in HELP:
         _show(USAGE)
     elif words[0] == "--version":
@@ -121,6 +129,13 @@ def _hooks(words: list[str]) -> None:
         print_hook(HookRegistry.get(words[0].replace("-", "_")))
     else:
         print_hooks(list(HookRegistry))
+
+
+def _plot(words: list[str]) -> None:
+    if set(words) & set(HELP):
+        _show(PLOT_USAGE)
+    else:
+        plot(words, _show)
 
 
 def _replay(words: list[str]) -> None:
@@ -179,7 +194,8 @@ def _mode(options: Namespace) -> Mode:
     asked = [flag for flag in modes if options[flag]]
     require(
         len(asked) <= 1,
-        f"{' and '.join('--' + flag.replace('_', '-') for flag in asked)} exclude each other: a run has one display.",
+        f"{' and '.join('--' + flag.replace('_', '-') for flag in asked)} exclude each other: a run has one display; "
+        "choose one of --live, --silent and --no-console-output, or none of them.",
     )
     return modes[asked[0]] if asked else "normal"
 

@@ -17,9 +17,10 @@ MOST_BLOCKS = 6
 SHORTEST_PIECE = 8
 LONGEST_NAME = 26
 SHORTENED_NAME = 20
-LONGEST_FULL_NAME = 38
+LONGEST_FULL_NAME = 44
 LONGEST_VALUE = 20
 MOST_KEYS = 4
+NARROWEST = 8
 RISING, FALLING, FLAT = "↑", "↓", "→"
 ARROW_STYLES = {RISING: "bold green", FALLING: "bold magenta", FLAT: "dim", "": ""}
 HEADING_STYLE = "bold cyan"
@@ -121,7 +122,7 @@ def fitted(groups: Sequence[Group], width: int, height: int) -> tuple[list[Line]
     they stand in one list without headings.
     """
     most = max((len(group.metrics) for group in groups), default=0)
-    if not most or width < 1 or height < 1:
+    if not most or width < NARROWEST or height < 1:
         return [], 0
     ranked = [sorted(range(len(group.metrics)), key=lambda index: group.metrics[index].rank) for group in groups]
 
@@ -134,7 +135,7 @@ def fitted(groups: Sequence[Group], width: int, height: int) -> tuple[list[Line]
             for group, indices in zip(groups, chosen, strict=True)
         ]
 
-    found = _most(first, range(2, most + 1), width, height)
+    found = _most(first, range(min(2, most), most + 1), width, height)
     if found is None:
         turns = list(_turns(groups, ranked))
         found = _most(lambda count: [_listed(turns, count)], range(1, len(turns) + 1), width, height)
@@ -179,7 +180,9 @@ def _divided(groups: Sequence[Group], width: int) -> Blocks:
     most = MOST_BLOCKS
     while True:
         blocks = balanced(in_pieces(groups, most), most)
-        columns = _narrowed([Columns.of(block) for block in blocks], width - BLOCK_GAP * (len(blocks) - 1))
+        columns = [Columns.of(block) for block in blocks]
+        if groups[0].heading:
+            columns = _narrowed(columns, width - BLOCK_GAP * (len(blocks) - 1))
         taken = sum(item.width for item in columns) + BLOCK_GAP * (len(blocks) - 1)
         if taken <= width or len(blocks) == 1:
             return list(zip(blocks, columns, strict=True))

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO, Any, NamedTuple
 
 from rich.console import Console, RenderableType
@@ -119,8 +119,9 @@ class LiveDisplay(View):
         transcript, self._transcript, self._kept, self._dropped = self._transcript, [], 0, 0
         for item in transcript:
             if isinstance(item, Printed):
-                item.stream.write(item.text)
-                item.stream.flush()
+                with suppress(OSError):  # the terminal is gone
+                    item.stream.write(item.text)
+                    item.stream.flush()
             else:
                 tell(item)
 

@@ -3,7 +3,7 @@
 import os
 import select
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from rich.console import Console
@@ -45,7 +45,8 @@ class Screen:
         self._on.close()
         if self._taken:
             self._taken = False
-            self._write(GIVE_BACK)
+            with suppress(OSError):  # the terminal is gone
+                self._write(GIVE_BACK)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from framework.number_text import number_text, value_text
 from framework.registry import SinkRegistry
 
 ITEM_GAP = 3
-LEAST_LINES = 12
+LEAST_LINES = 30
 MEAN = "ø "
 
 
@@ -58,9 +58,10 @@ class ConsoleSink(MetricSink):
     Metrics are gathered from every point and shown together, per-parameter ones (three or more parts of a path) left
     out. What is left at the end of a strategy is shown then.
 
-    On a terminal the table is no taller than that: the metrics of ``first`` stand on top, and of the others every hook
-    shows as many as every other, numbers that changed since the last table before lists and what stood still. An arrow
-    tells which way a metric went over its last three values; of a series the mean since the last table is shown.
+    On a terminal the table is no taller than that, or than thirty lines: the metrics of ``first`` stand on top, and of
+    the others every hook shows as many as every other, numbers that changed since the last table before lists and what
+    stood still. An arrow tells which way a metric went over its last three values; of a series the mean since the last
+    table is shown.
     Where there is no terminal the table is plain lines with everything, one for each hook, a series as
     ``last / mean (number of values)``.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.console_cost import displays
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "ends": ("Hooks at the end of epochs", (observers_at_the_end_of_epochs,)),
     "groups": ("Groups of hooks", (groups_of_observers, full_group)),
     "curvature": ("Curvature and counterfactuals", (hessian_product, counterfactual)),
+    "console": ("Displays", (displays,)),
     "sinks": ("Sinks", (file_sinks,)),
     "smoothing": ("Smoothing and averages of weights", (smoothing, fires)),
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),

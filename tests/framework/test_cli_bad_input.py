@@ -143,6 +143,8 @@ OPTIONS = [
     ("--optimizer adamx", ["'adamx'", "Did you mean 'adam'?", "sgd"]),
     ("--target-acc 99.5", ["target_acc is 99.5", "0.995"]),
     ("--on-hook-error skp", ["'skp'", "Did you mean 'skip'?", "raise"]),
+    ("--live --silent", ["--live and --silent exclude each other", "--no-console-output"]),
+    ("--silent --no-console-output --live", ["--live and --silent and --no-console-output exclude each other"]),
     ("--device gpu", ["'gpu'", "cpu"]),
     ("--device meta", ["'meta'", "cpu"]),
     ("--device cpu:x", ["'cpu:x'", "cpu"]),

@@ -8,8 +8,9 @@ from rich.console import Console
 from torch import nn
 
 import sinks  # noqa: F401 - fills the registry of sinks
-from framework.console import RunConsole, show_warnings
-from framework.console_output import make_console
+from framework.console import RunConsole
+from framework.console_notices import Notice, show_warnings
+from framework.console_output import LastingConsole, make_console
 from framework.errors import RunNotice
 from framework.hook_points import HookPoint
 from framework.train_step import TrainingTask
@@ -91,20 +92,21 @@ def test_a_session_on_a_terminal_shows_the_same_in_its_width(width):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_silent_shows_the_progress_and_nothing_else(terminal):
+def test_silent_shows_the_progress_and_in_the_end_what_was_warned_of(terminal):
     text, shown = session("silent", terminal=terminal)
     lines = {line.strip() for line in re.split(r"[\n\r]", plain(text)) if line.strip()}
     assert lines
-    assert all(line.startswith("only") and "%" in line for line in lines if line != "only ━━━━━━━━")
+    told = "warning: Hook 'x' failed. The run goes on."
+    assert all(line.startswith("only") and "%" in line for line in lines - {told} if line != "only ━━━━━━━━")
+    assert plain(text).strip().endswith(told)
     assert shown.sinks() == []
-    assert shown.warnings == ["Hook 'x' failed. The run goes on."]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_without_console_output_there_is_none(terminal):
     text, shown = session("none", terminal=terminal)
     assert text == ""
-    assert shown.warnings == ["Hook 'x' failed. The run goes on."]
+    assert shown.notices == [Notice("warning", "Hook 'x' failed. The run goes on.")]
 
 
 def test_the_terminal_gets_its_cursor_back_whatever_happens():
@@ -165,6 +167,48 @@ def test_a_notice_of_the_run_reads_as_a_note_and_other_warnings_as_warnings():
         warnings.warn("Left out: 'x'.", RunNotice, stacklevel=1)
         warnings.warn("Spikes.", stacklevel=1)
     assert console.file.getvalue() == "note: Left out: 'x'.\nwarning: Spikes.\n"
+
+
+def test_a_warning_that_is_said_again_and_again_is_told_once_after_a_silent_run():
+    console = captured(terminal=False)
+    with RunConsole("silent", console=console), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for sentence in ("Spikes.", "Left out.", "Spikes.", "Spikes."):
+            warnings.warn(sentence, RunNotice if sentence == "Left out." else UserWarning, stacklevel=1)
+    assert console.file.getvalue() == "warning: Spikes. (3 times)\nnote: Left out.\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_live_without_a_terminal_is_normal_with_a_note(terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal, force_interactive=False)
+    with RunConsole("live", console=console) as shown:
+        assert [sink.name for sink in shown.sinks()] == ["console"]
+    text = console.file.getvalue()
+    assert "\x1b[?1049h" not in text
+    assert plain(text).startswith("note: --live needs a terminal to draw on, and there is none")
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("mode", ["normal", "silent", "live"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_goes_on_without_anybody_to_show_it_to(mode, terminal):
+    console = LastingConsole(file=Closed(), width=80, force_terminal=terminal, force_interactive=terminal)
+    now = [0.0]
+    with RunConsole(mode, console=console, clock=lambda: now[0]) as shown, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        task, state = build(Case(loop="step"), steps=10)
+        progress = shown.strategy_started(run_info(Path("out"), loop="step"), task, [])
+        for state.loop.step in range(1, 11):
+            now[0] += 60.0
+            progress.step(state.loop)
+        shown.strategy_ended(SUMMARY)
+        shown.ended([SUMMARY, OTHER])
 
 
 def test_a_pipe_gets_no_control_codes_even_if_colours_are_forced(monkeypatch, capsys):

@@ -7,23 +7,34 @@ from rich.console import Console
 
 from framework.hook_points import HookPoint
 from framework.metrics import Series
-from sinks.console import ConsoleSink, Group, balanced, in_pieces
+from sinks.console import ConsoleSink
 from tests.sinks.emits import run_info
 
 SCALARS = {"training_metrics/loss": 0.123456, "norms/total": 1234.5678, "norms/grad/layers.0.weight": 9.9}
 
 
-def console_of(width, *, terminal=True):
+def console_of(width, *, terminal=True, height=25):
     return Console(
-        file=io.StringIO(), width=width, force_terminal=terminal, force_interactive=terminal, legacy_windows=False
+        file=io.StringIO(),
+        width=width,
+        height=height,
+        force_terminal=terminal,
+        force_interactive=terminal,
+        legacy_windows=False,
     )
 
 
-def shown(metrics, width=80, *, terminal=True, point=HookPoint.POST_EPOCH, described=()):
-    """Return what a sink shows of one emit and a SNAPSHOT."""
-    console = console_of(width, terminal=terminal)
-    sink = ConsoleSink(console=console)
+def started(width=80, *, terminal=True, described=(), first=None, height=25):
+    """Return a sink in a run, and its console."""
+    console = console_of(width, terminal=terminal, height=height)
+    sink = ConsoleSink(console=console, first=first or {"none": []})
     sink.set_run_context(run_info(None, "stride", list(described)))
+    return sink, console
+
+
+def shown(metrics, width=80, *, point=HookPoint.POST_EPOCH, **options):
+    """Return what a sink shows of one emit and a SNAPSHOT."""
+    sink, console = started(width, **options)
     sink.emit(metrics, 9, point, step=1234)
     sink.snapshot(9, 1234)
     return console.file.getvalue()
@@ -62,16 +73,70 @@ def test_hooks_stand_in_the_order_in_which_they_were_described():
     assert text.index("a") < text.index("b")
 
 
-def test_a_series_is_its_last_value_the_mean_and_the_count_since_the_last_table():
-    console = console_of(80)
-    sink = ConsoleSink(console=console)
-    sink.set_run_context(run_info(None))
+@pytest.mark.parametrize(("terminal", "texts"), [(True, ["ø 3", "ø 7"]), (False, ["5 / 3 (4)", "7 / 7 (1)"])])
+def test_a_series_is_its_mean_since_the_last_table_and_in_plain_lines_also_its_last_value(terminal, texts):
+    sink, console = started(terminal=terminal)
     for epoch, values in enumerate([[1.0, 2.0], [4.0, 5.0]]):
         sink.emit({"h/loss": Series([1, 2], values)}, epoch, HookPoint.POST_STEP, step=2)
     sink.snapshot(1, 4)
     sink.emit({"h/loss": Series([5], [7.0])}, 2, HookPoint.POST_STEP, step=5)
     sink.snapshot(2, 5)
-    assert re.findall(r"loss +(.+?) *\n", plain(console.file.getvalue())) == ["5 / 3 (4)", "7 / 7 (1)"]
+    assert re.findall(r"loss +(.+?)(?: +[↑↓→])? *\n", plain(console.file.getvalue())) == texts
+
+
+def test_the_metrics_worth_watching_come_first_each_group_on_its_line():
+    first = {"accuracy": ["t/val_acc", "t/absent"], "one weight": ["norms/grad/layers.0.weight"], "absent": ["x/y"]}
+    lines = plain(shown({"a/b": 1.0, "t/val_acc": 0.5, **SCALARS}, first=first)).splitlines()
+    assert lines[1:3] == ["accuracy     val_acc 0.5", "one weight   layers.0.weight 9.9"]
+    assert lines[3].split() == ["a", "training_metrics", "norms"]
+
+
+def test_without_any_those_of_training_metrics_come_first():
+    sink = ConsoleSink(console=(console := console_of(80)))
+    sink.set_run_context(run_info(None))
+    sink.emit({"a/b": 1.0, **SCALARS}, 0, HookPoint.POST_EPOCH, step=1)
+    sink.snapshot(0, 1)
+    assert plain(console.file.getvalue()).splitlines()[1] == "training   loss 0.1235"
+
+
+def test_arrows_tell_which_way_the_last_three_values_went():
+    sink, console = started()
+    for step in (1, 2, 3):
+        sink.emit({"h/up": step, "h/down": -step, "h/same": 7}, step, HookPoint.POST_EPOCH, step=step)
+    sink.snapshot(3, 3)
+    assert re.findall(r"(up|down|same) +\S+ +([↑↓→])", console.file.getvalue()) == []  # they are coloured
+    assert dict(re.findall(r"(up|down|same) +\S+ +([↑↓→])", plain(console.file.getvalue()))) == {
+        "up": "↑",
+        "down": "↓",
+        "same": "→",
+    }
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_is_no_taller_than_the_terminal_and_says_what_it_leaves_out(width):
+    metrics = {f"hook_{hook}/metric_{index}": hook + index / 8 for hook in range(18) for index in range(20)}
+    lines = plain(shown(metrics, width, height=40)).splitlines()
+    assert len(lines) <= 40
+    left_out = len(metrics) - sum(line.count("metric_") for line in lines)
+    assert lines[-1] == f"{left_out} more in the files of --hook-jsonl or --hook-csv"
+    assert all(f"hook_{hook}" in "\n".join(lines) for hook in range(18))
+
+
+def test_what_stood_still_and_lists_give_way_to_numbers_that_changed():
+    metrics = {
+        f"h{hook}/{kind}_{index}": 1.0 for hook in range(20) for index in range(6) for kind in ("still", "moved")
+    }
+    sink, console = started()
+    sink.emit({"h0/list": [1, 2], **metrics}, 0, HookPoint.POST_EPOCH, step=1)
+    sink.snapshot(0, 1)
+    console.file.truncate(0)
+    sink.emit(
+        {name: 2.0 if "moved" in name else value for name, value in metrics.items()}, 0, HookPoint.POST_EPOCH, step=2
+    )
+    sink.snapshot(0, 2)
+    table = console.file.getvalue()
+    assert table.count("moved_") >= 20
+    assert table.count("still_") == 0
 
 
 def test_what_no_snapshot_showed_is_shown_at_the_end():
@@ -99,43 +164,19 @@ def test_without_a_terminal_there_are_plain_lines_one_for_each_hook():
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width):
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
     metrics = {f"hook_{hook}/a_metric_{index}": index * 1.5 for hook in range(4) for index in range(6)}
-    lines = plain(shown(metrics | {"long/text": "#" * 200}, width)).splitlines()
+    lists = {"long/list": [0.123456] * 50, "long/dict": {"a": 1.5, "b": 1e-7}}
+    lines = plain(shown(metrics | lists, width, height=60)).splitlines()
     assert max(map(len, lines)) <= width
-    assert "".join(lines).count("#") == 200
     assert sum(line.count("a_metric_") for line in lines) == 24
+    assert {"0.1235, … (50)", "1.5", "1e-07"} <= {text.strip() for line in lines for text in re.split("  +", line)}
 
 
 def test_a_wide_terminal_shows_blocks_side_by_side():
     metrics = {f"hook_{hook}/a_metric_with_a_name_{index}": index * 1.25 for hook in range(4) for index in range(6)}
     heights = [len(shown(metrics, width).splitlines()) for width in (40, 80, 140)]
     assert heights == [29, 15, 8]
-
-
-def test_every_piece_of_a_long_group_is_kept():
-    metrics = [(f"m{index}", str(index)) for index in range(37)]
-    pieces = in_pieces([Group("a", metrics)], 4)
-    assert [metric for piece in pieces for metric in piece.metrics] == metrics
-    assert [piece.heading for piece in pieces] == ["a", *["a (continued)"] * 3]
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 9])
-def test_blocks_hold_all_groups_in_order_and_the_tallest_is_as_low_as_can_be(most):
-    groups = [Group(str(index), [("m", "1")] * size) for index, size in enumerate([5, 1, 4, 2, 2, 7])]
-    blocks = balanced(groups, most)
-    assert [group for block in blocks for group in block] == groups
-    assert len(blocks) <= most
-    assert max(sum(len(group.metrics) + 1 for group in block) for block in blocks) == lowest_height(groups, most)
-
-
-def lowest_height(groups, most):
-    """Find the least possible height of the tallest block, by trying every division."""
-    heights = [len(group.metrics) + 1 for group in groups]
-    if most == 1 or len(groups) == 1:
-        return sum(heights)
-    cuts = range(1, len(groups))
-    return min([sum(heights), *(max(sum(heights[:cut]), lowest_height(groups[cut:], most - 1)) for cut in cuts)])
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are():

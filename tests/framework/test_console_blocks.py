@@ -1,0 +1,85 @@
+import pytest
+
+from framework.console_blocks import Cell, Group, balanced, fitted, in_pieces
+from framework.console_lines import width_of
+
+
+def hooks(sizes, **cell):
+    return [
+        Group(f"hook_{hook}", [Cell(f"metric_{index}", f"{index}.125", **cell) for index in range(size)])
+        for hook, size in enumerate(sizes)
+    ]
+
+
+def text_of(lines):
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def test_every_piece_of_a_long_group_is_kept():
+    metrics = [Cell(f"m{index}", str(index)) for index in range(37)]
+    pieces = in_pieces([Group("a", metrics)], 4)
+    assert [metric for piece in pieces for metric in piece.metrics] == metrics
+    assert [piece.heading for piece in pieces] == ["a", *["a (continued)"] * 3]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_blocks_hold_all_groups_in_order_and_the_tallest_is_as_low_as_can_be(most):
+    groups = [Group(str(index), [Cell("m", "1")] * size) for index, size in enumerate([5, 1, 4, 2, 2, 7])]
+    blocks = balanced(groups, most)
+    assert [group for block in blocks for group in block] == groups
+    assert len(blocks) <= most
+    assert max(sum(group.height for group in block) for block in blocks) == lowest_height(groups, most)
+
+
+def lowest_height(groups, most):
+    """Find the least possible height of the tallest block, by trying every division."""
+    heights = [len(group.metrics) + 1 for group in groups]
+    if most == 1 or len(groups) == 1:
+        return sum(heights)
+    cuts = range(1, len(groups))
+    return min([sum(heights), *(max(sum(heights[:cut]), lowest_height(groups[cut:], most - 1)) for cut in cuts)])
+
+
+@pytest.mark.parametrize("width", [8, 13, 20, 44, 80, 160])
+@pytest.mark.parametrize("height", [1, 2, 5, 20, 60])
+@pytest.mark.parametrize("arrow", ["", "↑"])
+def test_what_is_fitted_fits_and_is_counted(width, height, arrow):
+    lines, shown = fitted(hooks([3, 9, 1, 5], arrow=arrow), width, height)
+    assert len(lines) <= height
+    assert all(width_of(line) <= width for line in lines)
+    assert sum(text.count(".125") + text.count("…") for text in text_of(lines)) >= shown > 0
+
+
+def test_numbers_are_shown_whole_or_not_at_all():
+    groups = [Group("a_hook", [Cell("a_long_name_of_a_metric", "-1.235e-07", "↓")])]
+    texts = ["\n".join(text_of(fitted(groups, width, 5)[0])) for width in range(8, 60)]
+    assert all(("-1.235e-07" in text) or not any(digit in text for digit in "0123456789") for text in texts)
+    assert all("-1.235e-07" in text for text in texts[8:])
+
+
+def test_all_is_shown_where_there_is_room():
+    groups = hooks([3, 9, 1, 5])
+    assert fitted(groups, 160, 30)[1] == 18
+
+
+def test_every_hook_keeps_as_many_of_its_metrics_and_those_of_the_lowest_rank():
+    first = [Cell("list", "1, 2", rank=1), Cell("still", "1", rank=2), Cell("one", "1"), Cell("two", "2")]
+    lines, shown = fitted([Group("a", first), *hooks([6, 6])], 30, 9)
+    assert shown == 6
+    assert [text.split()[0] for text in text_of(lines)] == [
+        *("a", "one", "two", "hook_0", "metric_0", "metric_1", "hook_1", "metric_0", "metric_1")
+    ]
+
+
+def test_where_little_fits_there_is_one_list_under_full_names_of_every_hook_in_turn():
+    lines, shown = fitted(hooks([6, 1, 6]), 40, 4)
+    assert shown == 4
+    assert [text.split()[0] for text in text_of(lines)] == [
+        *("hook_0/metric_0", "hook_0/metric_1", "hook_1/metric_0", "hook_2/metric_0")
+    ]
+
+
+def test_nothing_is_laid_out_where_there_is_nothing():
+    assert fitted([], 80, 24) == ([], 0)
+    assert fitted(hooks([2]), 80, 0) == ([], 0)
+    assert fitted(hooks([2]), 7, 10) == ([], 0)

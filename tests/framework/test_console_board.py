@@ -1,0 +1,79 @@
+import math
+
+import pytest
+
+from framework.console_board import Board, BoardSink, Track, arrow_of, parted
+from framework.hook_points import HookPoint
+from framework.metrics import Series
+from tests.sinks.emits import run_info
+
+
+def board_of(emitted, live=None, described=()):
+    board = Board(live or {})
+    board.begin(run_info(None, described=list(described)))
+    board.take(emitted, 3, 7)
+    return board
+
+
+def names(groups):
+    return {group.heading: [cell.name for cell in group.metrics] for group in groups}
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, -1.0, 1e30])
+def test_an_arrow_compares_the_last_of_three_values_with_the_first_whatever_their_scale(scale):
+    up, down = ("↑", "↓") if scale > 0 else ("↓", "↑")
+    assert arrow_of([1.0 * scale, 9.0 * scale, 1.01 * scale]) == up
+    assert arrow_of([1.0 * scale, 0.0, 0.99 * scale]) == down
+    assert arrow_of([1.0 * scale, 1.0 * scale, 1.0009 * scale]) == "→"
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.inf]])
+def test_without_three_finite_values_there_is_no_arrow(values):
+    assert arrow_of(values) == ""
+
+
+def test_zeros_are_flat():
+    assert arrow_of([0.0, 0.0, 0.0]) == "→"
+
+
+def test_every_value_of_a_series_counts():
+    track = Track()
+    track.add(1.0)
+    track.add(Series([1, 2], [5.0, 9.0]))
+    assert (track.last, track.arrow) == (9.0, "↑")
+    track.add(Series([3, 4, 5, 6], [8.0, 7.0, 6.0, 5.0]))
+    assert (track.last, track.arrow) == (5.0, "↓")
+
+
+def test_metrics_are_parted_into_live_groups_and_hooks_in_the_order_described():
+    emitted = {"b/x": 1.0, "a/loss": 2.0, "a/y": 3.0, "a/evaluation": {"val_loss": 4.0}, "c/z/weight": 5.0}
+    live = {"loss": ["a/loss", "a/evaluation/val_loss", "a/absent"], "one": ["c/z/weight"]}
+    board = board_of(emitted, live, described=["a/y", "b/x"])
+    found = parted(board.cells(), live, board.run)
+    assert list(map(names, found)) == [{"loss": ["loss", "val_loss"], "one": ["weight"]}, {"a": ["y"], "b": ["x"]}]
+
+
+def test_live_metrics_that_end_alike_keep_their_hooks():
+    live = {"norms": ["a/norm", "b/norm"]}
+    board = board_of({"a/norm": 1.0, "b/norm": 2.0}, live)
+    assert names(parted(board.cells(), live, board.run)[0]) == {"norms": ["a/norm", "b/norm"]}
+
+
+def test_without_live_metrics_training_metrics_take_their_place():
+    board = board_of({"training_metrics/loss": 1.0, "a/b": 2.0})
+    assert list(map(names, parted(board.cells(), {}, board.run))) == [{"training": ["loss"]}, {"a": ["b"]}]
+
+
+def test_metrics_of_single_parameters_are_hidden_and_a_new_strategy_begins_empty():
+    board = board_of({"norms/grad/0.weight": 1.0, "norms/total": 2.0})
+    assert list(board.cells()) == ["norms/total"]
+    board.begin(run_info(None, "other"))
+    assert (board.cells(), board.step) == ({}, 0)
+
+
+def test_the_sink_of_a_board_says_that_something_changed():
+    calls = []
+    sink = BoardSink(board := Board(), lambda: calls.append(board.step))
+    sink.set_run_context(run_info(None))
+    sink.emit({"a/b": 1.0}, 0, HookPoint.POST_EPOCH, step=5)
+    assert calls == [5]

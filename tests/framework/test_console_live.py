@@ -1,0 +1,104 @@
+import io
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from framework.console_live import LiveDisplay
+from framework.console_output import can_be_taken
+from framework.console_progress import Position
+from framework.hook_points import HookPoint
+from tests.framework.live_session import LIVE, metrics
+from tests.sinks.emits import run_info
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.fixture
+def live(tmp_path):
+    with (tmp_path / "terminal").open("w", encoding="utf-8") as file:
+        emitting = Emitting(file)
+        yield emitting
+        emitting.display.close(lambda shown: None)
+
+
+class Emitting:
+    """A live display on a console of its own, on a clock that the test moves."""
+
+    def __init__(self, file):
+        self.now = 0.0
+        console = Console(file=file, width=80, height=24, force_terminal=True, force_interactive=True)
+        assert can_be_taken(console)
+        self.display = LiveDisplay(console, LIVE, clock=lambda: self.now)
+        self.sink = self.display.sink()
+        self.sink.set_run_context(run_info(None))
+        self.drawings = []
+        paint = self.display._screen.paint
+        self.display._screen.paint = lambda draw: (self.drawings.append(self.now), paint(draw))[1]
+        self.display.open()
+
+    def emit(self, step):
+        self.sink.emit(metrics(step), 0, HookPoint.POST_EPOCH, step=step)
+
+
+@pytest.mark.parametrize("seconds", [1 / 1024, 1 / 16, 0.75])
+def test_the_screen_is_drawn_at_most_twice_a_second_however_much_is_emitted(seconds, live):
+    for step in range(200):
+        live.now += seconds
+        live.emit(step)
+        live.display.show(Position("step", step, 200, 1.0, {}))
+    assert all(after - before >= 0.5 for before, after in pairwise(live.drawings))
+    assert len(live.drawings) == pytest.approx(min(200, 200 * seconds / 0.5) + 1, abs=2)
+
+
+def test_a_slow_drawing_is_followed_by_a_long_pause(live):
+    paint = live.display._screen.paint
+
+    def slow(draw):
+        paint(draw)
+        live.now += 0.1
+
+    live.display._screen.paint = slow
+    for step in range(1000):
+        live.now += 0.05
+        live.emit(step)
+    assert len(live.drawings) * 0.1 <= 0.021 * live.now + 0.2
+
+
+def test_drawing_takes_nothing_from_any_random_generator(live):
+    before = generators()
+    live.now += 1.0
+    for step in range(5):
+        live.now += 1.0
+        live.emit(step)
+        live.display.show(Position("step", step, 200, 1.0, {}))
+    assert len(live.drawings) >= 5
+    assert generators() == before
+
+
+def test_a_drawing_that_fails_ends_the_display_and_nothing_else(live):
+    live.display._screen.paint = lambda draw: 1 / 0
+    live.now += 1.0
+    with pytest.warns(UserWarning, match="The live display failed and is switched off: ZeroDivisionError"):
+        live.emit(1)
+    live.now += 1.0
+    live.emit(2)
+    assert live.display.board.step == 2
+
+
+def test_what_is_printed_is_kept_up_to_a_million_characters(live):
+    told, printed = [], io.StringIO()
+    for number in range(1100):
+        live.display._keep(printed, f"{number:999}\n")
+    live.display.close(told.append)
+    lines = [int(line) for line in printed.getvalue().split()]
+    assert lines == list(range(100, 1100))
+    assert [text.plain for text in told] == ["100,000 characters that were printed before are left out here."]
+    assert live.display.board.printed_lines == 1100
+
+
