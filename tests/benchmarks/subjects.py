@@ -132,7 +132,7 @@ def language_model(
     width: int = 256,
     layers: int = 10,
     length: int = 64,
-    batch_size: int = 4,
+    batch_size: int = 5,
     steps: int = 20,
 ) -> Subject:
     """Build a run of a decoder of 10M parameters under AdamW, whose step takes 0.1 to 0.3 s; an epoch is ``steps``."""

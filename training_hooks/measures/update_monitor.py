@@ -160,8 +160,9 @@ class WeightUpdateMonitor:
 
     def _update(self, name: str, column: Sequence[float], rates: Rates) -> UpdateDiagnostics:
         share, rate = self._watched[name].share, rates.get(name, math.nan)
-        weight_norm, update_norm = (value * math.sqrt(share) for value in column[:2])
-        driven, stuck = (value * share for value in column[2:])
+        root = math.sqrt(share)
+        weight_norm, update_norm = column[0] * root, column[1] * root
+        driven, stuck = column[2] * share, column[3] * share
         ratio = update_norm / (weight_norm + EPSILON)
         still = ratio <= self.frozen_update_ratio_threshold
         rounded_away = still and stuck > 0 and rate > 0

@@ -14,8 +14,10 @@ from training_hooks.measures.element_samples import held_here, sample_indices
 from training_hooks.measures.flat_shards import laid_out_like
 from training_hooks.measures.part_norms import ROW, norms
 
-AT_ONCE = 2**15
-"""Elements that are copied or compared together: what a cache holds, and little beside a model."""
+AT_ONCE = 2**17
+"""Elements that are copied or compared together: what a cache holds."""
+SAMPLED_AT_ONCE = 2**15
+"""The same for samples, which take as much memory again while they are compared."""
 Named = Mapping[str, nn.Parameter]
 
 
@@ -69,6 +71,7 @@ class Block:
         self._choices = list(choices)
         sizes = [choice.shape.numel() for choice in choices]
         self._row_counts = [max(1, -(-size // ROW)) for size in sizes]
+        self._lengths = torch.tensor(self._row_counts, device=device)
         dtype = choices[0].dtype
         self._wide = dtype if dtype in WIDE else torch.float32
         self.rows = torch.zeros(sum(self._row_counts), ROW, dtype=dtype, device=device)
@@ -76,7 +79,8 @@ class Block:
         self.views = [
             part.view(-1)[:size].view(choice.shape) for part, size, choice in zip(parts, sizes, choices, strict=True)
         ]
-        self._pieces = pieces(self._row_counts)
+        self._all = all(choice.indices is None for choice in choices)
+        self._pieces = pieces(self._row_counts, AT_ONCE if self._all else SAMPLED_AT_ONCE)
 
     @property
     def is_wide(self) -> bool:
@@ -92,6 +96,9 @@ class Block:
         return self._for_each(torch.cat(found), 2)
 
     def _copy(self, these: slice, shards: Sequence[Tensor]) -> None:
+        if self._all:
+            torch._foreach_copy_(self.views[these], list(shards[these]))
+            return
         whole: tuple[list[Tensor], list[Tensor]] = ([], [])
         for choice, view, shard in zip(self._choices[these], self.views[these], shards[these], strict=True):
             if choice.indices is not None and shard.is_contiguous() and shard.dtype is view.dtype:
@@ -107,7 +114,7 @@ class Block:
 
         Overwrites the copies, unless all is looked at.
         """
-        if all(choice.indices is None for choice in self._choices):
+        if self._all:
             orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
             return [norms(shards, order) for order in orders]
         found = [self.keep(shards)]
@@ -123,29 +130,39 @@ class Block:
         Driven are elements of lower precision than float32 whose gradient is not zero, stuck those of them that have
         not changed. Overwrites the copies.
         """
+        if self.is_wide:
+            none = torch.zeros(len(self.names), device=self.rows.device)
+            return [self._changes(shards), none, none]
         changes, driven, stuck = [], [], []
-        for these, rows in self._pieces:
-            chosen = zip(self._choices[these], shards[these], strict=True)
-            before, now = self.views[these], [choice.of(shard) for choice, shard in chosen]
-            if self.is_wide:
-                torch._foreach_sub_(before, now)
-                changes.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
-                continue
+        for these, _ in self._pieces:
+            before, now = self.views[these], self._looked_at(these, shards)
             differences = [one.float() - other.float() for one, other in zip(before, now, strict=True)]
             changes.append(norms(differences))
             for choice, change, gradient in zip(self._choices[these], differences, gradients[these], strict=True):
                 moved = None if gradient is None else choice.of(gradient) != 0
                 driven.append(changes[0].new_zeros(()) if moved is None else moved.sum().float())
                 stuck.append(driven[-1] if moved is None else (moved & (change == 0)).sum().float())
-        if self.is_wide:
-            none = torch.zeros(len(self.names), device=self.rows.device)
-            return [self._for_each(torch.cat(changes), 2), none, none]
         return [torch.cat(changes), torch.stack(driven), torch.stack(stuck)]
+
+    def _changes(self, shards: Sequence[Tensor]) -> Tensor:
+        found = []
+        for these, rows in self._pieces:
+            torch._foreach_sub_(self.views[these], self._looked_at(these, shards))
+            found.append(torch.linalg.vector_norm(self.rows[rows], dim=1))
+        return self._for_each(torch.cat(found), 2)
+
+    def _looked_at(self, these: slice, shards: Sequence[Tensor]) -> list[Tensor]:
+        if self._all:
+            return list(shards[these])
+        return [choice.of(shard) for choice, shard in zip(self._choices[these], shards[these], strict=True)]
 
     def _for_each(self, values: Tensor, order: float) -> Tensor:
         """Combine a number per row into one per parameter: root of the summed squares, largest, or sum."""
         if len(values) == len(self.names):
             return values
+        if order == 2:
+            squares = values.double().square()
+            return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt().to(self._wide)
         return torch.stack(torch._foreach_norm(torch.split(values, self._row_counts), order))
 
 
@@ -205,9 +222,10 @@ class WatchedElements:
 
         Rows: the norm that was, that of the change, and the two counts of :meth:`Block.compare`.
         """
-        shards = self._plan(parameters)
         if self._loaded:
+            self._plan(parameters)
             self._unload()
+        shards = dict(zip(parameters, shards_of(parameters.values()), strict=True))
         tables = []
         for block, before in zip(self._blocks, self._norms, strict=True):
             low = not block.is_wide
@@ -265,18 +283,18 @@ class WatchedElements:
         return Choice(shard.shape, shard.dtype, here.to(shard.device), len(indices), elements)
 
 
-def pieces(row_counts: Iterable[int]) -> list[tuple[slice, slice]]:
-    """Cut parameters, each with a number of rows, into pieces of at least :data:`AT_ONCE` elements.
+def pieces(row_counts: Iterable[int], elements: int) -> list[tuple[slice, slice]]:
+    """Cut parameters, each with a number of rows, into pieces of at least so many elements.
 
     Returns for each piece the slice of parameters and that of rows.
 
-    >>> pieces([20, 20, 5, 5])
+    >>> pieces([20, 20, 5, 5], 32 * ROW)
     [(slice(0, 2, None), slice(0, 40, None)), (slice(2, 4, None), slice(40, 50, None))]
     """
     ends, rows, count = [(0, 0)], 0, 0
     for count, more in enumerate(row_counts, start=1):
         rows += more
-        if (rows - ends[-1][1]) * ROW >= AT_ONCE:
+        if (rows - ends[-1][1]) * ROW >= elements:
             ends.append((count, rows))
     if ends[-1][0] < count:
         ends.append((count, rows))
