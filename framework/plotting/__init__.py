@@ -1,0 +1,1 @@
+"""Pictures of recorded metrics; only ``drawing.py`` imports matplotlib."""

@@ -1,0 +1,132 @@
+"""The curves in the record of a run: each number at its step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from framework.errors import UsageError
+from framework.metrics import Series
+from framework.registry import SinkRegistry
+from framework.replay import RecordSink, RunDescription
+
+Floats = NDArray[np.float64]
+NUMBERS = frozenset({int, float, bool})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of a run: ascending steps, each once, and as many values."""
+
+    steps: Floats
+    values: Floats
+
+    @classmethod
+    def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":
+        """Sort points by step; of several at one step the last stays.
+
+        >>> Curve.of_points([2, 1, 2], [5, 6, 7])
+        Curve(steps=array([1., 2.]), values=array([6., 7.]))
+        """
+        points = dict(zip(steps, values, strict=True))
+        order = sorted(points)
+        return cls(np.array(order, dtype=np.float64), np.array([points[step] for step in order], dtype=np.float64))
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """Which of the values are finite."""
+        return np.isfinite(self.values)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a record holds."""
+
+    folder: Path
+    run: RunDescription
+    curves: Mapping[str, Curve]
+    """The metrics that were wanted, by full name, in the order of the record."""
+    names: Sequence[str]
+    """All metrics with numbers."""
+    others: Sequence[str]
+    """All metrics with lists or text, which have no curve."""
+
+
+def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
+    """Read the record in the folder of a run; dicts are curves ``metric/key``.
+
+    Raises :class:`UsageError` for a folder that holds no run, or a run without a record, and for a broken record.
+    """
+    run = RunDescription.of_folder(folder)
+    sink, path = _record(folder, run.strategy)
+    points = _Points(wanted)
+    for step, metrics in _emits(sink, path):
+        for name, value in metrics.items():
+            points.take(name, step, value)
+    curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
+    return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
+
+
+def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
+    """Return the best record in a folder and the sink that wrote it."""
+    readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
+    best_first = sorted(readable, key=lambda sink: not sink.lossless)
+    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
+    for sink, path in files.items():
+        if path.is_file():
+            return sink, path
+    names = " nor ".join(path.name for path in files.values())
+    flags = " or ".join(str(sink.flag) for sink in files)
+    raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
+
+
+def _emits(sink: type[RecordSink], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the emits of a record; raises :class:`UsageError` that says after how many it is broken."""
+    read = 0
+    try:
+        for emit in sink.read(path):
+            yield emit
+            read += 1
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be read after {read} emits ({reason}).") from error
+
+
+class _Points:
+    """Gathers the points of the metrics that are wanted, and the names of all."""
+
+    def __init__(self, wanted: Callable[[str], bool]) -> None:
+        self._wanted = cache(wanted)
+        self.found: dict[str, tuple[list[float], list[float]]] = {}
+        self.names: dict[str, None] = {}
+        self.others: dict[str, None] = {}
+
+    def take(self, name: str, step: int, value: Any) -> None:
+        """Take what a metric was at a step."""
+        if type(value) in NUMBERS:
+            self._extend(name, [step], [value])
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self.take(f"{name}/{key}", step, item)
+        elif not isinstance(value, Series):
+            self.others[name] = None
+        elif NUMBERS.issuperset(map(type, value.values)):
+            self._extend(name, value.steps, value.values)
+        else:
+            for at, item in zip(value.steps, value.values, strict=True):
+                self.take(name, at, item)
+
+    def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+        if not values:
+            return
+        self.names[name] = None
+        if self._wanted(name):
+            at, numbers = self.found.setdefault(name, ([], []))
+            at.extend(steps)
+            numbers.extend(values)

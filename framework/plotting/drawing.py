@@ -1,0 +1,193 @@
+"""Pictures drawn with matplotlib: without a window, without pyplot, whatever the user's matplotlibrc says."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+
+from framework.durable_files import write_whole
+from framework.plotting.curves import Curve
+from framework.plotting.naming import wrapped
+from framework.plotting.panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, invisible, is_logarithmic
+from framework.plotting.smoothing import running_mean
+
+SETTINGS: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-3, 5),
+    "axes.xmargin": 0.02,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.5,
+    "lines.solid_joinstyle": "round",
+    "savefig.dpi": 150,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "loopscope",
+    "pdf.fonttype": 42,
+    "agg.path.chunksize": 20_000,
+}
+UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+GREY = "#666666"
+FAINT = 0.25
+FEW_POINTS = 40
+"""Curves of fewer points than this show each."""
+CHARACTER = 0.075
+"""Width of a character of the legend, in inches."""
+MANY_STEPS = 1_000_000
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Draw with the settings of this module, and put back those there were."""
+    with matplotlib.style.context(["default", SETTINGS]):
+        yield
+
+
+def figure_of(picture: Picture, look: Look) -> Figure:
+    """Draw a picture."""
+    with house_style():
+        rows, columns = layout(len(picture.panels))
+        width, height = (7.2, 4.0) if columns == 1 else (4.2 * columns, 2.6 * rows)
+        keys = _legend_columns(picture.legend, width)
+        key_rows = math.ceil(len(picture.legend) / max(1, keys))
+        figure = Figure(figsize=(width, height + 0.2 * key_rows + 0.35), layout="constrained")
+        axes = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten().tolist()
+        for ax, panel in zip(axes, picture.panels, strict=False):
+            _draw(ax, panel, look)
+        _label_steps(axes, len(picture.panels), columns, look)
+        title = [picture.title, f"smoothed over {look.smooth:,} points" if look.smooth > 1 else ""]
+        figure.suptitle(", ".join(filter(None, title)), parse_math=False, fontsize=11)
+        if picture.legend:
+            _add_legend(figure, picture.legend, keys)
+        return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, whole or not at all, in the format that the name's suffix says."""
+    kind = path.suffix[1:].lower()
+    with house_style():
+        write_whole(path, lambda file: figure.savefig(file, format=kind, metadata=UNDATED[kind]))
+
+
+def layout(panels: int) -> tuple[int, int]:
+    """Return rows and columns.
+
+    >>> [layout(panels) for panels in (1, 2, 3, 4, 5, 7, 24)]
+    [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3), (6, 4)]
+    """
+    columns = {1: 1, 2: 2, 4: 2}.get(panels, 3 if panels <= 9 else 4)
+    return math.ceil(panels / columns), columns
+
+
+def _draw(ax: Axes, panel: Panel, look: Look) -> None:
+    """Fill a pair of axes."""
+    log_y = is_logarithmic(panel, look)
+    if log_y:
+        ax.set_yscale("log", nonpositive="mask")
+    if panel.baseline is not None:
+        ax.axhline(panel.baseline, color=GREY, linewidth=0.8, zorder=1)
+    for trace in panel.traces:
+        _draw_trace(ax, trace, look.smooth, log_y=log_y)
+    remark = invisible(panel, look)
+    ax.set_title(wrapped(panel.title, 52), loc="left", parse_math=False, pad=17 if remark else 6)
+    ax.annotate(
+        remark, (0, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points", fontsize=7.5, color=GREY
+    )
+    ax.set_ylabel(panel.y_label)
+
+
+def _draw_trace(ax: Axes, trace: Trace, smooth: int, *, log_y: bool) -> None:
+    """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
+    colour, dashes = appearance(trace.style)
+    if smooth > 1:
+        ax.plot(trace.curve.steps, trace.curve.values, color=colour, linewidth=0.8, alpha=FAINT)
+        _plot(ax, running_mean(trace.curve, smooth, geometric=log_y), colour, dashes)
+    else:
+        _plot(ax, trace.curve, colour, dashes)
+    values = trace.curve.values
+    for found, marker, height in (
+        (np.isnan(values), "x", 0.02),
+        (values == np.inf, "^", 0.98),
+        (values == -np.inf, "v", 0.02),
+    ):
+        if found.any():
+            ax.plot(
+                trace.curve.steps[found],
+                np.full(found.sum(), height),
+                color=colour,
+                linestyle="none",
+                marker=marker,
+                markersize=4,
+                transform=ax.get_xaxis_transform(),
+            )
+
+
+def _plot(ax: Axes, curve: Curve, colour: str, dashes: Any) -> None:
+    """Plot what is finite; points that no line would show get a dot."""
+    values = np.where(curve.finite, curve.values, np.nan)
+    dots = _without_neighbours(curve.finite) if len(values) > FEW_POINTS else list(range(len(values)))
+    ax.plot(curve.steps, values, color=colour, linestyle=dashes, marker="o", markersize=2.5, markevery=dots)
+
+
+def _without_neighbours(finite: Any) -> list[int]:
+    """Return the indices of finite points between points that are not."""
+    padded = np.concatenate([[False], finite, [False]])
+    return np.flatnonzero(padded[1:-1] & ~padded[:-2] & ~padded[2:]).tolist()
+
+
+def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look) -> None:
+    """Label the horizontal axes, at the lowest panel of each column, and remove the axes without a panel."""
+    for index, ax in enumerate(axes):
+        if index >= panels:
+            ax.remove()
+        elif index + columns >= panels:
+            ax.set_xlabel("step")
+            ax.tick_params(labelbottom=True)
+    first = axes[0]
+    if look.log_x:
+        first.set_xscale("log", nonpositive="mask")
+        return
+    last = first.get_xlim()[1]
+    first.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    first.xaxis.set_major_formatter(EngFormatter(sep="") if last >= MANY_STEPS else StrMethodFormatter("{x:,.0f}"))
+
+
+def _add_legend(figure: Figure, entries: Sequence[tuple[str, Style]], columns: int) -> None:
+    """Explain the styles below the panels."""
+    handles = [Line2D([], [], **_line(style)) for _, style in entries]
+    legend = figure.legend(
+        handles, [label for label, _ in entries], loc="outside lower center", ncols=columns, frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _legend_columns(entries: Sequence[tuple[str, Style]], width: float) -> int:
+    """Return how many even columns of a legend fit into a width in inches."""
+    longest = max((len(label) for label, _ in entries), default=1)
+    most = max(1, int(width / (CHARACTER * longest + 0.6)))
+    rows = math.ceil(len(entries) / most)
+    return math.ceil(len(entries) / max(1, rows))
+
+
+def appearance(style: Style) -> tuple[str, Any]:
+    """Return the colour and the dashes of a style."""
+    return GREY if style.colour is None else COLOURS[style.colour], DASHES[style.dashes]
+
+
+def _line(style: Style) -> Mapping[str, Any]:
+    colour, dashes = appearance(style)
+    return {"color": colour, "linestyle": dashes}

@@ -1,0 +1,239 @@
+"""What a picture shows, before it is drawn: panels, their curves, and how runs and metrics are told apart."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from framework.errors import UsageError
+from framework.plotting.curves import Curve, RecordedRun
+from framework.plotting.naming import listed, near_names, run_labels, shared_beginning
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white."""
+DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
+    "solid",
+    (0, (4, 1.5)),
+    (0, (1, 1.2)),
+    (0, (6, 1.5, 1, 1.5)),
+)
+MOST_PANELS = 24
+MOST_CURVES = len(COLOURS) * len(DASHES)
+DECADES = 3
+"""A vertical axis is logarithmic by itself where positive values span more decades than this."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the user may change about a picture."""
+
+    smooth: int = 1
+    """Points of the running mean; 1 leaves the curves as they are."""
+    log_x: bool = False
+    log_y: bool | None = None
+    """Logarithmic vertical axes: yes, no, or wherever the values span many decades."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """Indices of a colour, none being grey, and of a kind of dashes."""
+
+    colour: int | None
+    dashes: int = 0
+
+    @classmethod
+    def numbered(cls, index: int) -> "Style":
+        """Return a style of its own for each of up to ``MOST_CURVES`` curves."""
+        return cls(index % len(COLOURS), index // len(COLOURS))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A curve and its style."""
+
+    curve: Curve
+    style: Style
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    traces: Sequence[Trace]
+    y_label: str = ""
+    log_y: bool | None = None
+    baseline: float | None = None
+    """A value that is marked by a thin line."""
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All that is drawn, and in sentences what is not."""
+
+    subject: str
+    """What is drawn, in a word."""
+    title: str
+    """Of what it is drawn."""
+    panels: Sequence[Panel]
+    legend: Sequence[tuple[str, Style]]
+    sentences: Sequence[str] = ()
+
+
+def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Return what tells whether a metric was asked for, by its full name or by a pattern; ``*`` matches slashes, too.
+
+    >>> list(map(matcher(["norms/*", "a[0]"]), ["norms/grad_norm/weight", "a[0]", "b"]))
+    [True, True, False]
+    """
+    return lambda name: name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
+    """Show the metrics that match: each in a panel of its own, or all in one.
+
+    Raises :class:`UsageError` for a pattern that matches nothing to draw, and for more than can be told apart.
+    """
+    metrics = _chosen(runs, patterns)
+    if len(runs) > MOST_CURVES:
+        raise UsageError(f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel.")
+    labels = run_labels([run.folder.resolve() for run in runs])
+    sentences = _left_out(runs, labels, metrics, matcher(patterns))
+    if overlay and len(metrics) > 1:
+        panels, legend = _overlaid(runs, labels, metrics)
+    else:
+        _refuse_many(metrics)
+        panels = [_panel(runs, metric) for metric in metrics]
+        legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
+    subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
+    return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
+
+
+def common_title(runs: Sequence[RecordedRun]) -> str:
+    """Name what all runs share: the experiment, and the strategy."""
+    experiments = {run.run.experiment for run in runs}
+    strategies = {(run.run.strategy, run.folder.resolve().name) for run in runs}
+    if len(experiments) > 1:
+        return ""
+    return "/".join([*experiments, *(folder for _, folder in strategies if len(strategies) == 1)])
+
+
+def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
+    """List the metrics that match, in the order of the patterns and of the records."""
+    known = list(dict.fromkeys(name for run in runs for name in run.names))
+    others = list(dict.fromkeys(name for run in runs for name in run.others))
+    if not known:
+        raise UsageError(f"There is nothing to draw: {listed([str(run.folder) for run in runs])} holds no metric yet.")
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        matches = matcher([pattern])
+        found = [name for name in known if matches(name)]
+        if not found:
+            raise _no_match(pattern, known, [name for name in others if matches(name)])
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> UsageError:
+    if others:
+        return UsageError(f"{listed(others)} cannot be drawn as curves: the values are lists or texts, not numbers.")
+    near = near_names(pattern, known)
+    hint = f"the nearest are {', '.join(near)}" if near else f"there are {listed(known)}"
+    return UsageError(f"No metric matches {pattern!r}; {hint}.")
+
+
+def _refuse_many(metrics: Sequence[str]) -> None:
+    if len(metrics) > MOST_PANELS:
+        raise UsageError(
+            f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
+            f"patterns. They match {listed(metrics)}."
+        )
+
+
+def _left_out(
+    runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str], matches: Callable[[str], bool]
+) -> list[str]:
+    """Say which metrics are left out, and which runs lack some."""
+    others = dict.fromkeys(name for run in runs for name in run.others if matches(name))
+    sentences = [f"Left out, being lists or texts: {listed(list(others))}."] if others else []
+    for run, label in zip(runs, labels, strict=True):
+        missing = [metric for metric in metrics if metric not in run.curves]
+        sentences += [f"{label} has no {listed(missing)}."] if missing else []
+    return sentences
+
+
+def _panel(runs: Sequence[RecordedRun], metric: str) -> Panel:
+    """Show a metric of all runs."""
+    return Panel(metric, styled(runs, {metric: 0}, Style.numbered, lambda index, _: Style.numbered(index)))
+
+
+def _overlaid(
+    runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str]
+) -> tuple[list[Panel], list[tuple[str, Style]]]:
+    """Show all metrics in one panel: by colour, or, those of several runs, by dashes."""
+    if len(runs) == 1 and len(metrics) > MOST_CURVES:
+        raise UsageError(
+            f"--metrics matches {len(metrics)} metrics, and at most {MOST_CURVES} can be told apart in a panel; "
+            f"narrow the patterns. They match {listed(metrics)}."
+        )
+    if len(runs) > 1 and (len(metrics) > len(DASHES) or len(runs) > len(COLOURS)):
+        raise UsageError(
+            f"--overlay tells at most {len(COLOURS)} runs apart by colour and {len(DASHES)} metrics by dashes, but "
+            f"these are {len(runs)} runs and {len(metrics)} metrics; leave out --overlay, or narrow the patterns."
+        )
+    order = {metric: index for index, metric in enumerate(metrics)}
+    shared = shared_beginning(metrics)
+    names = [metric.removeprefix(f"{shared}/") for metric in metrics]
+    return [Panel(shared, styled(runs, order, Style.numbered, Style))], legend_of(labels, names)
+
+
+def styled(
+    runs: Sequence[RecordedRun],
+    metrics: Mapping[str, int],
+    alone: Callable[[int], Style],
+    together: Callable[[int, int], Style],
+) -> list[Trace]:
+    """Return the curves of metrics, each with its number: styled by it in a lone run, else by the run's and by it."""
+    return [
+        Trace(run.curves[metric], alone(number) if len(runs) == 1 else together(index, number))
+        for index, run in enumerate(runs)
+        for metric, number in metrics.items()
+        if metric in run.curves
+    ]
+
+
+def legend_of(labels: Sequence[str], metrics: Sequence[str]) -> list[tuple[str, Style]]:
+    """Explain the styles of metrics in a lone run, or those of several runs and, in grey, of their metrics."""
+    if len(labels) == 1:
+        return [(metric, Style.numbered(index)) for index, metric in enumerate(metrics)]
+    by_run = [(label, Style(index)) for index, label in enumerate(labels)]
+    return by_run + [(metric, Style(None, index)) for index, metric in enumerate(metrics)]
+
+
+def is_logarithmic(panel: Panel, look: Look) -> bool:
+    """Decide on a vertical axis: as asked for, else as the panel wants it, else by the span of the values."""
+    values = np.concatenate([trace.curve.values[trace.curve.finite] for trace in panel.traces])
+    wanted = panel.log_y if look.log_y is None else look.log_y
+    if wanted is not None:
+        return wanted and bool((values > 0).any())
+    return len(values) > 0 and bool(values.min() > 0) and bool(values.max() / values.min() > 10**DECADES)
+
+
+def invisible(panel: Panel, look: Look) -> str:
+    """Say what of a panel cannot be drawn where it belongs."""
+    values = np.concatenate([trace.curve.values for trace in panel.traces])
+    steps = np.concatenate([trace.curve.steps for trace in panel.traces])
+    remarks = [panel.remark]
+    if not_finite := int((~np.isfinite(values)).sum()):
+        remarks.append(f"{not_finite:,} not finite (marked ×, ▲, ▼)")
+    if is_logarithmic(panel, look) and (below := int((values[np.isfinite(values)] <= 0).sum())):
+        remarks.append(f"{below:,} not above 0 (left out)")
+    if look.log_x and (early := int((steps <= 0).sum())):
+        remarks.append(f"{early:,} at step 0 (left out)")
+    return _joined(remarks)
+
+
+def _joined(remarks: Iterable[str]) -> str:
+    return ", ".join(remark for remark in remarks if remark)
