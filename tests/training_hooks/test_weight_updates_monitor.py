@@ -284,7 +284,8 @@ def test_a_monitor_goes_on_from_its_state_between_the_two_checks_of_a_step(exact
 def test_a_sample_takes_eight_bytes_an_element_and_exact_one_copy():
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(20)])
     backward(model, (torch.randn(2, 128), torch.tensor([0, 1])))
-    for options, bar in (({}, 40 * 8 * 1024), ({"exact": True}, sum(p.nbytes + 4096 for p in model.parameters()))):
+    sampled = [({"sample_size": size}, 40 * 8 * size) for size in (256, 1024, 5000)]
+    for options, bar in (*sampled, ({"exact": True}, sum(p.nbytes + 4096 for p in model.parameters()))):
         monitor = WeightUpdateMonitor(**options)
         monitor.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert 0 < monitor.bytes <= bar

@@ -33,11 +33,10 @@ def _folded(tensor: Tensor, order: float) -> Tensor:
         return tensor
     if math.isinf(order):
         return torch.stack(torch.aminmax(tensor))
-    wide = tensor.dtype if tensor.dtype in WIDE else torch.float32
-    if not tensor.numel() % ROW:
-        whole: Tensor = torch.linalg.vector_norm(tensor.reshape(-1, ROW), order, dim=1, dtype=wide)
-        return whole
     flat = tensor.reshape(-1)
     end = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:end].view(-1, ROW), order, dim=1, dtype=wide)
-    return torch.cat([rows, flat[end:].to(wide)])
+    rows, rest = flat[:end].view(-1, ROW), flat[end:]
+    wide = tensor.dtype if tensor.dtype in WIDE else torch.float32
+    slow = order == 1  # torch has no fast norm of this order
+    sums = rows.abs().sum(1, dtype=wide) if slow else torch.linalg.vector_norm(rows, order, dim=1, dtype=wide)
+    return torch.cat([sums, rest.to(wide)]) if end < flat.numel() else sums

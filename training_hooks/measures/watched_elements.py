@@ -60,27 +60,28 @@ class Choice:
 
 
 class Block:
-    """What is looked at of some parameters of one dtype on one device, in one buffer of rows of :data:`ROW` elements.
+    """What is looked at of some parameters of one dtype on one device, in one buffer of rows.
 
-    Every parameter begins a row; the rest of its last one is zeros. A number per parameter comes as a vector, shape
-    (parameters,), in float32 or wider.
+    A row has :data:`ROW` elements, or as many as the largest of them needs. Every parameter begins a row; the rest of
+    its last one is zeros. A number per parameter comes as a vector, shape (parameters,), in float32 or wider.
     """
 
     def __init__(self, names: Sequence[str], choices: Sequence[Choice], device: torch.device) -> None:
         self.names = list(names)
         self._choices = list(choices)
         sizes = [choice.shape.numel() for choice in choices]
-        self._row_counts = [max(1, -(-size // ROW)) for size in sizes]
+        width = max(1, min(ROW, max(sizes)))
+        self._row_counts = [max(1, -(-size // width)) for size in sizes]
         self._lengths = torch.tensor(self._row_counts, device=device)
         dtype = choices[0].dtype
         self._wide = dtype if dtype in WIDE else torch.float32
-        self.rows = torch.zeros(sum(self._row_counts), ROW, dtype=dtype, device=device)
+        self.rows = torch.zeros(sum(self._row_counts), width, dtype=dtype, device=device)
         parts = torch.split(self.rows, self._row_counts)
         self.views = [
             part.view(-1)[:size].view(choice.shape) for part, size, choice in zip(parts, sizes, choices, strict=True)
         ]
         self._all = all(choice.indices is None for choice in choices)
-        self._pieces = pieces(self._row_counts, AT_ONCE if self._all else SAMPLED_AT_ONCE)
+        self._pieces = pieces(self._row_counts, (AT_ONCE if self._all else SAMPLED_AT_ONCE) // width)
 
     @property
     def is_wide(self) -> bool:
@@ -283,18 +284,18 @@ class WatchedElements:
         return Choice(shard.shape, shard.dtype, here.to(shard.device), len(indices), elements)
 
 
-def pieces(row_counts: Iterable[int], elements: int) -> list[tuple[slice, slice]]:
-    """Cut parameters, each with a number of rows, into pieces of at least so many elements.
+def pieces(row_counts: Iterable[int], together: int) -> list[tuple[slice, slice]]:
+    """Cut parameters, each with a number of rows, into pieces of at least so many rows.
 
     Returns for each piece the slice of parameters and that of rows.
 
-    >>> pieces([20, 20, 5, 5], 32 * ROW)
+    >>> pieces([20, 20, 5, 5], 32)
     [(slice(0, 2, None), slice(0, 40, None)), (slice(2, 4, None), slice(40, 50, None))]
     """
     ends, rows, count = [(0, 0)], 0, 0
     for count, more in enumerate(row_counts, start=1):
         rows += more
-        if (rows - ends[-1][1]) * ROW >= elements:
+        if rows - ends[-1][1] >= together:
             ends.append((count, rows))
     if ends[-1][0] < count:
         ends.append((count, rows))
