@@ -68,7 +68,7 @@ def test_list_names_every_experiment_with_strategies_and_presets(capfd) -> None:
 def test_hooks_lists_every_hook_with_kind_points_and_one_line(capfd) -> None:
     text = shown(["hooks"], capfd)
     assert all(name in text for name in HookRegistry.names())
-    assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Scale the"))
+    assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Clip the"))
 
 
 def test_hooks_name_shows_every_metric_with_formula_range_and_reading(capfd) -> None:
@@ -139,7 +139,7 @@ def test_dashes_and_underscores_are_the_same_everywhere(tmp_path: Path) -> None:
         assert main(["run", "small", *words.split(), *where, "--no-console-output"]) == 0
         config = read_json(tmp_path / "small/other-order/experiment_config.json")
         assert config["config"]["batch_size"] == 4
-        assert config["hooks"]["grad_clip"] == {"max_norm": 2.0}
+        assert config["hooks"]["grad_clip"]["max_norm"] == 2.0
 
 
 def test_a_repeated_list_adds_up_and_another_repeated_option_overwrites() -> None:
