@@ -32,9 +32,10 @@ class Curve:
         >>> Curve.of_points([2, 1, 2], [5, 6, 7])
         Curve(steps=array([1., 2.]), values=array([6., 7.]))
         """
-        points = dict(zip(steps, values, strict=True))
-        order = sorted(points)
-        return cls(np.array(order, dtype=np.float64), np.array([points[step] for step in order], dtype=np.float64))
+        at = np.array(steps, dtype=np.float64)
+        order = np.argsort(at, kind="stable")
+        last = np.append(at[order][:-1] < at[order][1:], [True] * len(at[:1]))
+        return cls(at[order][last], np.array(values, dtype=np.float64)[order][last])
 
     @property
     def finite(self) -> NDArray[np.bool_]:

@@ -9,14 +9,15 @@ from typing import Any
 import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator, StrMethodFormatter
 
 from framework.durable_files import write_whole
 from framework.plotting.curves import Curve
 from framework.plotting.naming import wrapped
-from framework.plotting.panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, invisible, is_logarithmic
+from framework.plotting.panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
 from framework.plotting.smoothing import running_mean
 
 SETTINGS: dict[str, Any] = {
@@ -26,7 +27,6 @@ SETTINGS: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,
     "axes.formatter.limits": (-3, 5),
     "axes.xmargin": 0.02,
     "grid.color": "#e3e3e3",
@@ -37,13 +37,18 @@ SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "loopscope",
     "pdf.fonttype": 42,
-    "agg.path.chunksize": 20_000,
 }
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 GREY = "#666666"
 FAINT = 0.25
 FEW_POINTS = 40
 """Curves of fewer points than this show each."""
+MANY_POINTS = 1000
+"""Curves of more points than this are drawn thinner."""
+PLAIN = 1e-3, 1e6
+"""Logarithmic axes within these bounds have plain numbers, not powers of ten."""
+NOISE = 1e-9
+"""Values that differ by less than this, relatively, are shown as constant."""
 CHARACTER = 0.075
 """Width of a character of the legend, in inches."""
 MANY_STEPS = 1_000_000
@@ -65,8 +70,11 @@ def figure_of(picture: Picture, look: Look) -> Figure:
         key_rows = math.ceil(len(picture.legend) / max(1, keys))
         figure = Figure(figsize=(width, height + 0.2 * key_rows + 0.35), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten().tolist()
-        for ax, panel in zip(axes, picture.panels, strict=False):
-            _draw(ax, panel, look)
+        remarks = [remark(panel, look) for panel in picture.panels]
+        for index, (panel, text) in enumerate(zip(picture.panels, remarks, strict=True)):
+            row = index // columns * columns
+            _draw(axes[index], panel, look)
+            _head(axes[index], panel.title, text, space=any(remarks[row : row + columns]))
         _label_steps(axes, len(picture.panels), columns, look)
         title = [picture.title, f"smoothed over {look.smooth:,} points" if look.smooth > 1 else ""]
         figure.suptitle(", ".join(filter(None, title)), parse_math=False, fontsize=11)
@@ -97,16 +105,48 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
     log_y = is_logarithmic(panel, look)
     if log_y:
         ax.set_yscale("log", nonpositive="mask")
-    if panel.baseline is not None:
-        ax.axhline(panel.baseline, color=GREY, linewidth=0.8, zorder=1)
+        _plain_numbers(ax.yaxis)
     for trace in panel.traces:
         _draw_trace(ax, trace, look.smooth, log_y=log_y)
-    remark = invisible(panel, look)
-    ax.set_title(wrapped(panel.title, 52), loc="left", parse_math=False, pad=17 if remark else 6)
+    _limit(ax, panel.traces, log_y=log_y)
+    if panel.baseline is not None:
+        ax.axhline(panel.baseline, color=GREY, linewidth=0.8, zorder=1)
+    ax.set_ylabel(panel.y_label)
+
+
+def _head(ax: Axes, title: str, remark: str, *, space: bool) -> None:
+    """Write the title, and below it what there is to remark; ``space`` keeps the titles of a row at one height."""
+    ax.set_title(wrapped(title, 52), loc="left", parse_math=False, pad=17 if space else 6)
     ax.annotate(
         remark, (0, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points", fontsize=7.5, color=GREY
     )
-    ax.set_ylabel(panel.y_label)
+
+
+def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
+    """Give constant curves some room, and none to rounding errors; take the numbers off axes without values."""
+    values = np.concatenate([trace.curve.values[trace.curve.finite] for trace in traces])
+    values = values[values > 0] if log_y else values
+    if not len(values):
+        ax.set_yticks([])
+    elif np.ptp(values) <= NOISE * np.abs(values).max():
+        middle = float(values.mean())
+        room = abs(middle) / 20 or 0.05
+        ax.set_ylim((middle / 2, middle * 2) if log_y else (middle - room, middle + room))
+
+
+class PlainLogFormatter(LogFormatterSciNotation):
+    """Labels those ticks that matplotlib labels, and as plain numbers where all of the axis can have them."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick."""
+        text = super().__call__(x, pos)
+        low, high = sorted(self.axis.get_view_interval()) if self.axis else (0.0, 0.0)
+        return f"{x:,g}" if text and PLAIN[0] <= low and high < PLAIN[1] else text
+
+
+def _plain_numbers(axis: Axis) -> None:
+    axis.set_major_formatter(PlainLogFormatter())
+    axis.set_minor_formatter(PlainLogFormatter(labelOnlyBase=False))
 
 
 def _draw_trace(ax: Axes, trace: Trace, smooth: int, *, log_y: bool) -> None:
@@ -139,7 +179,10 @@ def _plot(ax: Axes, curve: Curve, colour: str, dashes: Any) -> None:
     """Plot what is finite; points that no line would show get a dot."""
     values = np.where(curve.finite, curve.values, np.nan)
     dots = _without_neighbours(curve.finite) if len(values) > FEW_POINTS else list(range(len(values)))
-    ax.plot(curve.steps, values, color=colour, linestyle=dashes, marker="o", markersize=2.5, markevery=dots)
+    width = 0.9 if len(values) > MANY_POINTS else 1.5
+    ax.plot(
+        curve.steps, values, color=colour, linestyle=dashes, linewidth=width, marker="o", markersize=2.5, markevery=dots
+    )
 
 
 def _without_neighbours(finite: Any) -> list[int]:
@@ -159,6 +202,7 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look) ->
     first = axes[0]
     if look.log_x:
         first.set_xscale("log", nonpositive="mask")
+        _plain_numbers(first.xaxis)
         return
     last = first.get_xlim()[1]
     first.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

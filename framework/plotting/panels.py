@@ -1,6 +1,6 @@
 """What a picture shows, before it is drawn: panels, their curves, and how runs and metrics are told apart."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -221,19 +221,16 @@ def is_logarithmic(panel: Panel, look: Look) -> bool:
     return len(values) > 0 and bool(values.min() > 0) and bool(values.max() / values.min() > 10**DECADES)
 
 
-def invisible(panel: Panel, look: Look) -> str:
-    """Say what of a panel cannot be drawn where it belongs."""
+def remark(panel: Panel, look: Look) -> str:
+    """Return the panel's remark and what of it cannot be drawn where it belongs."""
     values = np.concatenate([trace.curve.values for trace in panel.traces])
     steps = np.concatenate([trace.curve.steps for trace in panel.traces])
-    remarks = [panel.remark]
-    if not_finite := int((~np.isfinite(values)).sum()):
-        remarks.append(f"{not_finite:,} not finite (marked ×, ▲, ▼)")
-    if is_logarithmic(panel, look) and (below := int((values[np.isfinite(values)] <= 0).sum())):
-        remarks.append(f"{below:,} not above 0 (left out)")
-    if look.log_x and (early := int((steps <= 0).sum())):
-        remarks.append(f"{early:,} at step 0 (left out)")
-    return _joined(remarks)
-
-
-def _joined(remarks: Iterable[str]) -> str:
-    return ", ".join(remark for remark in remarks if remark)
+    counts = {
+        "NaN (×)": np.isnan(values),
+        "∞ (▲)": values == np.inf,
+        "−∞ (▼)": values == -np.inf,
+        "not above 0, left out": np.isfinite(values) & (values <= 0) & is_logarithmic(panel, look),
+        "at step 0, left out": (steps <= 0) & look.log_x,
+    }
+    texts = [f"{found.sum():,} {text}" for text, found in counts.items() if found.any()]
+    return ", ".join([panel.remark, *texts] if panel.remark else texts)

@@ -29,21 +29,21 @@ class Layout:
 
 LAYOUTS = (
     Layout(
-        "Gradients that meet in the tied matrix",
+        "Gradients of input embedding and output projection",
         "L2 norm",
         {f"{PROVENANCE}/embedding_grad_l2_norm": IN, f"{PROVENANCE}/output_proj_grad_l2_norm": OUT},
         log_y=True,
     ),
     Layout(
-        "Output projection over input embedding",
+        "Ratio of output projection to input embedding",
         "‖g_out‖₂ / ‖g_in‖₂",
         {f"{PROVENANCE}/output_to_embedding_ratio": ALONE},
         log_y=None,
         baseline=1.0,
     ),
     Layout(
-        "Clipping of the output projection's",
-        "L2 norm before clipping",
+        "Gradients before clipping, and the clip threshold",
+        "L2 norm",
         {
             f"{CLIP}/embedding_grad_l2_norm": IN,
             f"{CLIP}/output_proj_grad_l2_norm": OUT,
@@ -51,7 +51,7 @@ LAYOUTS = (
         },
         log_y=True,
     ),
-    Layout("Cosine of the two", "cosine", {f"{PROVENANCE}/cosine": ALONE}, baseline=0.0),
+    Layout("Cosine of the two gradients", "cosine", {f"{PROVENANCE}/cosine": ALONE}, baseline=0.0),
 )
 WANTED = frozenset({CLIPPED, *(metric for layout in LAYOUTS for metric in layout.metrics)})
 
@@ -78,14 +78,14 @@ def _panel(runs: Sequence[RecordedRun], labels: Sequence[str], layout: Layout) -
 
 
 def _clipped(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
-    """Say how often the clip acted."""
+    """Say which share of the clip's decisions was to clip."""
     shares = [
         (label, run.curves[CLIPPED].values.mean())
         for run, label in zip(runs, labels, strict=True)
         if CLIPPED in run.curves
     ]
     texts = [f"{share:.0%}" if len(runs) == 1 else f"{label} {share:.0%}" for label, share in shares]
-    return f"clipped: {', '.join(texts)} of the steps" if texts else ""
+    return f"clipped: {', '.join(texts)}" if texts else ""
 
 
 def _legend(labels: Sequence[str], drawn: Sequence[Layout]) -> list[tuple[str, Style]]:
@@ -105,5 +105,6 @@ def _missing(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
             label for run, label in zip(runs, labels, strict=True) if run.curves.keys().isdisjoint(layout.metrics)
         ]
         if without:
-            sentences.append(f"{listed(without)} has no {listed(list(layout.metrics))}.")
+            source = next(iter(layout.metrics)).partition("/")[0]
+            sentences.append(f"{layout.title}: {source} recorded none in {listed(without)}.")
     return sentences

@@ -10,7 +10,7 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
 
     An odd window lies evenly around its point, an even one has one value more before it. Where the value is not
     finite, there is no mean either. A geometric mean, which lies in the middle of a curve on a logarithmic axis, is
-    that of the values above 0.
+    of the values above 0.
 
     >>> running_mean(Curve.of_points([1, 2, 3, 4], [1.0, 3.0, float("nan"), 5.0]), 3).values
     array([ 2.,  2., nan,  5.])
@@ -21,7 +21,7 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
     sums = window_sums(np.where(shown, values, 0.0), window)
     counts = window_sums(shown.astype(np.float64), window)
     means = np.full_like(sums, np.nan)
-    np.divide(sums, counts, out=means, where=shown)
+    np.divide(sums, counts, out=means, where=curve.finite & (counts > 0))
     return Curve(curve.steps, np.exp(means) if geometric else means)
 
 
