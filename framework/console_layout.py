@@ -151,7 +151,8 @@ def _notices(board: Board, width: int, height: int, glyphs: Glyphs) -> list[Line
         if len(lines) + len(wrapped) > most:
             break
         lines = [*wrapped, *lines]
-    return [_rule(", ".join(parts), width, glyphs, "bold yellow"), *lines]
+    warned = any(notice.label == "warning" for notice in board.notices)
+    return [_rule(", ".join(parts), width, glyphs, "bold yellow" if warned else "bold"), *lines]
 
 
 def _counts(notices: Iterable[Notice]) -> list[tuple[str, int]]:

@@ -3,8 +3,9 @@
 import os
 import pty
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -14,15 +15,20 @@ from framework.console import Mode, RunConsole
 from framework.contexts import RunInfo
 from framework.loops import NoProgress, Progress, epoch_loop
 from framework.manager import HookManager
-from tests.benchmarks.rows import TIMES, Effort, Row
+from tests.benchmarks.loop_cost import HeavyWork
+from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic
-from tests.benchmarks.timing import Turns, ratio
+from tests.benchmarks.timing import Spread, Turns, clock, ratio
 from training_hooks.training_metrics import TrainingMetrics
 
-EPOCHS_OF_A_BLOCK = 10
+EPOCHS_OF_A_BLOCK = 8
 """About two seconds, so that a block has a few drawings."""
 EPOCHS_BETWEEN_TABLES = 10
-MODES: dict[Mode, str] = {"live": "--live", "normal": "Bar, a table every tenth epoch", "silent": "--silent"}
+MODES: dict[Mode, str] = {
+    "live": "Epochs with --live",
+    "normal": "Epochs with a bar and a table every tenth",
+    "silent": "Epochs with --silent",
+}
 
 
 @contextmanager
@@ -38,21 +44,33 @@ def terminal() -> Iterator[Console]:
 
 
 class Shown:
-    """Blocks of epochs of a run whose hook is ``training_metrics``, with the display of one mode."""
+    """Blocks of epochs of a run whose hook is ``training_metrics``, with the display of one mode.
+
+    ``shares`` has for each block the part of its time that was spent in the display.
+    """
 
     def __init__(self, subject: Subject, epochs: int, console: RunConsole | None = None) -> None:
         self._task, self._state, self._epochs = subject.task, subject.state, epochs
-        hooks = [TrainingMetrics()]
-        manager = HookManager(hooks, self._task, self._state, sinks=console.sinks() if console else [])
+        hooks, sinks = [TrainingMetrics()], console.sinks() if console else []
+        manager = HookManager(hooks, self._task, self._state, sinks=sinks)
         run = run_info(self._task.model, len(self._task.loader), manager)
         manager.start(run)
         self._manager = manager
         self._progress: Progress = console.strategy_started(run, self._task, hooks) if console else NoProgress()
+        self._work = HeavyWork()
+        for owner, names in [
+            (self._progress, ["step", "evaluated"]),
+            *((sink, ["emit", "snapshot"]) for sink in sinks),
+        ]:
+            vars(owner).update({name: self._work.timed(attrgetter(name)(owner)) for name in names})
+        self.shares: list[float] = []
 
     def block(self) -> None:
         """Train for a block."""
         self._task.length = self._state.loop.epoch + self._epochs
+        begin, before = clock(), self._work.seconds
         epoch_loop(self._task, self._manager, progress=self._progress)
+        self.shares.append((self._work.seconds - before) / (clock() - begin))
 
 
 def run_info(model: nn.Module, steps_per_epoch: int, manager: HookManager) -> RunInfo:
@@ -79,14 +97,11 @@ def displays(effort: Effort) -> Iterator[Row]:
         subject.task.snapshot_every = EPOCHS_BETWEEN_TABLES
         epochs = effort.times(EPOCHS_OF_A_BLOCK)
         with terminal() as console, RunConsole(mode, console=console) as shown:
-            blocks: list[Callable[[], None]] = [
-                Shown(subject, epochs, shown).block,
-                Shown(subject, epochs).block,
-            ]
-            turns = Turns(blocks)
-            turns.round()
-            turns.forget()
-            for _ in range(effort.times(10)):
+            ours, bare = Shown(subject, epochs, shown), Shown(subject, epochs)
+            turns = Turns([ours.block, bare.block])
+            for _ in range(1 + effort.times(8)):
                 turns.round()
-        value = ratio(*turns.seconds)
-        yield Row(f"Epochs with {label}", "without a console", TIMES, value, 1.03 if mode == "live" else None)
+        value = ratio(*(seconds[1:] for seconds in turns.seconds))
+        yield Row(label, "the same epochs without a console", TIMES, value, 1.03 if mode == "live" else None)
+        share = Spread.of(ours.shares[1:])
+        yield Row(f"{label}, own time", "the whole time", PERCENT, share, 0.03 if mode == "live" else None)

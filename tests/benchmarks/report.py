@@ -49,8 +49,9 @@ METHOD = """
   Beside it the same numbers through Lightning's `CSVLogger` with its defaults (it writes every 100 rows; saved at the
   end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block, its thread
   counted), in the same turns; both come with `pip install 'loopscope[bench]'`, and rows are left out without them.
-- *Displays.* Blocks of ten epochs of the quick preset with `training_metrics`, on one model, with a display on a pseudo
-  terminal of 120x40 that another process reads, and in turn without any. There is no evaluation.
+- *Displays.* Blocks of eight epochs of the quick preset with `training_metrics`, on one model, with a display on a
+  pseudo terminal of 120x40 that another process reads, and in turn without any. There is no evaluation. *Own time* is
+  what the loop and the dispatch of metrics spend inside the display.
 - *Each hook.* From one run of 20 epochs with all of them and `--profile-hooks`: mean wall-clock time of a call, streams
   and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is in none of them.
 - *Smoothing.* `ModelSmoother.smooth` against one `torch._foreach_lerp_` of the parameters and as many buffers, caches

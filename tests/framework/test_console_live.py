@@ -1,5 +1,6 @@
 import io
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -7,12 +8,19 @@ import pytest
 import torch
 from rich.console import Console
 
+import sinks
+import training_hooks
+from framework.console import RunConsole
 from framework.console_live import LiveDisplay
 from framework.console_output import can_be_taken
 from framework.console_progress import Position
 from framework.hook_points import HookPoint
 from tests.framework.live_session import LIVE, metrics
+from tests.framework.small_experiment import session
 from tests.sinks.emits import run_info
+
+assert sinks.__all__
+assert training_hooks.__all__
 
 
 def generators():
@@ -102,3 +110,17 @@ def test_what_is_printed_is_kept_up_to_a_million_characters(live):
     assert live.display.board.printed_lines == 1100
 
 
+@pytest.mark.parametrize("mode", ["live", "normal", "silent"])
+def test_a_run_is_the_same_with_every_display(mode, tmp_path):
+    shown, bare = tmp_path / "shown", tmp_path / "bare"
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, force_interactive=True)
+    times = iter(range(10**6))
+    with RunConsole(mode, live_metrics=LIVE, console=console, clock=lambda: next(times)) as display:
+        hooks = {"hooks": ["norms"], "strategies": ["plain", "clipped"]}
+        replace(session(shown, **hooks), make_sinks=display.sinks, display=display).run()
+    session(bare, strategies=["plain", "clipped"]).run()
+    assert len(console.file.getvalue()) > 1000
+    for strategy in ("plain", "clipped"):
+        weights = [torch.load(folder / f"small/{strategy}/{strategy}_final.pt") for folder in (shown, bare)]
+        assert all(map(torch.equal, weights[0].values(), weights[1].values()))
+        assert weights[0].keys() == weights[1].keys()
