@@ -22,6 +22,7 @@ from framework.console_tables import (
     hook_page,
     result_line,
     results_line,
+    sample_text,
     strategy_header,
 )
 from framework.contexts import RunInfo
@@ -112,6 +113,8 @@ class RunConsole(Display):
             self._live.ended(summary)
         self._stop_progress()
         self._print(result_line(summary))
+        if summary["sample"]:
+            self._print(sample_text(summary["sample"]))
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Compare the strategies and say where the results lie."""

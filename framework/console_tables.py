@@ -71,6 +71,12 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     )
 
 
+def sample_text(sample: str) -> Text:
+    """Show a sample of what the model does, indented, without control characters."""
+    lines = ["".join(sign for sign in line if sign.isprintable()) for line in sample.expandtabs().splitlines()]
+    return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
+
+
 def comparison_rows(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return one row of the comparison for each strategy: text by column."""
     any_reached = any(summary["target_reached"] for summary in summaries)
@@ -81,6 +87,7 @@ def comparison_rows(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, st
             "target": _target(summary["target_reached"]) if any_reached else "",
             "epochs": f"{summary['epochs']:,}",
             **{name: number_text(value) for name, value in final_numbers(summary).items()},
+            **{name.rpartition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
             "time": duration_text(summary["seconds"]["training"]),
             "treatments": ", ".join(summary["treatments"]),
             "failed hooks": ", ".join(dict.fromkeys(error["hook"] for error in summary["hook_errors"])),

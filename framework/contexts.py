@@ -53,6 +53,8 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
+    compared_metrics: Sequence[str] = ()
+    """Metrics that the summary repeats, by full name."""
 
 
 @dataclass(frozen=True)

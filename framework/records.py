@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -106,13 +107,19 @@ class RunRecord:
         return UsageError(f"The output directory {self.directory} cannot be written: {error.strerror}.")
 
     def write_config(
-        self, run: RunInfo, hooks: Sequence[ConfiguredHook], options: RunOptions, reference: Path | None = None
+        self,
+        run: RunInfo,
+        hooks: Sequence[ConfiguredHook],
+        options: RunOptions,
+        reference: Path | None = None,
+        data: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Write what was run: configuration, hooks with their options, treatments, environment, versions."""
+        """Write what was run: configuration, data, hooks with their options, treatments, environment, versions."""
         content = {
             "experiment": run.experiment,
             "strategy": run.strategy,
             "config": run.config.as_dict(),
+            "data": dict(data),
             "hooks": {item.hook.name: dict(item.options) for item in hooks},
             "treatments": dict(run.treatments),
             "run": {
@@ -137,6 +144,7 @@ class RunRecord:
         seconds: Mapping[str, float],
         initial: Mapping[str, float],
         final: Mapping[str, float],
+        sample: str | None = None,
     ) -> dict[str, Any]:
         """Write how it went, and return it."""
         loop = state.loop
@@ -157,6 +165,8 @@ class RunRecord:
             "initial": dict(initial),
             "final": dict(final),
             "deltas": {name: final[name] - initial[name] for name in final if name in initial},
+            "metrics": newest(manager.get_last_metrics(), run.compared_metrics),
+            "sample": sample,
             "treatments": dict(run.treatments),
             "hook_errors": manager.errors,
             "hooks_left_out": manager.left_out,
@@ -184,6 +194,11 @@ class RunRecord:
     def newest_checkpoint(self) -> Path | None:
         """Return the newest checkpoint, if there is one."""
         return max((self.directory / "checkpoints").glob("step_*.pt"), default=None)
+
+
+def newest(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """Return the newest values of the named metrics that are there, as numbers."""
+    return {name: float(metrics[name]) for name in names if name in metrics}
 
 
 def weights_name(strategy: str) -> str:

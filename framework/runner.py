@@ -38,6 +38,8 @@ class ExperimentRunner(ABC, Generic[Config]):
     """The group ``minimal``."""
     default_group: ClassVar[str | None] = None
     """The group of ``--with-hooks`` where none is given; ``--with-hooks none`` switches it off."""
+    compared_metrics: ClassVar[Sequence[str]] = ()
+    """Metrics in which strategies are compared at the end, beside the final evaluation, as full names."""
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Metrics worth watching, by group, as full names."""
 
@@ -94,6 +96,14 @@ class ExperimentRunner(ABC, Generic[Config]):
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
         """Return the hooks that are part of one strategy, with their options by hook name."""
         return {}
+
+    def describe_data(self) -> Mapping[str, Any]:
+        """Return where the data comes from, as plain values for ``experiment_config.json``."""
+        return {}
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return a text that shows what the trained model does; called like :meth:`evaluate`, at the end."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the experiment's own state, if the run depends on any."""

@@ -156,11 +156,13 @@ class Session:
             reference_weights=weights,
             metric_infos=manager.metric_infos(),
             treatments=manager.treatments(),
+            compared_metrics=runner.compared_metrics,
         )
 
         def claim() -> None:
             record.claim()
-            record.write_config(run, hooks, options, None if reference is None else reference.path)
+            path = None if reference is None else reference.path
+            record.write_config(run, hooks, options, path, runner.describe_data())
 
         return StrategyRun(run, task, state, manager, record, self.display, claim)
 
@@ -209,6 +211,7 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         evaluate=precision.autocast(runner.evaluate),
         scaler=precision.scaler(),
         should_stop=runner.should_stop,
+        sample=runner.sample,
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,

@@ -4,7 +4,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from framework.borrowing import lent_for_evaluation
 from framework.checkpoints import save_checkpoint
@@ -17,6 +19,8 @@ from framework.manager import HookManager
 from framework.records import RunRecord
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -47,6 +51,7 @@ class StrategyRun:
             self._train()
             self.manager.end("completed")
             final = self._evaluate()
+            sample = self._in_eval_mode("sample", self.task.sample)
             self.record.write_weights(self.task.model)
         except StateMutationError as error:
             self.manager.abandon()
@@ -60,7 +65,7 @@ class StrategyRun:
         except BaseException as error:
             self._fail("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
             raise
-        return self._summarise("completed", None, final)
+        return self._summarise("completed", None, final, sample)
 
     def _start(self) -> None:
         self.record.make_folder()
@@ -83,18 +88,25 @@ class StrategyRun:
             self._trained = perf_counter() - begin
 
     def _evaluate(self) -> dict[str, float]:
-        def in_eval_mode() -> dict[str, float]:
-            with lent_for_evaluation(self.task.model):
-                return self.task.evaluate(self.task.model)
+        return self._in_eval_mode("evaluation", self.task.evaluate)
 
-        return self.manager.isolated("evaluation", in_eval_mode)
+    def _in_eval_mode(self, name: str, look: Callable[[nn.Module], Result]) -> Result:
+        """Look at the model in eval mode, isolated from the run."""
+
+        def looking() -> Result:
+            with lent_for_evaluation(self.task.model):
+                return look(self.task.model)
+
+        return self.manager.isolated(name, looking)
 
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         self._summarise(status, error, dict(self.state.loop.evaluation))
 
-    def _summarise(self, status: str, error: BaseException | None, final: dict[str, float]) -> dict[str, Any]:
+    def _summarise(
+        self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
+    ) -> dict[str, Any]:
         summary = self.record.write_summary(
             self.run_info,
             self.task,
@@ -105,6 +117,7 @@ class StrategyRun:
             seconds={"total": perf_counter() - self._begin, "training": self._trained},
             initial=self._initial,
             final=final,
+            sample=sample,
         )
         self.display.strategy_ended(summary)
         return summary

@@ -28,6 +28,8 @@ SUMMARY = {
     "seconds": {"training": 63.4, "total": 65.0},
     "treatments": {},
     "hook_errors": [],
+    "metrics": {},
+    "sample": None,
     "output_dir": "output/mod_arithmetic/stride",
 }
 OTHER = {

@@ -253,3 +253,26 @@ def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
     (step,) = session(tmp_path, SmallSteps, eval_every=2).run()
     assert epoch["steps"] == step["steps"] == 6
     assert "diary" in HookRegistry.names()
+
+
+class Talking(Small):
+    """An experiment that tells of its data, shows what its model does, and compares a metric."""
+
+    name = "talking"
+    compared_metrics = ("norms/total_weight_norm", "norms/unknown")
+
+    def describe_data(self) -> dict[str, Any]:
+        return {"source": "noise"}
+
+    def sample(self, model: torch.nn.Module) -> str:
+        torch.rand(3)
+        return f"trains: {model.training}, follows gradients: {torch.is_grad_enabled()}"
+
+
+def test_an_experiment_tells_of_its_data_and_shows_what_its_model_does(tmp_path: Path) -> None:
+    with registered(Talking):
+        (summary,) = session(tmp_path, Talking, strategies=["plain"], epochs=1, hooks=["norms"]).run()
+    config = read_json(tmp_path / "talking/plain/experiment_config.json")
+    assert config["data"] == {"source": "noise"}
+    assert summary["sample"] == "trains: False, follows gradients: False"
+    assert summary["metrics"].keys() == {"norms/total_weight_norm"}
