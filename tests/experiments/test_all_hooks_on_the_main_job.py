@@ -9,6 +9,7 @@ import torch
 import training_hooks
 from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
 from framework.config import RunOptions
+from framework.errors import RunNotice
 from framework.registry import bulk_hooks
 from framework.session import Session
 from sinks import JSONLSink, read_jsonl
@@ -28,6 +29,7 @@ def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
     bare = train(folder / "bare", epochs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", RunNotice)
         warnings.filterwarnings("ignore", ".* spiked at step")  # the preset does have spikes
         full = train(folder / "full", epochs, with_hooks="full", reference=folder / "bare")
     assert all(torch.equal(full[name], weights) for name, weights in bare.items())
