@@ -1,6 +1,6 @@
 """The curves in the record of a run: each number at its step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,9 +65,7 @@ def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     run = RunDescription.of_folder(folder)
     sink, path = _record(folder, run.strategy)
     points = _Points(wanted)
-    for step, metrics in _emits(sink, path):
-        for name, value in metrics.items():
-            points.take(name, step, value)
+    _read(sink, path, points)
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
     return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
 
@@ -85,12 +83,13 @@ def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
 
 
-def _emits(sink: type[RecordSink], path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the emits of a record; raises :class:`UsageError` that says after how many it is broken."""
+def _read(sink: type[RecordSink], path: Path, points: "_Points") -> None:
+    """Take all points of a record; raises :class:`UsageError` that says after how many emits it is broken."""
     read = 0
     try:
-        for emit in sink.read(path):
-            yield emit
+        for step, metrics in sink.read(path):
+            for name, value in metrics.items():
+                points.take(name, step, value)
             read += 1
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
@@ -117,6 +116,8 @@ class _Points:
                 self.take(f"{name}/{key}", step, item)
         elif not isinstance(value, Series):
             self.others[name] = None
+        elif len(value.steps) != len(value.values):
+            raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
         elif NUMBERS.issuperset(map(type, value.values)):
             self._extend(name, value.steps, value.values)
         else:
