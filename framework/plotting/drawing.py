@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.limits": (-3, 5),
+    "axes.formatter.limits": (-4, 6),
     "axes.xmargin": 0.02,
     "grid.color": "#e3e3e3",
     "grid.linewidth": 0.7,

@@ -114,10 +114,8 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
 def common_title(runs: Sequence[RecordedRun]) -> str:
     """Name what all runs share: the experiment, and the strategy."""
     experiments = {run.run.experiment for run in runs}
-    strategies = {(run.run.strategy, run.folder.resolve().name) for run in runs}
-    if len(experiments) > 1:
-        return ""
-    return "/".join([*experiments, *(folder for _, folder in strategies if len(strategies) == 1)])
+    names = {run.folder.resolve().name for run in runs}
+    return "/".join([*experiments, *(names if len(names) == 1 else ())]) if len(experiments) == 1 else ""
 
 
 def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
