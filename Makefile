@@ -35,7 +35,7 @@ bench: $(BENCH_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,wandb,tensorboard,plot]'
+	$(INSTALL) '.[dev,wandb,tensorboard,plot,lm]'
 	touch $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)

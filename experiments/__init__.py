@@ -1,5 +1,6 @@
 """The experiments that come with loopscope; importing this package fills the registry."""
 
 from experiments.mod_arithmetic.runner import ModArithmeticRunner
+from experiments.tied_lm.runner import TiedLMRunner
 
-__all__ = ["ModArithmeticRunner"]
+__all__ = ["ModArithmeticRunner", "TiedLMRunner"]

@@ -6,6 +6,7 @@ from training_hooks.batch_dynamics import BatchDynamics
 from training_hooks.consecutive import Consecutive
 from training_hooks.counterfactual import Counterfactual
 from training_hooks.counterfactual_validator import CounterfactualValidator
+from training_hooks.embedding_provenance import EmbeddingProvenance
 from training_hooks.fourier import Fourier
 from training_hooks.grad_clip import GradClip
 from training_hooks.gradient_flow import GradientFlow
@@ -14,10 +15,12 @@ from training_hooks.gradient_projection import GradientProjection
 from training_hooks.hessian import Hessian
 from training_hooks.loss_spikes import LossSpikes
 from training_hooks.lr_probe import LrProbe
+from training_hooks.measures.output_projection import ClipOptions, TiedGradientClipping
 from training_hooks.measures.smoothing import ModelSmoother, SmoothingConfig
 from training_hooks.measures.update_monitor import WeightUpdateMonitor
 from training_hooks.model_smoothing import ModelSmoothing
 from training_hooks.norms import Norms
+from training_hooks.output_projection_clip import OutputProjectionClip
 from training_hooks.parameter_delta import ParameterDelta
 from training_hooks.path_length import PathLength
 from training_hooks.phases import Phases
@@ -35,9 +38,11 @@ __all__ = [
     "AdamDynamics",
     "Attention",
     "BatchDynamics",
+    "ClipOptions",
     "Consecutive",
     "Counterfactual",
     "CounterfactualValidator",
+    "EmbeddingProvenance",
     "Fourier",
     "GradClip",
     "GradientFlow",
@@ -49,12 +54,14 @@ __all__ = [
     "ModelSmoother",
     "ModelSmoothing",
     "Norms",
+    "OutputProjectionClip",
     "ParameterDelta",
     "PathLength",
     "Phases",
     "Sharpness",
     "SmoothingConfig",
     "SubspaceGradientInfo",
+    "TiedGradientClipping",
     "TokenGradient",
     "TrainingDiagnostics",
     "TrainingMetrics",

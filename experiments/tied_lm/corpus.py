@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,8 @@ class Tokenizer:
 
     def __init__(self, documents: Sequence[str], vocabulary: int) -> None:
         """Train; raises :class:`UsageError` for a vocabulary that the text cannot fill."""
+        if find_spec("tokenizers") is None:
+            raise UsageError("Texts need the package tokenizers, which is not installed: pip install 'loopscope[lm]'.")
         from tokenizers import Tokenizer as Encoder
         from tokenizers import decoders, models, pre_tokenizers, trainers
 

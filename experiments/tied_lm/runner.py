@@ -48,6 +48,17 @@ class TiedLMRunner(LanguageModelRunner[TiedLMConfig]):
     name: ClassVar[str] = "tied_lm"
     config_class = TiedLMConfig
     strategies = ("baseline", "clip_previous", "clip_rolling")
+    compared_metrics = ("embedding_provenance/output_to_embedding_ratio", "embedding_provenance/cosine")
+    live_metrics = {
+        "loss": ["training_metrics/loss", "training_metrics/evaluation/val_loss"],
+        "tied matrix": [
+            "embedding_provenance/embedding_grad_l2_norm",
+            "embedding_provenance/output_proj_grad_l2_norm",
+            "embedding_provenance/output_to_embedding_ratio",
+            "output_projection_clip/clipped_fraction",
+        ],
+        "health": ["weight_updates/grad_norm_max", "weight_updates/update_ratio_median"],
+    }
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"quick": QUICK, "1b": ONE_BILLION}
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
