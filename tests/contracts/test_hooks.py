@@ -184,6 +184,9 @@ class WatchingManager(HookManager):
 @every_case
 @pytest.mark.parametrize("name", COMMITTING)
 def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case, steps):
+    if refused := refusal(name, case):
+        assert name in refused
+        return
     hook = HookRegistry.get(name)
     run = train(case, [make(name)], steps=steps, manager_class=WatchingManager)
     changed = {entry for entries in run.manager.changes.values() for entry in entries}
@@ -195,6 +198,9 @@ def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case,
 @every_case
 @pytest.mark.parametrize("name", COMMITTING)
 def test_committing_hooks_apply_in_the_order_named(name, case):
+    if refused := refusal(name, case):
+        assert name in refused
+        return
     points = HookRegistry.get(name).hook_points
     probe = at(ActingHook, *points, name="probe", mutates=False, commits=frozenset(StatePart))
     seen = {"probe first": [], "probe last": []}
