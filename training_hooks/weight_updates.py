@@ -125,22 +125,21 @@ class WeightUpdates(TrainingHook):
         """Return the metrics, and take note of conditions: that a loss scaler meets infinite gradients is none."""
         self._checks += 1
         scaled = ctx.loss_scale is not None
-        largest = [name for name, _ in self.monitor.top_k_largest_gradients(gradients, len(gradients))]
-        sizes = {name: f"‖g‖ = {gradients[name].l2_norm:.3g}" for name in largest}
-        exploding = [n for n in largest if gradients[n].is_exploding and not (scaled and not gradients[n].is_finite)]
-        vanishing = [name for name in reversed(largest) if gradients[name].is_vanishing]
-        for condition, names in (("vanishing", vanishing), ("exploding", exploding)):
-            found = {name: sizes[name] for name in names}
+        exploding = {n: each for n, each in gradients.items() if each.is_exploding and (each.is_finite or not scaled)}
+        vanishing = {n: each for n, each in gradients.items() if each.is_vanishing}
+        largest = self.monitor.top_k_largest_gradients(exploding, len(exploding))
+        smallest = self.monitor.top_k_largest_gradients(vanishing, len(vanishing))[::-1]
+        for condition, pairs in (("vanishing", smallest), ("exploding", largest)):
+            found = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}
             self._conditions.see(condition, found, step=ctx.step, checked=len(gradients))
         return self.monitor.aggregate_gradient_stats(gradients)
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
         smallest = self.monitor.top_k_smallest_updates(updates, len(updates))
-        sizes = {name: f"update ratio {ratio:.3g} at lr {updates[name].learning_rate:g}" for name, ratio in smallest}
-        frozen = [name for name in sizes if updates[name].is_frozen]
-        rounded_away = [name for name in sizes if updates[name].is_rounded_away]
-        for condition, names in (("frozen", frozen), ("rounded_away", rounded_away)):
-            found = {name: sizes[name] for name in names}
+        frozen = [pair for pair in smallest if updates[pair[0]].is_frozen]
+        rounded_away = [pair for pair in smallest if updates[pair[0]].is_rounded_away]
+        for condition, pairs in (("frozen", frozen), ("rounded_away", rounded_away)):
+            found = {n: f"update ratio {ratio:.3g} at lr {updates[n].learning_rate:g}" for n, ratio in pairs}
             self._conditions.see(condition, found, step=ctx.step, checked=len(updates))
         named = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | named

@@ -49,19 +49,19 @@ METHOD = """
   Beside it the same numbers through Lightning's `CSVLogger` with its defaults (it writes every 100 rows; saved at the
   end of a block) and `torch.utils.tensorboard.SummaryWriter.add_scalar` (flushed at the end of a block, its thread
   counted), in the same turns; both come with `pip install 'loopscope[bench]'`, and rows are left out without them.
-- *Displays.* Blocks of eight epochs of the quick preset with `training_metrics`, on one model, with a display on a
-  pseudo terminal of 120x40 that another process reads, and in turn without any. There is no evaluation. *Own time* is
-  what the loop and the dispatch of metrics spend inside the display.
+- *Displays.* Epochs of the quick preset with `training_metrics`, on one model, with a display on a pseudo terminal of
+  120x40 that another process reads, and in turn without any; no evaluation. Half a second passes in about two epochs,
+  so most of those with a display contain a drawing. *Own time* is what is spent inside the display.
 - *Each hook.* From one run of 20 epochs with all of them and `--profile-hooks`: mean wall-clock time of a call, streams
   and checks included. What the loop computes for hooks (the mean gradient, the norm of every step) is in none of them.
 - *Smoothing.* `ModelSmoother.smooth` against one `torch._foreach_lerp_` of the parameters and as many buffers, caches
   emptied before each. A smoothing writes both, so it moves 4/3 of the bytes at least. torch has no operation that
   writes two results, so each block is blended and then copied back from the cache: the copy is the rest of the cost.
-- *Checks of gradients and updates.* The language model trains in the real loop with `weight_updates` at every other step:
-  the cost is that of its two fires, the manager's own work included, in steps without them; beside it, by how much a
-  checked step is longer than its unchecked neighbour, caches and all. At every 100th step it is computed from a due fire
-  and 99 idle ones. Full clones: a clone of every parameter before the step, and the same norms, maxima and means one at a
-  time; the checks by the plain class, a training step before each.
+- *Checks of gradients and updates.* The language model trains in the real loop with `weight_updates` at every other
+  step: the cost is that of its two fires, the manager's own work included, in steps without them; beside it, by how
+  much a checked step is longer than its unchecked neighbour, caches and all. At every 100th step it is computed from a
+  due fire and 99 idle ones. Full clones: a clone of every parameter before the step, and the same norms, maxima and
+  means one at a time; the checks by the plain class, a training step before each.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.

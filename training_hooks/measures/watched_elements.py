@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ AT_ONCE = 2**17
 """Elements that are copied or compared together: what a cache holds."""
 SAMPLED_AT_ONCE = 2**15
 """The same for samples, which take as much memory again while they are compared."""
+KIND = attrgetter("shape", "dtype", "device")
 Named = Mapping[str, nn.Parameter]
 
 
@@ -257,7 +259,7 @@ class WatchedElements:
     def _plan(self, parameters: Named) -> dict[str, Tensor]:
         """Return the shards by name; choose elements and make buffers unless those that are there fit."""
         shards = dict(zip(parameters, shards_of(parameters.values()), strict=True))
-        like = {name: (shard.shape, shard.dtype, shard.device) for name, shard in shards.items()}
+        like = dict(zip(shards, map(KIND, shards.values()), strict=True))
         if like != self._planned_for:
             groups: dict[Any, list[str]] = {}
             for name, shard in shards.items():
