@@ -21,12 +21,9 @@ from tests.benchmarks.subjects import Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
 from training_hooks.training_metrics import TrainingMetrics
 
-EPOCHS_OF_A_BLOCK = 8
-"""About two seconds, so that a block has a few drawings."""
-EPOCHS_BETWEEN_TABLES = 10
 MODES: dict[Mode, str] = {
     "live": "Epochs with --live",
-    "normal": "Epochs with a bar and a table every tenth",
+    "normal": "Epochs with a bar and a table after each",
     "silent": "Epochs with --silent",
 }
 
@@ -44,13 +41,13 @@ def terminal() -> Iterator[Console]:
 
 
 class Shown:
-    """Blocks of epochs of a run whose hook is ``training_metrics``, with the display of one mode.
+    """The epochs of a run whose hook is ``training_metrics``, with the display of one mode.
 
-    ``shares`` has for each block the part of its time that was spent in the display.
+    ``shares`` has for each epoch the part of its time that was spent in the display.
     """
 
-    def __init__(self, subject: Subject, epochs: int, console: RunConsole | None = None) -> None:
-        self._task, self._state, self._epochs = subject.task, subject.state, epochs
+    def __init__(self, subject: Subject, console: RunConsole | None = None) -> None:
+        self._task, self._state = subject.task, subject.state
         hooks, sinks = [TrainingMetrics()], console.sinks() if console else []
         manager = HookManager(hooks, self._task, self._state, sinks=sinks)
         run = run_info(self._task.model, len(self._task.loader), manager)
@@ -65,9 +62,9 @@ class Shown:
             vars(owner).update({name: self._work.timed(attrgetter(name)(owner)) for name in names})
         self.shares: list[float] = []
 
-    def block(self) -> None:
-        """Train for a block."""
-        self._task.length = self._state.loop.epoch + self._epochs
+    def epoch(self) -> None:
+        """Train for an epoch."""
+        self._task.length = self._state.loop.epoch + 1
         begin, before = clock(), self._work.seconds
         epoch_loop(self._task, self._manager, progress=self._progress)
         self.shares.append((self._work.seconds - before) / (clock() - begin))
@@ -94,12 +91,11 @@ def displays(effort: Effort) -> Iterator[Row]:
     """Compare epochs with each display with epochs without any, in turn, on one model."""
     for mode, label in MODES.items():
         subject = mod_arithmetic(effort.quick)
-        subject.task.snapshot_every = EPOCHS_BETWEEN_TABLES
-        epochs = effort.times(EPOCHS_OF_A_BLOCK)
+        subject.task.snapshot_every = 1
         with terminal() as console, RunConsole(mode, console=console) as shown:
-            ours, bare = Shown(subject, epochs, shown), Shown(subject, epochs)
-            turns = Turns([ours.block, bare.block])
-            for _ in range(1 + effort.times(8)):
+            ours, bare = Shown(subject, shown), Shown(subject)
+            turns = Turns([ours.epoch, bare.epoch])
+            for _ in range(1 + effort.times(60)):
                 turns.round()
         value = ratio(*(seconds[1:] for seconds in turns.seconds))
         yield Row(label, "the same epochs without a console", TIMES, value, 1.03 if mode == "live" else None)
