@@ -66,7 +66,9 @@ class TapSet:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
         self._aliased: list[nn.Module] = []
+        self._eager: list[tuple[nn.Module, Any]] = []
         self._silent = 0
+        self._hearing = False
         self._stances = ExitStack()
 
     def attach(self, owner: TapOwner, taps: Iterable[GradientTap]) -> None:
@@ -84,31 +86,33 @@ class TapSet:
                 f"The tap of hook {owner.hook!r} on {tap.target!r} replaces a gradient, which the hook does not "
                 "declare; add commits = {StatePart.GRADIENTS} to its class."
             )
-        watched = self._watched(owner, tap)
+        is_apart = self._compiled and tap.kind != "parameter" and not tap.replaces
+        is_heard = lambda: not self._silent and is_apart is self._hearing and owner.is_due()
+        watched = self._watched(owner, tap, is_heard)
         if tap.kind == "parameter":
             parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
             _refuse_frozen(parameter, owner, tap)
             self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
             return
         module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
-        is_heard = lambda: not self._silent and torch.is_grad_enabled() and owner.is_due()
         around: Around = _around_output(watched, is_heard)
         if tap.kind == "weight":
             _refuse_frozen(module._parameters.get("weight"), owner, tap)
             around = _around_weight(watched, is_heard)
             self._aliased.append(module)
-        if self._compiled and not tap.replaces:
+        if is_apart:
             self._apart.append((owner.is_due, module, around))
+        elif self._compiled and tap.kind == "weight":
+            self._eager.append((module, vars(module).get("forward")))
+            module.forward = _eager_forward(module, around)
         elif self._compiled:
-            before, after = around
-            apart: Any = torch.compiler.disable
-            self._handles += _attach_around(module, (before and apart(before), apart(after)))
+            self._handles.append(module.register_forward_hook(_uncompiled(around[1])))
         else:
             self._handles += _attach_around(module, around)
 
-    def _watched(self, owner: TapOwner, tap: GradientTap) -> OnGradient:
+    def _watched(self, owner: TapOwner, tap: GradientTap, is_heard: Callable[[], bool]) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
-            if self._silent or not owner.is_due():
+            if not is_heard():
                 return None
             before = _mark(gradient)
             copy = gradient.clone() if self._audit else None
@@ -149,8 +153,10 @@ class TapSet:
         return any(is_due() for is_due, _, _ in self._apart)
 
     def hear(self, compute_gradients: Callable[[], object]) -> None:
-        """Run a pass eagerly, heard by the taps that a compiled pass cannot serve."""
+        """Run a pass eagerly, heard by the taps that a compiled pass cannot serve and by no others."""
+        self._hearing = True
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_hearing", False)
             stack.enter_context(eagerly())
             for _, module, around in self._apart:
                 for handle in _attach_around(module, around):
@@ -161,8 +167,33 @@ class TapSet:
         """Take every tap off the model."""
         while self._handles:
             self._handles.pop().remove()
+        while self._eager:
+            module, forward = self._eager.pop()
+            vars(module).pop("forward")
+            vars(module).update({} if forward is None else {"forward": forward})
         while self._aliased:
             vars(self._aliased.pop()).pop("weight", None)  # the alias of a forward that raised
+
+
+def _uncompiled(function: Callable[..., Any]) -> Any:
+    """Return a function that ends the graph of a compiled model where it is called."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+def _eager_forward(module: nn.Module, around: Around) -> Any:
+    """Return the forward of a module of a compiled model that works on an alias, which no graph must see."""
+    before, after = around
+    forward = module.forward
+
+    def eagerly_on_the_alias(*inputs: Any, **options: Any) -> Any:
+        if before is not None:
+            before(module, inputs)
+        try:
+            return forward(*inputs, **options)
+        finally:
+            after(module, inputs, None)
+
+    return _uncompiled(eagerly_on_the_alias)
 
 
 def _attach_around(module: nn.Module, around: Around) -> list[torch.utils.hooks.RemovableHandle]:
@@ -187,7 +218,7 @@ def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
     """Listen to the gradient that reaches a module's weight through this module: it works on an alias meanwhile."""
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if is_heard():
+        if torch.is_grad_enabled() and is_heard():
             weight: Any = module.weight
             alias = weight.view_as(weight)
             alias.register_hook(on_gradient)
