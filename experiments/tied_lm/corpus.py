@@ -105,8 +105,8 @@ class Tokenizer:
         """Train; raises :class:`UsageError` for a vocabulary that the text cannot fill."""
         if vocabulary < SMALLEST_VOCABULARY:
             raise UsageError(
-                f"vocabulary is {vocabulary}; a text needs at least {SMALLEST_VOCABULARY}: one token for each byte, and "
-                "one for the end of a document."
+                f"vocabulary is {vocabulary}; a text needs at least {SMALLEST_VOCABULARY}: one token for each byte, "
+                "and one for the end of a document."
             )
         if find_spec("tokenizers") is None:
             raise UsageError("Texts need the package tokenizers, which is not installed: pip install 'loopscope[lm]'.")

@@ -41,14 +41,11 @@ def test_strategies_have_the_same_data_and_initial_weights() -> None:
             assert torch.equal(built[0].loader.batch(number)[0], task.loader.batch(number)[0])
 
 
-def test_the_command_trains_every_strategy_and_compares_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_trains_every_strategy_and_compares_them(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path) == 0
     shown = capsys.readouterr().out
-    assert all(
-        word in shown for word in ("output_to_embedding_ratio", "embedding_row_norm", "unigram_entropy", "sample:")
-    )
+    words = ("output_to_embedding_ratio", "embedding_row_norm", "unigram_entropy", "sample:")
+    assert all(word in shown for word in words)
     treatments = {}
     for strategy in TiedLMRunner.strategies:
         folder = tmp_path / "tied_lm" / strategy
@@ -76,6 +73,7 @@ def test_only_the_clip_parts_the_strategies_and_not_before_the_second_step(tmp_p
 BAD = {
     "--data nowhere.txt": "does not exist; name a text file, a folder of texts or a file of tokens",
     "--vocabulary 255": "vocabulary is 255; it must be at least 256",
+    "--vocabulary 256": "vocabulary is 256; a text needs at least 257",
     "--data tokens.u16 --context 5000": "The training data has 900 tokens, and a context of 5000 needs at least 5001",
     "--data tokens.u16 --vocabulary 300": "holds the token id 999, outside the vocabulary of 300; set --vocabulary",
     "--data odd.u32": "no whole number of tokens of 4 bytes",
