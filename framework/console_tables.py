@@ -15,7 +15,7 @@ from rich.text import Text
 from framework.contexts import MetricInfo, RunInfo
 from framework.hook_points import ALWAYS, EpochWindow
 from framework.hooks import TrainingHook
-from framework.number_text import duration_text, number_text
+from framework.number_text import counted, duration_text, number_text
 from framework.registry import hook_kind, hook_options
 from framework.runner import ExperimentRunner
 from framework.train_step import TrainingTask
@@ -33,10 +33,10 @@ def first_line(item: type[Any]) -> str:
 def strategy_header(run: RunInfo, task: TrainingTask, hooks: Sequence[str]) -> Text:
     """Say what is about to be trained: model, data, hooks, treatments, folder."""
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
-    unit = "epochs" if run.loop == "epoch" else "steps"
     header = Text.assemble(
         (f"{run.experiment} {run.strategy}", "bold"),
-        f": {parameters:,} parameters, {len(task.loader):,} batches per epoch, at most {task.length:,} {unit}",
+        f": {counted(parameters, 'parameter')}, {counted(len(task.loader), 'batch', 'batches')} per epoch, "
+        f"at most {counted(task.length, run.loop)}",
         f"\n  hooks: {', '.join(hooks) or 'none'}",
     )
     if run.treatments:
@@ -66,7 +66,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
     return Text.assemble(
         (f"{summary['strategy']}", "bold"),
-        f": {outcome(summary)} after {summary['epochs']:,} epochs, {summary['steps']:,} steps, ",
+        f": {outcome(summary)} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
     )
 

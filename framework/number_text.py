@@ -37,6 +37,15 @@ def _listed(shown: list[str], total: int) -> str:
     return ", ".join(shown) + (f", ... ({total})" if total > len(shown) else "") if total else "none"
 
 
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """Return a number with the name of what it counts, whose plural is made with an s unless it is given.
+
+    >>> counted(1, "epoch"), counted(1200, "step"), counted(2, "batch", "batches")
+    ('1 epoch', '1,200 steps', '2 batches')
+    """
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds.
 

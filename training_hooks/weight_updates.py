@@ -9,6 +9,7 @@ from framework.errors import RunNotice, UnsuitableError, UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
+from framework.number_text import counted
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
 from training_hooks.measures.conditions import Conditions
@@ -96,20 +97,24 @@ class WeightUpdates(TrainingHook):
         if not trained:
             raise UnsuitableError("Hook 'weight_updates' needs parameters that are trained; the model has none.")
         elements = sum(parameter.numel() for parameter in trained.values())
-        how = "exactly" if self.monitor.exact else f"in samples of up to {self.monitor.sample_size:,} elements each"
+        sample = counted(self.monitor.sample_size, "element")
+        how = "exactly" if self.monitor.exact else f"in samples of up to {sample} each"
         often = "every step" if self.interval == 1 else f"step 1 and every {self.interval:,} steps after it"
         warnings.warn(
-            f"weight_updates checks the {len(trained):,} parameters ({elements:,} elements) of strategy "
-            f"{run.strategy!r} {how}, at {often}.",
+            f"weight_updates checks the {counted(len(trained), 'parameter')} ({counted(elements, 'element')}) of "
+            f"strategy {run.strategy!r} {how}, at {often}.",
             RunNotice,
             stacklevel=2,
         )
 
     def end(self, status: str) -> None:
-        """Say what the checks came to."""
+        """Say what the checks came to; nothing of a run that ended before the first of them."""
+        if not self._checks and status != "completed":
+            return
         last = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in self._conditions.counts.items())
         outcome = f"of the parameters were, when last checked, {last}" if self._checks else "none was due"
-        warnings.warn(f"weight_updates has checked {self._checks:,} steps: {outcome}.", RunNotice, stacklevel=2)
+        checked = counted(self._checks, "step")
+        warnings.warn(f"weight_updates has checked {checked}: {outcome}.", RunNotice, stacklevel=2)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""

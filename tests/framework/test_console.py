@@ -125,7 +125,10 @@ def test_a_strategy_that_fails_before_it_starts_can_still_be_reported():
     console = captured(terminal=False)
     with RunConsole(console=console) as shown:
         shown.strategy_ended({**SUMMARY, "status": "failed", "final": {}, "training_loss": None})
-    assert console.file.getvalue() == "stride: failed after 155 epochs, 14,105 steps, 1:03\n"
+        shown.strategy_ended({**SUMMARY, "status": "failed", "final": {}, "training_loss": None, "epochs": 1})
+    assert console.file.getvalue() == (
+        "stride: failed after 155 epochs, 14,105 steps, 1:03\nstride: failed after 1 epoch, 14,105 steps, 1:03\n"
+    )
 
 
 def test_the_end_compares_the_strategies_and_names_the_folder():

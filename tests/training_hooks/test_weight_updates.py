@@ -186,6 +186,11 @@ def test_the_first_and_the_last_line_say_what_was_watched():
         run([WeightUpdates(interval=1, exact=True)])
 
 
+def test_a_run_that_failed_before_the_first_check_is_not_summed_up(recwarn):
+    WeightUpdates().end("failed")
+    assert not recwarn.list
+
+
 # Mixed precision and skipped steps
 
 
