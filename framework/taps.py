@@ -1,5 +1,6 @@
 """Gradient taps: functions that see, or replace, a gradient while it flows backward."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class TapSet:
         if is_apart:
             self._apart.append((owner.is_due, module, around))
         elif self._compiled and tap.kind == "weight":
+            # torch looks at the gradient of whatever enters the graph that follows, and warns of its own look
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             self._eager.append((module, vars(module).get("forward")))
             module.forward = _eager_forward(module, around)
         elif self._compiled:

@@ -1,5 +1,6 @@
 """Every registered hook under micro-batches, mixed precision, skipped steps and a compiled model, in both loops."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -60,6 +61,12 @@ def run(mode: str, loop: str, hooks: list[Any]) -> Run:
         raises=(UsageError,),
         reference_weights=reference(),
     )
+
+
+@pytest.fixture(autouse=True)
+def _without_graphs() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
 
 
 @cache

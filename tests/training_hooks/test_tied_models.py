@@ -126,7 +126,6 @@ def rows(run: Run, hook: str) -> dict[tuple[str, int], float]:
     return {(name, step): value for name, _, step, value in run.sink.rows(hook + "/")}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at the inputs of the graph that follows
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("hook", [EmbeddingProvenance, OutputProjectionClip])
@@ -142,7 +141,6 @@ def test_compiled_models_give_the_numbers_of_eager_ones(hook: type[Any], loop: s
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_both_together_measure_the_same_on_a_compiled_model() -> None:
     run = train(Case("tied"), [EmbeddingProvenance(), OutputProjectionClip()], steps=3, introduce=compiled)
     names = ("embedding_grad_l2_norm", "output_proj_grad_l2_norm")
