@@ -132,9 +132,7 @@ def start(model: str, hook: EmbeddingProvenance) -> None:
 
 
 def test_a_model_without_such_a_pair_is_refused() -> None:
-    with pytest.raises(
-        UnsuitableError, match=r"embedding and its output projection; the model has none\. Name them"
-    ):
+    with pytest.raises(UnsuitableError, match=r"embedding and its output projection; the model has none\. Name them"):
         start("batchnorm_mlp", EmbeddingProvenance())
 
 
