@@ -154,6 +154,13 @@ def test_a_loaded_buffer_is_no_alias_of_what_was_loaded():
     assert first.buffers["weight"].item() == 1.0
 
 
+def test_a_loaded_buffer_takes_the_precision_of_the_model():
+    smoother = ModelSmoother(linear(3.0, dtype=torch.bfloat16))
+    smoother.load_state_dict(ModelSmoother(linear(1.0)).state_dict())
+    smoother.smooth()
+    assert torch.equal(smoother.buffers["weight"], torch.full((1, 1), 2.0, dtype=torch.bfloat16))
+
+
 MISFITS = {
     "shape": (nn.Linear(3, 2), r"about weight, which have another shape"),
     "name": (nn.Sequential(nn.Linear(2, 2)), r"about weight, bias, which the model does not have"),

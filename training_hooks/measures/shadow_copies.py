@@ -32,8 +32,7 @@ class ShadowCopies:
         self.shards = {}
         for name, tensor in tensors.items():
             (shard,) = local_shards([tensor.detach()])
-            dtype = torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
-            self.shards[name] = shard.to(dtype, copy=True)
+            self.shards[name] = shard.to(_dtype(shard, widen), copy=True)
             shard_alike(self.shards[name], shard)
         self._others = [name for name in _tensors(model) if name not in self.shards]
 
@@ -43,8 +42,8 @@ class ShadowCopies:
             return {name: self.shards[name] for name in live}
         return {name: _sharded_like(self.shards[name], tensor) for name, tensor in live.items()}
 
-    def fit(self, model: nn.Module) -> None:
-        """Move loaded copies to the devices of the model's tensors.
+    def fit(self, model: nn.Module, *, widen: bool = False) -> None:
+        """Move loaded copies to the devices of the model's tensors, in the dtypes that :meth:`take` would give them.
 
         Raises ``ValueError`` with the names of those that the model lacks, has beside them, or has in another shape.
         """
@@ -54,7 +53,9 @@ class ShadowCopies:
         there = dict(zip(self.shards, local_shards([live[name] for name in self.shards]), strict=True))
         shapes = [name for name, shard in self.shards.items() if shard.shape != there[name].shape]
         _refuse("which have another shape in the model (or on this rank)", shapes)
-        self.shards = {name: shard.to(there[name].device) for name, shard in self.shards.items()}
+        self.shards = {
+            name: shard.to(there[name].device, _dtype(there[name], widen)) for name, shard in self.shards.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies, and the names of what has none."""
@@ -64,6 +65,10 @@ class ShadowCopies:
         """Take copies of what :meth:`state_dict` returned; :meth:`fit` tells whether they suit a model."""
         self.shards = {name: tensor.clone() for name, tensor in state["copies"].items()}
         self._others = list(state["others"])
+
+
+def _dtype(shard: Tensor, widen: bool) -> torch.dtype:
+    return torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
 
 
 def _sharded_like(shard: Tensor, tensor: Any) -> Tensor:

@@ -57,7 +57,7 @@ class WeightAverage:
     def fit(self, model: nn.Module) -> None:
         """Move loaded averages to the model's devices; raises ``ValueError`` if they are of another model."""
         if self.samples:
-            self._copies.fit(model)
+            self._copies.fit(model, widen=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and what they weigh."""
