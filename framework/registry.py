@@ -141,6 +141,8 @@ def select_hooks(
             chosen += bulk_hooks(name)
         elif name == "with_debug":
             chosen += [hook.name for hook in HookRegistry if hook.debug and not has_commits(hook)]
+        elif name in hook_sets and name not in HookRegistry.names():
+            raise UsageError(f"{name!r} is no hook, but a group of hooks: --with-hooks {name}.")
         else:
             chosen.append(name)
     if chosen:

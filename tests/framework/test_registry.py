@@ -292,6 +292,11 @@ def test_a_group_and_names_add_up_with_training_metrics_first():
     assert select_hooks(None, [], {}, "own") == []
 
 
+def test_a_group_among_the_names_is_refused_with_the_option_that_takes_it():
+    with pytest.raises(UsageError, match=r"'minimal' is no hook, but a group of hooks: --with-hooks minimal\."):
+        select_hooks(None, ["minimal"], {"minimal": ["training_metrics"]}, "own")
+
+
 def test_an_unknown_group_names_the_experiment_and_its_groups():
     with pytest.raises(UsageError, match=r"'own' has no hook group .*Did you mean 'minimal'\? Known: minimal, none"):
         select_hooks("minmal", [], {"none": [], "minimal": []}, "own")
