@@ -120,7 +120,7 @@ class RunConsole(Display):
         """Compare the strategies and say where the results lie."""
         self._leave_screen()
         if len(summaries) > 1:
-            self._print(comparison_table(comparison_rows(summaries)))
+            self._print(comparison_table(comparison_rows(summaries), self.console.width))
         self._print(results_line(summaries))
 
     def _view(self, label: str) -> View:

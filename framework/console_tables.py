@@ -100,16 +100,22 @@ def _target(reached: Mapping[str, int] | None) -> str:
     return f"epoch {reached['epoch']}" if reached else "not reached"
 
 
-def comparison_table(rows: Sequence[Mapping[str, str]]) -> Group:
-    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below."""
+def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Group:
+    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below.
+
+    Where that is wider than ``width``, every column becomes a line instead.
+    """
     columns = dict.fromkeys(column for row in rows for column in row if column not in REMARKS)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [column for column in columns if any(row.get(column) for row in rows)]
-    for column in shown:
-        numeric = all(re.fullmatch(NUMERIC, row.get(column, "")) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(row.get(column, "")) for column in shown))
+    grid = [shown, *([row.get(column, "") for column in shown] for row in rows)]
+    if sum(max(map(len, texts)) + 2 for texts in zip(*grid, strict=True)) > width:
+        grid = [list(texts) for texts in zip(*grid, strict=True)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading, *texts in zip(*grid, strict=True):
+        numeric = all(re.fullmatch(NUMERIC, text) for text in texts)
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
+    for line in grid[1:]:
+        table.add_row(*map(Text, line))
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
     return Group(table, *remarks)
 

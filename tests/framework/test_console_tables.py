@@ -136,3 +136,12 @@ def test_numbers_are_aligned_to_the_right_and_text_to_the_left():
     lines = rendered(comparison_table([{"name": "a", "n": "5"}, {"name": "long", "n": "12,345"}])).splitlines()
     assert lines[3].index("5") == lines[4].index("12,345") + 5
     assert lines[3].index("a") == lines[4].index("long")
+
+
+def test_a_comparison_that_is_too_wide_has_a_line_for_each_number() -> None:
+    rows = [{"strategy": name, "a_number_with_a_long_name": "0.5", "another_with_a_long_name": "12"} for name in "ab"]
+    wide, narrow = (rendered(comparison_table(rows, width)).splitlines() for width in (80, 50))
+    assert wide[1].split() == ["strategy", "a_number_with_a_long_name", "another_with_a_long_name"]
+    assert [line.split() for line in narrow if line.strip(" ─")] == [
+        ["strategy", "a", "b"], ["a_number_with_a_long_name", "0.5", "0.5"], ["another_with_a_long_name", "12", "12"]
+    ]  # fmt: skip
