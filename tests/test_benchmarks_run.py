@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from experiments.mod_arithmetic.runner import QUICK
+from framework.loops import step_loop
+from framework.manager import HookManager
+from tests.benchmarks import tied_cost
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.memory_cost import BARE, HOOKS, MUTATING, measure, memory_rows
 from tests.benchmarks.report import misses, page
 from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
+from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 from training_hooks.grad_clip import GradClip
 
@@ -47,6 +51,25 @@ def test_the_bare_loop_takes_the_steps_of_the_real_one(max_norm):
     for _ in range(3):
         next(steps)
     assert all(map(torch.equal, weights(ours), weights(bare)))
+
+
+def test_the_bare_loop_of_the_language_model_takes_the_steps_of_the_real_one():
+    ours, bare = (tied_cost.language_model(tied_cost.TINY) for _ in range(2))
+    step_loop(replace(ours.task, length=3), HookManager((), ours.task, ours.state, loop="step"))
+    steps = tied_cost.bare_steps(bare.task, bare.tokens)
+    for _ in range(3):
+        next(steps)
+    assert all(map(torch.equal, ours.task.model.parameters(), bare.task.model.parameters()))
+
+
+def test_the_peak_of_tensors_counts_what_is_alive_at_once():
+    def work() -> None:
+        first = torch.ones(1000)
+        second = first + first
+        del first
+        second.sum()
+
+    assert peak_of_tensors(work) == pytest.approx(8000, abs=100)
 
 
 def test_functions_take_turns_and_the_order_is_reversed_every_other_round():

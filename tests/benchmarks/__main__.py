@@ -26,6 +26,8 @@ from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
 from tests.benchmarks.smoothing_cost import fires, smoothing
+from tests.benchmarks.tied_cost import hooks_on_the_tied_matrix, loop_without_hooks, start
+from tests.benchmarks.tied_memory import extra_memory
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
@@ -41,6 +43,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "sinks": ("Sinks", (file_sinks,)),
     "smoothing": ("Smoothing and averages of weights", (smoothing, fires)),
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
+    "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
     "each": ("Each hook", (each_hook,)),
 }
 

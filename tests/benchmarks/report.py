@@ -62,6 +62,14 @@ METHOD = """
   much a checked step is longer than its unchecked neighbour, caches and all. At every 100th step it is computed from a
   due fire and 99 idle ones. Full clones: a clone of every parameter before the step, and the same norms, maxima and
   means one at a time; the checks by the plain class, a training step before each.
+- *Tied embeddings.* The quick preset of `tied_lm` in the real loop, the hook at every other step: its fire and the
+  functions on the two gradients, the manager's work included, in steps without it; beside it, by how much a step with
+  the hook is longer than the next one without. Peak memory is that of all tensors together, from each allocation and
+  release that torch's profiler notes, on a model with a matrix of 20 MB, in float32; the loop without hooks takes as
+  much in the moment when autograd adds the two gradients up. Tokens per second: the experiment's loop and one written
+  by hand, windows drawn by hand too, the same in both, take steps of one model in turn. Start: the CPU time of a
+  process from its beginning to the end of the first optimizer step of the first strategy, the tokenizer's training and
+  the evaluation before that step included.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.

@@ -23,6 +23,7 @@ class Unit:
 
 MICROSECONDS = Unit("µs", 1e6, 1)
 MILLISECONDS = Unit("ms", 1e3, 2)
+SECONDS = Unit("s", 1, 2)
 PERCENT = Unit("%", 100, 2)
 TIMES = Unit("×", 1, 2)
 BYTES = Unit("B", 1, 0)
