@@ -98,10 +98,12 @@ class GradientFlow(TrainingHook):
         self._amplifying: set[str] = set()
 
     def start(self, run: RunInfo) -> None:
-        """Find the blocks; raises :class:`UnsuitableError` if there are none."""
+        """Find the blocks; raises :class:`UnsuitableError` if there are none, or none for one of several patterns."""
         self._chains = find_chains(run.model, self._pattern)
-        if not self._chains:
-            raise UnsuitableError(_no_blocks(run.model, self._pattern))
+        globs = [glob.strip() for glob in self._pattern.split(",") if glob.strip()]
+        misfits = [glob for glob in globs if glob not in {chain.name for chain in self._chains}]
+        if misfits or not self._chains:
+            raise UnsuitableError(_no_blocks(run.model, ", ".join(misfits) or self._pattern))
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
         """Tap the output of every block, once if it is in several chains."""

@@ -294,6 +294,7 @@ def test_a_model_without_blocks_is_refused_with_the_remedy():
     assert "the model has none; name them by --hook-config gradient_flow.pattern=GLOB" in refusal(model)
     assert "modules of the model are only." in refusal(model)
     assert "pattern 'blocks.9' fits fewer modules" in refusal(made(), pattern="blocks.9")
+    assert "pattern 'block.*' fits fewer modules" in refusal(made(), pattern="blocks.*, block.*")
 
 
 @pytest.mark.parametrize(
