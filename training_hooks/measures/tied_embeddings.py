@@ -121,7 +121,7 @@ def all_sums(g_in: Tensor, g_out: Tensor) -> Tensor:
 
 def _sum_of_sizes(values: Tensor) -> Tensor:
     """Return Σ |x| of a vector; on the CPU the norm of order 1 takes four times as long."""
-    return torch.stack([part.abs().sum() for part in values.split(ELEMENTS_TOGETHER)]).sum()
+    return torch.stack([part.abs().sum() for part in torch.split(values, ELEMENTS_TOGETHER)]).sum()
 
 
 def _flat(gradient: Tensor) -> Tensor:
