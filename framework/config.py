@@ -27,6 +27,7 @@ class ExperimentConfig:
         accumulation_steps: micro-batches into which each batch is split.
         amp: mixed precision: autocast to bf16, or to fp16 with the loss scaled.
         with_compile: compile the model (torch.compile) for the training steps.
+        log_every: steps between deliveries of step metrics; step loop only.
         eval_every: epochs (step loop: steps) between evaluations.
         snapshot_every: epochs (step loop: steps) between SNAPSHOT points.
         checkpoint_every: epochs (step loop: steps) between durable checkpoints; 0 writes none.
@@ -38,6 +39,7 @@ class ExperimentConfig:
     accumulation_steps: int = 1
     amp: Literal["none", "bf16", "fp16"] = "none"
     with_compile: bool = False
+    log_every: int = 100
     eval_every: int = 1
     snapshot_every: int = 10
     checkpoint_every: int = 0
@@ -46,7 +48,7 @@ class ExperimentConfig:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""
         self._check_types()
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
-        self.at_least(1, "batch_size", "accumulation_steps", "eval_every", "snapshot_every")
+        self.at_least(1, "batch_size", "accumulation_steps", "log_every", "eval_every", "snapshot_every")
         self.at_least(0, "checkpoint_every")
 
     def _check_types(self) -> None:

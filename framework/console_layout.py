@@ -47,7 +47,7 @@ def _title(board: Board, width: int) -> Line:
     if run is None:
         return []
     title = shortened(printable(f"{run.experiment}  {run.strategy}"), width)
-    where = f"  epoch {board.epoch}  step {board.step:,}"
+    where = f"  newest metrics: epoch {board.epoch}  step {board.step:,}" if board.step else ""
     if run.treatments:
         where += printable(f"  treatments: {', '.join(run.treatments)}")
     return [(title, "bold"), (where if cell_len(title + where) <= width else "", "")]

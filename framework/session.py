@@ -216,6 +216,7 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
         length=runner.length,
+        log_every=config.log_every,
         eval_every=config.eval_every,
         snapshot_every=config.snapshot_every,
         checkpoint_every=config.checkpoint_every,

@@ -80,6 +80,7 @@ class LanguageModelConfig(ExperimentConfig):
     beta2: float = 0.95
     evaluation_windows: int = 64
     sample_tokens: int = 60
+    log_every: int = 20
     eval_every: int = 100
     snapshot_every: int = 100
 

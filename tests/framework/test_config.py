@@ -83,7 +83,7 @@ def test_a_subclass_checks_its_own_fields_too() -> None:
 
 def test_every_experiment_has_these_options_and_every_run_those() -> None:
     assert field_names(ExperimentConfig) == [
-        *("seed", "output_dir", "batch_size", "accumulation_steps", "amp", "with_compile"),
+        *("seed", "output_dir", "batch_size", "accumulation_steps", "amp", "with_compile", "log_every"),
         *("eval_every", "snapshot_every", "checkpoint_every"),
     ]
     assert set(field_names(RunFlags)) < set(field_names(RunOptions))
