@@ -101,6 +101,7 @@ class HookManager:
                 taps = {
                     hook.name: self._guarded(hook, "taps", 0, partial(self._declared_taps, hook)) for hook in self.hooks
                 }
+            self._listeners = Listeners(self.hooks, self._loop)  # a hook may fit its schedule to the run it starts
             for hook in self.hooks:
                 self._taps.attach(self._tap_owner(hook), taps[hook.name] or ())
         except LoopscopeError:

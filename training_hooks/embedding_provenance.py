@@ -14,6 +14,9 @@ from framework.registry import HookRegistry
 from framework.taps import GradientTap
 from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 
+INTERVAL_APART = 100
+"""Steps between measurements of two matrices, whose gradients any norm shows."""
+
 
 @HookRegistry.register
 class EmbeddingProvenance(TrainingHook):
@@ -26,7 +29,7 @@ class EmbeddingProvenance(TrainingHook):
     Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights.
 
     Args:
-        interval: measure every so many steps.
+        interval: measure every so many steps; by default every step of a tied matrix, every 100th of two matrices.
         embedding: the name of the embedding in the model; by default it is found.
         projection: the name of the output projection; by default it is found.
     """
@@ -34,10 +37,13 @@ class EmbeddingProvenance(TrainingHook):
     name = "embedding_provenance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
 
-    def __init__(self, *, interval: int = 1, embedding: str | None = None, projection: str | None = None) -> None:
-        if interval < 1:
+    def __init__(
+        self, *, interval: int | None = None, embedding: str | None = None, projection: str | None = None
+    ) -> None:
+        if interval is not None and interval < 1:
             raise UsageError(f"embedding_provenance.interval is {interval}; it must be at least 1.")
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self._interval = interval
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval or 1)
         self._wanted = embedding, projection
         self._pair: EmbeddingPair | None = None
         self._gradients = TiedGradients(all_sums)
@@ -46,6 +52,8 @@ class EmbeddingProvenance(TrainingHook):
         """Find the two modules; refuse a model without them."""
         self._pair = EmbeddingPair.of(run.model, self.name, *self._wanted)
         self._gradients.forget()
+        if self._interval is None and not self._pair.tied:
+            self.step_schedule = StepSchedule(mode="stride", every_n_steps=INTERVAL_APART)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
         """Watch both uses of a tied matrix; two matrices have gradients of their own."""

@@ -46,6 +46,7 @@ class WeightAverage(TrainingHook):
         swa_interval: steps from one sample of SWA to the next; rounded up to a multiple of ``interval``.
         averages: which are kept, ``ema``, ``swa`` or ``both``.
         evaluate: whether to evaluate them.
+        evaluate_every: SNAPSHOTs from one evaluation to the next; the last one of the run has one, too.
     """
 
     name = "weight_average"
@@ -60,6 +61,7 @@ class WeightAverage(TrainingHook):
         swa_interval: int = 10,
         averages: Literal["ema", "swa", "both"] = "both",
         evaluate: bool = True,
+        evaluate_every: int = 5,
     ) -> None:
         if not 0 < decay < 1:
             raise UsageError(f"weight_average.decay is {decay}; it must lie between 0 and 1.")
@@ -73,6 +75,9 @@ class WeightAverage(TrainingHook):
         if averages not in (*KINDS, "both"):
             raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
         self.decay, self.swa_start, self.swa_interval, self.evaluate = decay, swa_start, swa_interval, evaluate
+        if evaluate_every < 1:
+            raise UsageError(f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
+        self.evaluate_every = evaluate_every
         self.kinds = [*KINDS] if averages == "both" else [averages]
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
         self._run: RunInfo | None = None
@@ -80,6 +85,7 @@ class WeightAverage(TrainingHook):
 
     def reset(self) -> None:
         """Forget the averages."""
+        self._snapshots = 0
         decays = {"ema": self.decay, "swa": 1.0}
         self._averages = {kind: Average(decays[kind]) for kind in self.kinds}
 
@@ -110,7 +116,10 @@ class WeightAverage(TrainingHook):
     def _compared(self, ctx: RunDataContext) -> Metrics:
         metrics: dict[str, Any] = {}
         live = dict(ctx.model.named_parameters())
-        can_evaluate = self.evaluate and not fully_sharded_modules(ctx.model)
+        self._snapshots += 1
+        is_last = self._run is not None and ctx.step == self._run.steps
+        due = self.evaluate and (is_last or self._snapshots % self.evaluate_every == 0)
+        can_evaluate = due and not fully_sharded_modules(ctx.model)
         for kind, average in self._averages.items():
             if average.samples:
                 weights = average.weights(ctx.model)
@@ -137,12 +146,13 @@ class WeightAverage(TrainingHook):
                     save_tensors(state, run.output_dir / average_name(run.strategy, kind))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
-        return {kind: average.state_dict() for kind, average in self._averages.items()}
+        """Return the averages, and the SNAPSHOTs so far."""
+        return {"snapshots": self._snapshots} | {kind: each.state_dict() for kind, each in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the averages of :meth:`state_dict`, as far as they are kept."""
         self.reset()
+        self._snapshots = state.get("snapshots", 0)
         for kind, average in self._averages.items():
             if kind in state:
                 average.load_state_dict(state[kind])

@@ -141,6 +141,14 @@ def test_names_that_are_no_modules_are_refused() -> None:
         start("tied", EmbeddingProvenance(embedding="embedding", projection="mixx"))
 
 
+def test_two_matrices_are_measured_now_and_then_unless_asked_for() -> None:
+    counts = []
+    for options in ({}, {"interval": 1}):
+        run = train(Case("transformer"), [EmbeddingProvenance(**options)], steps=6)
+        counts.append(len(run.sink.rows("embedding_provenance/output_to_embedding_ratio")))
+    assert counts == [1, 6]
+
+
 def test_an_interval_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="interval is 0; it must be at least 1"):
         EmbeddingProvenance(interval=0)

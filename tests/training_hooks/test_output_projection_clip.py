@@ -1,6 +1,7 @@
 """Clipping of the output projection's gradient against a reference written out in float64."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from framework.digest import described
 from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
-from tests.support import Case, Run, SpyHook, at, train
+from tests.support import Case, Run, SpyHook, at, differences, train
+from tests.training_hooks.interrupted import in_one_and_two
 from training_hooks.embedding_provenance import EmbeddingProvenance
 from training_hooks.measures.output_projection import ClipOptions, NormHistory, TiedGradientClipping
 from training_hooks.output_projection_clip import OutputProjectionClip
@@ -171,6 +174,16 @@ def test_resumed_in_the_middle_of_a_window_it_goes_on_as_if_it_had_not_stopped()
             each.add(torch.tensor(norm))
         assert torch.equal(history.mean, resumed.mean)
     assert history.mean == 5.0
+
+
+@pytest.mark.parametrize("scope", ["weight", "logits"])
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+def test_a_run_resumed_in_the_middle_of_a_window_is_the_run_in_one_go(loop: str, scope: str, tmp_path: Path) -> None:
+    one, two, middle = in_one_and_two(
+        Case("tied", loop=loop), lambda: OutputProjectionClip(window_size=9, scale_factor=0.2, scope=scope), tmp_path
+    )
+    assert not differences(one.final, two.final)
+    assert described(two.rows) == described(one.after(middle)) != "[]"
 
 
 def test_an_untied_model_is_refused_with_the_names() -> None:

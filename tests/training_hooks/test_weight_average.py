@@ -222,7 +222,7 @@ def test_one_average_alone_takes_half_the_memory_and_reports_nothing_of_the_othe
     run = train(Case(), [WeightAverage(interval=1, averages="ema", evaluate=False)])
     names = {name.removeprefix("weight_average/") for name, *_ in run.sink.rows("weight_average")}
     assert names == {"ema_distance", "ema_relative_distance", "ema_samples"}
-    assert list(run.manager.hooks[0].state_dict()) == ["ema"]
+    assert list(run.manager.hooks[0].state_dict()) == ["snapshots", "ema"]
 
 
 def test_before_the_first_update_nothing_is_reported_and_nothing_written(tmp_path):
@@ -368,3 +368,12 @@ def test_on_two_ranks_the_averages_are_those_of_one_and_only_fsdp_is_not_evaluat
         )
         for other in others:
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_are_evaluated_now_and_then_and_at_the_last_snapshot() -> None:
+    hook = WeightAverage(interval=1, averages="ema", evaluate_every=2)
+    run = train(Case(), [hook], steps=15, snapshot_every=1, evaluate=first_loss)
+    steps = sorted({step for name, _, step, _ in run.sink.rows("weight_average/ema") if name == "weight_average/ema"})
+    assert steps == [6, 12, 15]
+    with pytest.raises(UsageError, match="evaluate_every is 0; it must be at least 1"):
+        WeightAverage(evaluate_every=0)
