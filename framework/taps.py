@@ -153,7 +153,7 @@ class TapSet:
     @property
     def need_a_pass(self) -> bool:
         """Tell whether a tap is due now that a compiled pass cannot serve."""
-        return any(is_due() for is_due, _, _ in self._apart)
+        return bool(self._apart) and any(is_due() for is_due, _, _ in self._apart)
 
     def hear(self, compute_gradients: Callable[[], object]) -> None:
         """Run a pass eagerly, heard by the taps that a compiled pass cannot serve and by no others."""
