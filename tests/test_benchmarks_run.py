@@ -36,6 +36,7 @@ def test_every_benchmark_yields_rows_of_finite_numbers(name):
     assert all(math.isfinite(number) for row in rows for number in vars(row.value).values())
 
 
+@pytest.mark.slow
 def test_the_memory_of_every_kind_of_run_is_counted_in_copies_of_the_training_state():
     measured = {kind: measure(kind, TINY) for kind in (BARE, *HOOKS)}
     alive = {row.figure: row.value.median for row in memory_rows([measured]) if row.figure.startswith("Tensors")}
