@@ -143,33 +143,6 @@ def _run(body: Callable[[], Any]) -> None:
 
 def show(body: Callable[[], Any], columns: int = 80, lines: int = 24) -> Terminal:
     """Run ``body`` on a terminal to its end."""
-    status = 99
-    try:
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        sys.stdin.close()
-        os.read(0, 1)
-        sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8") for number in (1, 2))  # noqa: SIM115
-        body()
-        status = 0
-    except KeyboardInterrupt:
-        status = 130
-    except SystemExit as error:
-        status = int(error.code or 0)
-    except BaseException as error:
-        print(f"raised {type(error).__name__}: {error}")  # noqa: T201
-        status = 1
-    finally:
-        try:
-            sys.stdout.flush()
-        finally:
-            os._exit(status)
-
-
-def show(body: Callable[[], Any], columns: int = 80, lines: int = 24) -> Terminal:
-    """Run ``body`` on a terminal to its end."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     process = Process(body, columns, lines)
     terminal = process.finish()
     assert process.status == 0, "\n".join(terminal.display)
