@@ -170,6 +170,7 @@ class TapSet:
         """Take every tap off the model."""
         while self._handles:
             self._handles.pop().remove()
+        self._apart.clear()
         while self._eager:
             module, forward = self._eager.pop()
             vars(module).pop("forward")

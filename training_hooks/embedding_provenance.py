@@ -52,8 +52,9 @@ class EmbeddingProvenance(TrainingHook):
         """Find the two modules; refuse a model without them."""
         self._pair = EmbeddingPair.of(run.model, self.name, *self._wanted)
         self._gradients.forget()
-        if self._interval is None and not self._pair.tied:
-            self.step_schedule = StepSchedule(mode="stride", every_n_steps=INTERVAL_APART)
+        if self._interval is None:
+            every = 1 if self._pair.tied else INTERVAL_APART
+            self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
         """Watch both uses of a tied matrix; two matrices have gradients of their own."""

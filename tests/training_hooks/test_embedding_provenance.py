@@ -149,6 +149,14 @@ def test_two_matrices_are_measured_now_and_then_unless_asked_for() -> None:
     assert counts == [1, 6]
 
 
+def test_a_hook_that_strategies_share_fits_its_schedule_to_each() -> None:
+    hook, due = EmbeddingProvenance(), []
+    for model in ("transformer", "tied"):
+        start(model, hook)
+        due.append(hook.step_schedule.is_due(2))
+    assert due == [False, True]
+
+
 def test_an_interval_below_one_is_refused() -> None:
     with pytest.raises(UsageError, match="interval is 0; it must be at least 1"):
         EmbeddingProvenance(interval=0)
