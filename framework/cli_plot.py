@@ -7,9 +7,10 @@ from pathlib import Path
 from framework.cli_words import Words, parted
 from framework.config import require
 from framework.errors import UsageError
+from framework.number_text import listed
 from framework.optional import require_package
 from framework.plotting.curves import RecordedRun, read_run
-from framework.plotting.naming import file_stem, listed
+from framework.plotting.naming import file_stem
 from framework.plotting.panels import Look, Picture, matcher, metric_picture
 from framework.plotting.provenance import WANTED, provenance_picture
 from framework.replay import run_folders

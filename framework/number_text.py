@@ -1,7 +1,7 @@
 """How numbers are shown to people: four significant digits, and times and rates in the unit that fits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN_ITEMS = 3
@@ -35,6 +35,16 @@ def value_text(value: Any) -> str:
 
 def _listed(shown: list[str], total: int) -> str:
     return ", ".join(shown) + (f", ... ({total})" if total > len(shown) else "") if total else "none"
+
+
+def listed(names: Sequence[object], most: int = 6) -> str:
+    """Join names, of many the first, and say how many more there are.
+
+    >>> listed(["a", "b"], 3), listed([7, 9, 11, 12], 2)
+    ('a, b', '7, 9 and 2 more')
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

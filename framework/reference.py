@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from framework.config import ExperimentConfig
 from framework.errors import UsageError
+from framework.number_text import listed
 from framework.records import CONFIG, environment, versions, weights_name
 
 IRRELEVANT = frozenset(
@@ -69,8 +70,7 @@ def load_reference(path: Path, model: nn.Module) -> Reference:
         if _shape(found.get(name)) != _shape(parameter)
     ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UsageError(f"The reference {path} is of another model: {', '.join(wrong[:5])}{more} differ.")
+        raise UsageError(f"The reference {path} is of another model: {listed(wrong, 5)} differ.")
     return Reference(path, {name: found[name].to(parameter) for name, parameter in parameters.items()})
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from framework.errors import StateMutationError
+from framework.number_text import listed
 from framework.param_vectors import is_sharded, local_shards
 from framework.training_state import MODULE_HOOKS, TrainingState, nested
 
@@ -233,9 +234,8 @@ def _equal(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 
 def mutation(culprit: object, changes: list[str]) -> StateMutationError:
     """Make the error that names who changed what."""
-    shown = ", ".join(changes[:5]) + (f" and {len(changes) - 5} more" if len(changes) > 5 else "")
     return StateMutationError(
-        f"{culprit} may only read, but changed the training state: {shown}. What changed cannot be undone, so the run "
-        "ends here and no checkpoint is written from this state. A hook that experiments on the state is an "
+        f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. What changed cannot be undone, "
+        "so the run ends here and no checkpoint is written from this state. A hook that experiments on the state is an "
         "InterventionHook, which is rolled back."
     )

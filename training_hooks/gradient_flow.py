@@ -14,6 +14,7 @@ from framework.errors import RunNotice, UnsuitableError, UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
+from framework.number_text import listed
 from framework.param_vectors import is_sharded, joint_norm
 from framework.registry import HookRegistry
 from framework.taps import GradientTap
@@ -217,9 +218,8 @@ def _told(told: set[str], found: Mapping[str, float], over: set[str], step: int,
     """Warn if blocks are found that the user has not been told of, note if none is left; return who is now."""
     now = {*found} | (told - over)
     if found.keys() - told:
-        named = ", ".join(f"{block} ({gain:.2g})" for block, gain in list(found.items())[:LISTED])
-        more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-        warnings.warn(f"Step {step:,}: on its way backward the gradient {what} in {named}{more}.", stacklevel=3)
+        named = listed([f"{block} ({gain:.2g})" for block, gain in found.items()], LISTED)
+        warnings.warn(f"Step {step:,}: on its way backward the gradient {what} in {named}.", stacklevel=3)
     elif told and not now:
         warnings.warn(f"Step {step:,}: it is over that the gradient {what}.", RunNotice, stacklevel=3)
     return now
@@ -228,7 +228,7 @@ def _told(told: set[str], found: Mapping[str, float], over: set[str], step: int,
 def _no_blocks(model: nn.Module, pattern: str) -> str:
     remedy = (
         "name them by --hook-config gradient_flow.pattern=GLOB, such as 'blocks.*', where * stops at dots; modules of "
-        f"the model are {_some([name for name, _ in model.named_modules() if name])}"
+        f"the model are {listed([name for name, _ in model.named_modules() if name], 10) or 'none'}"
     )
     if pattern.strip():
         return (
@@ -238,8 +238,3 @@ def _no_blocks(model: nn.Module, pattern: str) -> str:
         "Hook 'gradient_flow' needs an nn.ModuleList or nn.Sequential with at least two members of one class that have "
         f"parameters, and the model has none; {remedy}."
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return (", ".join(names[:10]) or "none") + more

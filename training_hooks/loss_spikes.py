@@ -12,6 +12,7 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import EPOCH_END, HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
+from framework.number_text import listed
 from framework.registry import HookRegistry
 
 SMALLEST_SPREAD = 1e-10
@@ -112,7 +113,7 @@ class LossSpikes(TrainingHook):
             spikes = {at: size for at, size in enumerate(sizes, step - len(sizes) + 1) if size > self.threshold}
             if spikes:
                 warnings.warn(
-                    f"The {label} spiked at step {_listed([*spikes])}: it was {max(spikes.values()):.1f} standard "
+                    f"The {label} spiked at step {listed([*spikes], 3)}: it was {max(spikes.values()):.1f} standard "
                     f"deviations above its mean over the {self.window} steps before (the threshold is "
                     f"{self.threshold:g}).",
                     stacklevel=2,
@@ -134,16 +135,6 @@ class LossSpikes(TrainingHook):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics of the loss and of the gradient norm."""
         return [info for prefix, label in SIGNALS.items() for info in _infos(prefix, label)]
-
-
-def _listed(steps: list[int]) -> str:
-    """Write out the first three steps.
-
-    >>> _listed([7]), _listed([7, 9, 11, 12, 15])
-    ('7', '7, 9, 11 and 2 more')
-    """
-    more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
-    return ", ".join(map(str, steps[:3])) + more
 
 
 def _infos(prefix: str, label: str) -> list[MetricInfo]:

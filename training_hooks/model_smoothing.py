@@ -10,6 +10,7 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
+from framework.number_text import listed
 from framework.param_vectors import norm, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
@@ -87,9 +88,8 @@ class ModelSmoothing(InterventionHook):
         if self._thawed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"model_smoothing leaves {', '.join(self._thawed[:3])}"
-                f"{f' and {len(self._thawed) - 3} more' if len(self._thawed) > 3 else ''} alone at step {step}: frozen "
-                "when the run started, and so without a buffer.",
+                f"model_smoothing leaves {listed(self._thawed, 3)} alone at step {step}: frozen when the run started, "
+                "and so without a buffer.",
                 stacklevel=2,
             )
 

@@ -62,15 +62,6 @@ def shared_beginning(names: Sequence[str]) -> str:
     return "/".join(shared)
 
 
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """Join names, of many the first.
-
-    >>> listed(["a", "b"]), listed(["a", "b", "c"], 2)
-    ('a, b', 'a, b and 1 more')
-    """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def wrapped(name: str, width: int) -> str:
     r"""Break a long name behind slashes, dots and underscores.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framework.errors import RunNotice
+from framework.number_text import listed
 
 NAMED = 5
 """Parameters that a warning names."""
@@ -32,10 +33,9 @@ class Conditions:
         told = self._told[condition]
         one, several = self._phrases[condition]
         if found.keys() - told:
-            worst = ", ".join(f"{name} ({value})" for name, value in list(found.items())[:NAMED])
-            more = f" and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
+            worst = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
             says = f"{len(found):,} of {checked:,} parameters {one if len(found) == 1 else several}"
-            self._news.append((step, True, f"Step {step:,}: {says}: {worst}{more}."))
+            self._news.append((step, True, f"Step {step:,}: {says}: {worst}."))
         elif told and not found:
             self._news.append((step, False, f"Step {step:,}: no parameter {one} any more."))
         self._told[condition] = sorted({*told, *found}) if found else []

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import UnsuitableError, UsageError
-from framework.param_vectors import WIDE
 from framework.taps import GradientTap, TapOwner, TapSet
 from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, squares
 
@@ -118,7 +117,7 @@ class OutputProjectionClipper:
 
     def _scaled_logits(self, gradient: Tensor) -> Tensor | None:
         """Scale d loss/d logits of one backward pass; its norm is remembered."""
-        norm = torch.linalg.vector_norm(gradient, dtype=_wide_type(gradient))
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         threshold = self.threshold()
         factor = None if threshold is None else clip_factor(norm, threshold)
         self._logits.append((norm, torch.ones_like(norm) if factor is None else factor))
@@ -244,7 +243,3 @@ class Decision:
 def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
     """Return min(1, threshold / norm); 1 where either is undefined."""
     return torch.nan_to_num((threshold / norm).clamp(max=1.0), nan=1.0)
-
-
-def _wide_type(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.dtype in WIDE else torch.float32

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.number_text import listed
 from framework.param_vectors import is_sharded, local_shards
 from training_hooks.measures.xla import shard_alike
 
@@ -82,5 +83,4 @@ def _sharded_like(shard: Tensor, tensor: Any) -> Tensor:
 def _refuse(what: str, names: Sequence[str]) -> None:
     """Raise for the first five names of those that do not fit."""
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise ValueError(f"The state is of another model: it is about {', '.join(names[:5])}{more}, {what}.")
+        raise ValueError(f"The state is of another model: it is about {listed(names, 5)}, {what}.")
