@@ -236,6 +236,6 @@ def mutation(culprit: object, changes: list[str]) -> StateMutationError:
     """Make the error that names who changed what."""
     return StateMutationError(
         f"{culprit} may only read, but changed the training state: {listed(changes, 5)}. What changed cannot be "
-        "undone, so the run ends here and no checkpoint is written from this state. A hook that experiments on the state is an "
-        "InterventionHook, which is rolled back."
+        "undone, so the run ends here and no checkpoint is written from this state. A hook that experiments on the "
+        "state is an InterventionHook, which is rolled back."
     )
