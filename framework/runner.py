@@ -81,6 +81,10 @@ class ExperimentRunner(ABC, Generic[Config]):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return named numbers; called in eval mode, without gradients, on random streams of its own."""
 
+    def prepare_model(self, model: nn.Module, strategy: str) -> nn.Module:
+        """Return the model as one strategy trains it, with layers replaced say; its weights are drawn already."""
+        return model
+
     def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the learning-rate schedule, or ``None`` for a constant rate."""
         return None

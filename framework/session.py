@@ -196,7 +196,7 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
     """Seed, then build what one strategy trains; the same weights for every strategy of a seed."""
     config = runner.config
     seed_everything(config.seed)
-    model = runner.build_model().to(runner.device)
+    model = runner.prepare_model(runner.build_model().to(runner.device), strategy)
     optimizer = runner.build_optimizer(model)
     scheduler = runner.build_scheduler(optimizer)
     loader = runner.build_loader(strategy)

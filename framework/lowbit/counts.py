@@ -1,0 +1,102 @@
+"""What a quantisation lost: overflow, underflow, error, and the spread of its scales, kept on the device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUMS = (
+    "quantizations",
+    "overflow_count",
+    "total_elements",
+    "total_overflow_elements",
+    "underflow_elements",
+    "non_finite_elements",
+    "upper_half_elements",
+    "excess_sum",
+    "squared_error",
+    "squared_norm",
+)
+MAXIMA = ("excess_max", "scale_max", "inverse_scale_max")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers that add up over quantisations, layers and ranks, and numbers of which the largest counts.
+
+    Args:
+        sums: float64, one number for each of ``SUMS``, of any leading shape.
+        maxima: float64, one for each of ``MAXIMA``; 0 where nothing was seen.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def zeros(cls, *shape: int, device: torch.device | None = None) -> "Counts":
+        """Return counts of nothing."""
+        return cls(
+            torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device),
+            torch.zeros(*shape, len(MAXIMA), dtype=torch.float64, device=device),
+        )
+
+    def add(self, other: "Counts") -> None:
+        """Take in more, in place."""
+        self.sums.add_(other.sums)
+        torch.maximum(self.maxima, other.maxima, out=self.maxima)
+
+    def reset(self) -> None:
+        """Forget everything, in place."""
+        self.sums.zero_()
+        self.maxima.zero_()
+
+    def by_name(self) -> Mapping[str, Tensor]:
+        """Return the numbers by name."""
+        return {
+            **dict(zip(SUMS, self.sums.unbind(-1), strict=True)),
+            **dict(zip(MAXIMA, self.maxima.unbind(-1), strict=True)),
+        }
+
+
+def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor) -> Counts:
+    """Count what one quantisation lost.
+
+    Args:
+        values: the tensor before.
+        rounded: the tensor after, dequantised, of the same shape.
+        limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``.
+        scales: the scales, one a block.
+
+    Overflow means that a finite magnitude exceeds its limit; the excess is magnitude / limit. Underflow means that a
+    number other than 0 became 0. Values in the upper half, above half the limit, are counted under that name only.
+    Error and norm are of the finite values.
+    """
+    finite = values.isfinite()
+    magnitude = torch.where(finite, values, 0.0).abs().double()
+    over = magnitude > limits
+    excess = torch.where(over, magnitude / limits, 0.0)
+    error = torch.where(finite, rounded.double() - values.double(), 0.0)
+    overflowing = over.sum()
+    one = torch.ones((), dtype=torch.float64, device=values.device)
+    sums = (
+        one,
+        overflowing > 0,
+        one * values.numel(),
+        overflowing,
+        ((rounded == 0) & (magnitude > 0)).sum(),
+        values.numel() - finite.sum(),
+        (magnitude > limits / 2).sum(),
+        excess.sum(),
+        error.square().sum(),
+        magnitude.square().sum(),
+    )
+    return Counts(torch.stack([number.double() for number in sums]), _maxima(excess, scales))
+
+
+def _maxima(excess: Tensor, scales: Tensor) -> Tensor:
+    """Return the largest excess, the largest scale, and the inverse of the smallest one above 0; float64."""
+    if not excess.numel():
+        return excess.new_zeros(len(MAXIMA))
+    positive = torch.where(scales > 0, scales.double(), torch.inf)
+    return torch.stack([excess.max(), scales.max().double(), 1 / positive.min()])

@@ -1,0 +1,156 @@
+"""Floating-point formats of eight bits and fewer: their grids, and rounding to them."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from framework.errors import UsageError
+from framework.registry import Registry
+
+EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+"""By the type that a cast computes in: integers of its size, and the bits of its exponent."""
+
+
+class FloatFormat:
+    """A signed floating-point format with subnormals, of which only the largest finite number need be told.
+
+    Registered subclasses are known by name to the casts, the layers and the observer. ``maximum`` is the largest
+    finite number; what lies above it in the encoding (inf, NaN) is not used, since casts saturate.
+    """
+
+    name: ClassVar[str] = ""
+    exponent_bits: ClassVar[int]
+    mantissa_bits: ClassVar[int]
+    maximum: ClassVar[float]
+
+    @classmethod
+    def bias(cls) -> int:
+        """Return the exponent bias, 2^(exponent bits − 1) − 1."""
+        return int(2 ** (cls.exponent_bits - 1)) - 1
+
+    @classmethod
+    def smallest_normal(cls) -> float:
+        """Return the smallest number with a full mantissa, below which numbers are evenly spaced."""
+        return 2.0 ** (1 - cls.bias())
+
+    @classmethod
+    def top_binade(cls) -> float:
+        """Return the largest power of two."""
+        return 2.0 ** (torch.tensor(cls.maximum).frexp().exponent.item() - 1)
+
+    @classmethod
+    def magnitudes(cls) -> Tensor:
+        """Return every magnitude from 0 to ``maximum``, ascending; float64."""
+        steps = 2**cls.mantissa_bits
+        spacing = cls.smallest_normal() / steps
+        found = [index * spacing for index in range(steps)]
+        power = cls.smallest_normal()
+        while power <= cls.maximum:
+            found += [power * (1 + index / steps) for index in range(steps)]
+            power *= 2
+        return torch.tensor([value for value in found if value <= cls.maximum], dtype=torch.float64)
+
+
+def check_format(found: type[FloatFormat]) -> None:
+    """Refuse a class that describes no format; raises :class:`UsageError` that says what to change."""
+    if not (found.name and 1 <= found.exponent_bits <= 8 and 0 <= found.mantissa_bits <= 10):
+        raise UsageError(
+            f"Format class {found.__qualname__} needs a name, 1 to 8 exponent_bits and 0 to 10 mantissa_bits."
+        )
+    if found.magnitudes()[-1] != found.maximum:
+        raise UsageError(f"The maximum of format {found.name!r}, {found.maximum}, is not one of its numbers.")
+
+
+FormatRegistry: Registry[type[FloatFormat]] = Registry("format", "loopscope.formats", check_format)
+
+
+@FormatRegistry.register
+class E2M1(FloatFormat):
+    """FP4 of the OCP microscaling specification: 0, 0.5, 1, 1.5, 2, 3, 4, 6; no inf, no NaN."""
+
+    name = "e2m1"
+    exponent_bits, mantissa_bits, maximum = 2, 1, 6.0
+
+
+@FormatRegistry.register
+class E3M2(FloatFormat):
+    """FP6 with the wider range: up to 28; no inf, no NaN."""
+
+    name = "e3m2"
+    exponent_bits, mantissa_bits, maximum = 3, 2, 28.0
+
+
+@FormatRegistry.register
+class E2M3(FloatFormat):
+    """FP6 with the finer grid: up to 7.5; no inf, no NaN."""
+
+    name = "e2m3"
+    exponent_bits, mantissa_bits, maximum = 2, 3, 7.5
+
+
+@FormatRegistry.register
+class E4M3(FloatFormat):
+    """FP8 for values: up to 448; one code is NaN, none is inf (``float8_e4m3fn``)."""
+
+    name = "e4m3"
+    exponent_bits, mantissa_bits, maximum = 4, 3, 448.0
+
+
+@FormatRegistry.register
+class E5M2(FloatFormat):
+    """FP8 for gradients: up to 57344; the highest exponent is inf and NaN, as in IEEE 754."""
+
+    name = "e5m2"
+    exponent_bits, mantissa_bits, maximum = 5, 2, 57344.0
+
+
+Round = Callable[[Tensor], Tensor]
+"""Rounds a tensor to whole numbers."""
+
+
+def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = torch.round) -> Tensor:
+    """Round to the format's numbers; beyond the largest one, saturate. NaN stays NaN, and -0 stays -0.
+
+    Args:
+        values: float32 or float64, of any shape.
+        number_format: the format.
+        round_: rounds multiples of the spacing; by default to the nearest, ties to even.
+    """
+    limit = number_format.maximum
+    clamped = values.clamp(-limit, limit)
+    spacing = _power_below(clamped).clamp_min(number_format.smallest_normal()) * 2.0**-number_format.mantissa_bits
+    return round_(clamped / spacing) * spacing
+
+
+def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tensor:
+    """Round to nearest without saturating: beyond the largest number the grid goes on with its last spacing.
+
+    That is the cast of the published Metis code (arXiv 2509.00404), which so lets an overflow pass almost unhurt:
+    9.5 becomes 10 where e2m1 ends at 6. No hardware does that.
+    """
+    power = _power_below(values).clamp(number_format.smallest_normal(), number_format.top_binade())
+    spacing = power * 2.0**-number_format.mantissa_bits
+    return torch.round(values / spacing) * spacing
+
+
+def stochastic(generator: torch.Generator | None) -> Round:
+    """Return a rounding up with a probability equal to the fraction, otherwise down, so that the mean is exact.
+
+    The probability is a multiple of 2^-24. Without a generator the global one is drawn from.
+    """
+
+    def round_(values: Tensor) -> Tensor:
+        below = torch.floor(values)
+        draws = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
+        rounded = below + (draws < values - below).to(values.dtype)
+        return torch.copysign(rounded, values)
+
+    return round_
+
+
+def _power_below(values: Tensor) -> Tensor:
+    """Return the largest power of two that is not above the magnitude; 0 for subnormal numbers of the tensor's type."""
+    integers, exponent = EXPONENT_BITS[values.dtype]
+    return (values.view(integers) & exponent).view(values.dtype)
