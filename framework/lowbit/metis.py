@@ -1,0 +1,173 @@
+"""Metis (arXiv 2509.00404): a matrix cast as a low-rank part and a residual, each with scales of its own."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from framework.errors import UsageError, unknown
+from framework.lowbit.casts import computable, refuse_other_types
+
+Gains = Literal["none", "long_tail"]
+GAINS: tuple[Gains, ...] = ("none", "long_tail")
+LEADING = 5
+"""Components that ``long_tail`` leaves as they are."""
+MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
+"""Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
+LARGEST_EXPONENT = 126
+"""Of a power of two by which a float32 number can be multiplied and divided without loss."""
+
+Quantise = Callable[[Tensor], Tensor]
+"""Quantises and dequantises a tensor: a :class:`framework.lowbit.casts.Cast`, or one that counts what it loses."""
+
+
+@dataclass(frozen=True)
+class MetisOptions:
+    """How matrices are decomposed before they are cast, and when weights are split.
+
+    Args:
+        rank: components of the low-rank part: a number of them, or as a fraction in (0, 1) a share of the matrix's
+            smaller side.
+        gains: factors on the components: ``none``, or ``long_tail`` (1 for the leading five, 1.5 for the rest of the
+            low-rank part, 2 for the residual). They act on decomposed gradients; a split weight keeps its function.
+        niter: power iterations of the randomised SVD, each of which makes it more exact at the cost of two products.
+        forward: split weights into trained factors and a residual.
+        backward: decompose the gradient of a layer's output before it is cast.
+        forward_warmup_steps: steps before weights are split; at 0 they are from the first step on.
+        merge_steps: steps after which the factors are merged and split anew; 0: never.
+    """
+
+    rank: int | float = 60
+    gains: Gains = "none"
+    niter: int = 0
+    forward: bool = True
+    backward: bool = True
+    forward_warmup_steps: int = 100
+    merge_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        """Check every value; raises :class:`UsageError`."""
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        if not (self.rank >= 1 if whole else 0 < self.rank < 1):
+            raise UsageError(
+                f"The rank of Metis is {self.rank}; it must be a whole number of at least 1, or as a share of the "
+                "matrix's smaller side a fraction between 0 and 1."
+            )
+        if self.gains not in GAINS:
+            raise unknown("gains", self.gains, GAINS)
+        for name, value in (
+            ("niter", self.niter),
+            ("forward_warmup_steps", self.forward_warmup_steps),
+            ("merge_steps", self.merge_steps),
+        ):
+            if value < 0:
+                raise UsageError(f"{name} of Metis is {value}; it must be at least 0.")
+
+    def rank_of(self, shape: Sequence[int]) -> int:
+        """Return how many components a matrix of this shape is given: at least 1, at most all."""
+        smaller = min(shape)
+        wanted = round(self.rank * smaller) if self.rank < 1 else int(self.rank)
+        return min(max(1, wanted), smaller)
+
+    def check_weight(self, layer: str, shape: Sequence[int]) -> None:
+        """Raise :class:`UsageError` if a layer's weight of this shape has no low-rank part of this rank.
+
+        A gradient has as many rows as the batch has tokens, so that of few tokens is decomposed completely instead.
+        """
+        if self.rank > min(shape):
+            raise UsageError(
+                f"The rank of Metis is {self.rank}, but the weight of {layer!r} is a {shape[0]} x {shape[1]} matrix; "
+                f"choose at most {min(shape)}, a share such as 0.25, or exclude the layer."
+            )
+
+
+class Decomposition(NamedTuple):
+    """M ≈ U·diag(s)·V, U of shape (rows, rank), s (rank,) descending, V (rank, columns)."""
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+
+    def product(self) -> Tensor:
+        """Return U·diag(s)·V."""
+        return (self.u * self.s) @ self.v
+
+
+def randomised_svd(matrix: Tensor, rank: int, niter: int, generator: torch.Generator) -> Decomposition:
+    """Return the leading part of a singular value decomposition (Halko et al., arXiv 0909.4061, without oversampling).
+
+    An orthonormal basis of the range of M·Ω, Ω Gaussian, gives the columns; the small matrix in that basis is
+    decomposed exactly. At full rank the result is exact. The largest entry of each row of V is positive.
+
+    Args:
+        matrix: of shape (rows, columns); bfloat16 and float16 are computed in float32. What is not finite is taken
+            for 0, so that no solver fails on it; the caller marks the result.
+        rank: components, at most the smaller side.
+        niter: power iterations.
+        generator: draws Ω, on its own device, so that the draws are the same on all.
+    """
+    wide = computable(refuse_other_types(matrix))
+    wide = torch.where(wide.isfinite(), wide, 0.0)
+    scale = _power_of_two_above(wide)
+    scaled = wide / scale
+    draws = torch.randn(matrix.shape[1], rank, generator=generator, device=generator.device, dtype=torch.float32)
+    basis = torch.linalg.qr(scaled @ draws.to(scaled))[0]
+    for _ in range(niter):
+        basis = torch.linalg.qr(scaled.mT @ basis)[0]
+        basis = torch.linalg.qr(scaled @ basis)[0]
+    rows, triangle = torch.linalg.qr(scaled.mT @ basis)
+    left, s, right = torch.linalg.svd(triangle.mT, full_matrices=False)
+    u, v = basis @ left, right @ rows.mT
+    signs = _signs_of_largest(v)
+    return Decomposition(u * signs, s * scale, v * signs[:, None])
+
+
+def gains_of(gains: Gains, rank: int, like: Tensor) -> tuple[Tensor, float]:
+    """Return the gain of each component of the low-rank part, of shape (rank,), and that of the residual."""
+    factors = like.new_ones(rank)
+    if gains == "none":
+        return factors, 1.0
+    factors[LEADING:] = MIDDLE_GAIN
+    return factors, RESIDUAL_GAIN
+
+
+def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generator: torch.Generator) -> Tensor:
+    """Return the matrix after its parts were quantised: q(U)·diag(g·s)·q(V) + h·q(M − U·diag(s)·V), in its own type.
+
+    The gains g and h act after the residual is taken, so that each is what it says. The published code scales s
+    before: there ``long_tail`` (its ``ysche``) comes out as 1, 0.5 and 2. U is quantised transposed, so that a block
+    of scales belongs to one component, as there. Where the matrix holds an infinity or NaN, all of the result is NaN.
+
+    Args:
+        matrix: of shape (rows, columns), one side or both of which may be 0.
+        cast: quantises U transposed, V and the residual, called once for each in this order.
+        options: rank, gains and power iterations.
+        generator: the source of the randomised SVD.
+    """
+    refuse_other_types(matrix)
+    if not matrix.numel():
+        return cast(matrix)
+    rank = options.rank_of(matrix.shape)
+    wide = computable(matrix)
+    parts = randomised_svd(wide, rank, options.niter, generator)
+    gains, residual_gain = gains_of(options.gains, rank, parts.s)
+    u = cast(parts.u.mT.contiguous()).mT
+    v = cast(parts.v)
+    residual = cast(torch.where(wide.isfinite(), wide, 0.0) - parts.product())
+    quantised = Decomposition(u, gains * parts.s, v).product() + residual_gain * residual
+    return torch.where(wide.isfinite().all(), quantised, math.nan).to(matrix.dtype)
+
+
+def _power_of_two_above(matrix: Tensor) -> Tensor:
+    """Return the power of two at or above the largest magnitude: dividing by it is exact, and no product overflows."""
+    exponent = matrix.abs().amax().frexp().exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return torch.ldexp(torch.ones_like(matrix[0, 0]), exponent)
+
+
+def _signs_of_largest(rows: Tensor) -> Tensor:
+    """Return 1 or −1 for each row: the sign of its entry of largest magnitude."""
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
+    return torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
