@@ -1,5 +1,6 @@
 """Quantise and dequantise: a tensor as it would be after a trip through a narrow format, and what the trip cost."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,11 @@ ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "soft")
 @dataclass(frozen=True)
 class Cast:
     """A format, a scaling rule and a rounding: x becomes scale · q(x / scale).
+
+    The quotient and the product are float32 (float64 for float64 tensors); the result is rounded to the tensor's own
+    type, and saturates at that type's largest number. Scales are float32 whatever the tensor: a float64 magnitude
+    beyond float32's range does not raise the scale further, so that it overflows under any rule. inf saturates, and
+    NaN stays NaN; neither counts towards the largest magnitude.
 
     Args:
         format: the name of a registered format.
@@ -44,7 +50,7 @@ class Cast:
             own = "whole tensors" if rule.block is None else f"blocks of {rule.block}"
             allowed = "one value or more to a block" if rule.any_block else f"{own} and no other size"
             raise UsageError(f"A block of {self.block} does not suit scaling rule {self.rule!r}; it takes {allowed}.")
-        if not 0 < self.q_scalar < float("inf"):
+        if not 0 < self.q_scalar < math.inf:
             raise UsageError(f"q_scalar is {self.q_scalar}; the factor on the scale must be positive and finite.")
 
     @property
@@ -62,44 +68,58 @@ class Cast:
         return self.block or self.scaling_rule.block
 
     def scales(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Return the scales of a tensor: its shape with blocks in place of the last dimension, or zero-dimensional.
+        """Return the float32 scales of a tensor: its shape with blocks in place of the last dimension, or one number.
 
         ``earlier`` holds the largest magnitudes of earlier tensors, for rules with a history; zeros are none yet.
         """
-        largest = largest_magnitudes(values, self.blocks())
+        largest = as_float32(largest_magnitudes(refuse_other_types(values), self.blocks()))
         if self.scaling_rule.history and earlier is not None:
             before = earlier.max().to(largest)
             largest = torch.where(before > 0, before, largest)
-        return self.scaling_rule().scales(largest, self.number_format) * self.q_scalar
+        scales = self.scaling_rule().scales(largest, self.number_format) * self.q_scalar
+        return scales.clamp_max(torch.finfo(torch.float32).max)
 
     def __call__(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
     ) -> Tensor:
         """Return the tensor after quantisation and dequantisation, in its own type.
 
-        Raises :class:`UsageError` for integers and complex numbers. Shapes without values come back as they are.
+        Raises :class:`UsageError` for integers and complex numbers, and for stochastic rounding without a generator.
+        Shapes without values come back as they are.
         """
-        return self.with_scales(values, self.scales(refuse_other_types(values), earlier), generator)
+        return self.with_scales(values, self.scales(values, earlier), generator)
 
     def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Do the same with scales that are given."""
-        spread = spread_over(scales, values, self.blocks())
-        scaled = divided(computable(values), spread)
+        """Do the same with scales that are given; where a scale is 0, all but NaN becomes 0."""
+        divisors = torch.where(scales > 0, scales, 1.0)
+        scaled = computable(values) / spread_over(divisors, values, self.blocks())
+        rounded = self.rounded(scaled, generator) * spread_over(scales, values, self.blocks())
+        return saturated(rounded, values.dtype).to(values.dtype)
+
+    def rounded(self, scaled: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return numbers of the format (of its continuation, if soft) for values that were divided by their scales."""
         if self.rounding == "soft":
-            rounded = to_continued_grid(scaled, self.number_format)
-        else:
-            up_or_down = torch.round if self.rounding == "nearest" else stochastic(generator)
-            rounded = to_grid(scaled, self.number_format, up_or_down)
-        return (rounded * spread).to(values.dtype)
+            return to_continued_grid(saturated(scaled, scaled.dtype), self.number_format)
+        if self.rounding == "nearest":
+            return to_grid(scaled, self.number_format)
+        if generator is None:
+            raise UsageError("Stochastic rounding draws from a generator of its own; pass generator=torch.Generator().")
+        return to_grid(scaled, self.number_format, stochastic(generator))
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
     ) -> tuple[Tensor, Counts]:
         """Return the same tensor with counts of what was lost."""
-        scales = self.scales(refuse_other_types(values), earlier)
+        scales = self.scales(values, earlier)
         rounded = self.with_scales(values, scales, generator)
-        limits = spread_over(scales.double() * self.number_format.maximum, values, self.blocks())
-        return rounded, count(values, rounded, limits, scales)
+        return rounded, count(values, rounded, spread_over(self.limits(scales), values, self.blocks()), scales)
+
+    def limits(self, scales: Tensor) -> Tensor:
+        """Return the largest magnitudes that do not overflow, exact in float64.
+
+        Where the scale is 0 there is no limit: what is lost there is lost to underflow.
+        """
+        return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
 
 
 def refuse_other_types(values: Tensor) -> Tensor:
@@ -138,6 +158,17 @@ def spread_over(scales: Tensor, values: Tensor, block: int | None) -> Tensor:
     return scales.repeat_interleave(block, -1)[..., :length].reshape(values.shape)
 
 
-def divided(values: Tensor, scales: Tensor) -> Tensor:
-    """Divide; where the scale is 0 return zeros of the same sign (NaN stays NaN)."""
-    return torch.where(scales > 0, values / scales, values * 0.0)
+def as_float32(largest: Tensor) -> Tensor:
+    """Round magnitudes up to float32, but to its largest number at most; narrower ones are exact."""
+    if largest.dtype != torch.float64:
+        return largest.float()
+    narrow = largest.float()
+    short = narrow.double() < largest
+    covering = torch.where(short, torch.nextafter(narrow, torch.full_like(narrow, torch.inf)), narrow)
+    return covering.clamp_max(torch.finfo(torch.float32).max)
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values, clamped to the finite numbers of a type; NaN stays NaN."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit)

@@ -65,7 +65,8 @@ def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor) -> Co
     Args:
         values: the tensor before.
         rounded: the tensor after, dequantised, of the same shape.
-        limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``.
+        limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``; inf where the scale
+            is 0, since what is lost there is lost to underflow.
         scales: the scales, one a block.
 
     Overflow means that a finite magnitude exceeds its limit; the excess is magnitude / limit. Underflow means that a

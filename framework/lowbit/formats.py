@@ -1,5 +1,6 @@
 """Floating-point formats of eight bits and fewer: their grids, and rounding to them."""
 
+import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -21,9 +22,9 @@ class FloatFormat:
     """
 
     name: ClassVar[str] = ""
-    exponent_bits: ClassVar[int]
-    mantissa_bits: ClassVar[int]
-    maximum: ClassVar[float]
+    exponent_bits: ClassVar[int] = 0
+    mantissa_bits: ClassVar[int] = 0
+    maximum: ClassVar[float] = 0.0
 
     @classmethod
     def bias(cls) -> int:
@@ -38,7 +39,7 @@ class FloatFormat:
     @classmethod
     def top_binade(cls) -> float:
         """Return the largest power of two."""
-        return 2.0 ** (torch.tensor(cls.maximum).frexp().exponent.item() - 1)
+        return 2.0 ** (math.frexp(cls.maximum)[1] - 1)
 
     @classmethod
     def magnitudes(cls) -> Tensor:
@@ -111,7 +112,9 @@ Round = Callable[[Tensor], Tensor]
 
 
 def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = torch.round) -> Tensor:
-    """Round to the format's numbers; beyond the largest one, saturate. NaN stays NaN, and -0 stays -0.
+    """Round to the format's numbers; beyond the largest one, and from inf, saturate. NaN stays NaN, and -0 stays -0.
+
+    A tie goes to the even multiple of the spacing below it, which is the even mantissa (without mantissa bits: up).
 
     Args:
         values: float32 or float64, of any shape.
@@ -135,17 +138,17 @@ def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tenso
     return torch.round(values / spacing) * spacing
 
 
-def stochastic(generator: torch.Generator | None) -> Round:
-    """Return a rounding up with a probability equal to the fraction, otherwise down, so that the mean is exact.
+def stochastic(generator: torch.Generator) -> Round:
+    """Return a rounding away from 0 with a probability equal to the fraction of the magnitude, otherwise towards 0.
 
-    The probability is a multiple of 2^-24. Without a generator the global one is drawn from.
+    So the mean is the value, but for the probability's being rounded up to a multiple of 2^-24.
     """
 
     def round_(values: Tensor) -> Tensor:
-        below = torch.floor(values)
+        magnitude = values.abs()
+        below = magnitude.floor()
         draws = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
-        rounded = below + (draws < values - below).to(values.dtype)
-        return torch.copysign(rounded, values)
+        return torch.copysign(below + (draws < magnitude - below).to(values.dtype), values)
 
     return round_
 

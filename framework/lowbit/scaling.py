@@ -35,7 +35,10 @@ class ScalingRule(ABC):
 
     @abstractmethod
     def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return the scales, float32, of blocks whose largest finite magnitudes are ``largest``, of the same shape."""
+        """Return the scales, float32 and not below 0, for the largest finite magnitudes of blocks.
+
+        ``largest`` is float32 and finite, of any shape, which the scales share; it may be empty.
+        """
 
 
 def check_rule(found: type[ScalingRule]) -> None:
@@ -46,8 +49,13 @@ def check_rule(found: type[ScalingRule]) -> None:
         raise UsageError(
             f"Scaling rule {found.name!r} has blocks of {found.block} elements; there must be one or more."
         )
-    if found.history and found.block is not None:
+    if found.history and (found.block is not None or found.any_block):
         raise UsageError(f"Scaling rule {found.name!r} has blocks and a history; a history is of whole tensors.")
+    if found.history and not found.overflows:
+        raise UsageError(
+            f"Scaling rule {found.name!r} scales by earlier tensors, so that values may leave the range; "
+            "set overflows = True."
+        )
 
 
 RuleRegistry: Registry[type[ScalingRule]] = Registry("scaling rule", "loopscope.scaling_rules", check_rule)
@@ -55,7 +63,7 @@ RuleRegistry: Registry[type[ScalingRule]] = Registry("scaling rule", "loopscope.
 
 def covering(largest: Tensor, maximum: float, epsilon: float = 0.0) -> Tensor:
     """Return the float32 scale largest / maximum + epsilon, rounded up where it would not quite cover the range."""
-    scale = largest.float() / maximum + epsilon
+    scale = largest / maximum + epsilon
     short = scale.double() * maximum < largest
     return torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
 
@@ -109,7 +117,8 @@ class NVFP4(ScalingRule):
     """Blocks of 16 with a scale in E4M3, on top of a float32 scale of the tensor: NVIDIA's NVFP4.
 
     Rounding the block's scale down lets its largest value leave the range, by at most 1/16 while the scale is a normal
-    E4M3 number.
+    E4M3 number. A block whose scale becomes 0, since its largest magnitude is 2^-10 / 448 of the tensor's or less, is
+    lost to underflow. The tensor's scale is 2^-126 at least, so that it keeps its precision.
     """
 
     name = "nvfp4"
@@ -119,10 +128,10 @@ class NVFP4(ScalingRule):
     def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
         """Return tensor scale · e4m3(largest / maximum / tensor scale), with tensor scale = amax / (maximum · 448)."""
         if not largest.numel():
-            return largest.float()
-        of_tensor = largest.max().float() / (number_format.maximum * E4M3.maximum)
-        ratio = largest.float() / number_format.maximum / of_tensor
-        return to_grid(torch.where(of_tensor > 0, ratio, 0.0), E4M3) * of_tensor
+            return largest
+        smallest = torch.finfo(torch.float32).smallest_normal
+        of_tensor = (largest.max() / (number_format.maximum * E4M3.maximum)).clamp_min(smallest)
+        return to_grid(largest / number_format.maximum / of_tensor, E4M3) * of_tensor
 
 
 class Microscaling(ScalingRule):
@@ -136,9 +145,8 @@ class Microscaling(ScalingRule):
 
     def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
         """Return 2^exponent; 2^-127 for a block of zeros."""
-        magnitude = largest.float()
-        exponent = _exponent(magnitude) - _exponent(torch.full_like(magnitude, number_format.maximum))
-        return _power(exponent + self.raised(magnitude, exponent, number_format))
+        exponent = _exponent(largest) - _exponent(torch.full_like(largest, number_format.maximum))
+        return _power(exponent + self.raised(largest, exponent, number_format))
 
     @abstractmethod
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
