@@ -60,8 +60,8 @@ def check_format(found: type[FloatFormat]) -> None:
         raise UsageError(
             f"Format class {found.__qualname__} needs a name, 1 to 8 exponent_bits and 0 to 10 mantissa_bits."
         )
-    if found.magnitudes()[-1] != found.maximum:
-        raise UsageError(f"The maximum of format {found.name!r}, {found.maximum}, is not one of its numbers.")
+    if not found.smallest_normal() <= found.maximum < 2.0**128 or found.magnitudes()[-1] != found.maximum:
+        raise UsageError(f"The maximum of format {found.name!r}, {found.maximum}, is not one of its normal numbers.")
 
 
 FormatRegistry: Registry[type[FloatFormat]] = Registry("format", "loopscope.formats", check_format)
