@@ -1,0 +1,89 @@
+"""Makes the linear layers of a model low-bit layers, and back, in place."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from framework.errors import UsageError, nearest
+from framework.lowbit.linear import BitLinear, equip, strip
+from framework.lowbit.recipes import Recipe, find_recipe
+
+
+def quantize_model(
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    seed: int = 0,
+) -> list[str]:
+    """Make linear layers of a model low-bit layers, in place, and return their names.
+
+    Layers, parameters, their names and the keys of the ``state_dict`` stay what they are, so that checkpoints are
+    loadable both ways; :func:`dequantize_model` makes them plain again.
+
+    Args:
+        model: any model; of its modules those are meant whose class is ``nn.Linear`` itself.
+        recipe: the casts, or their name.
+        include: patterns (``*``, ``?``, ``[...]``) of the names of the layers that are meant.
+        exclude: patterns of names that are left alone.
+        seed: of the generator of stochastic rounding, which all of these layers share.
+
+    Raises:
+        UsageError: an unknown recipe, a pattern that matches no linear layer, nothing left to change, or a layer that
+            is low-bit already.
+    """
+    found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear) or _plain(module)}
+    chosen = _chosen(layers, include, exclude)
+    generator = torch.Generator().manual_seed(seed)
+    for name in chosen:
+        layer = layers[name]
+        assert isinstance(layer, nn.Linear)
+        equip(layer, found, generator)
+    return chosen
+
+
+def dequantize_model(model: nn.Module) -> list[str]:
+    """Make every low-bit layer a plain ``nn.Linear`` again, in place, and return their names."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
+    for layer in layers.values():
+        strip(layer)
+    return list(layers)
+
+
+def _plain(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer and no subclass, whose users might not call it."""
+    return type(module) is nn.Linear
+
+
+def _chosen(layers: dict[str, nn.Module], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    """Return the names of the layers to change; raises :class:`UsageError` where the patterns do not suit."""
+    if not layers:
+        raise UsageError("The model has no linear layer (nn.Linear itself, no subclass), so there is nothing to cast.")
+    for pattern in (*include, *exclude):
+        if not _matching(layers, [pattern]):
+            near = nearest(pattern, layers)
+            raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {_listed(layers)}.")
+    chosen = [name for name in _matching(layers, include) if name not in _matching(layers, exclude)]
+    if not chosen:
+        raise UsageError(f"No linear layer is left: the patterns to exclude match all of {_listed(layers)}.")
+    for name in chosen:
+        layer = layers[name]
+        if isinstance(layer, BitLinear):
+            raise UsageError(
+                f"The layer {name!r} is low-bit already, by recipe {layer.recipe.name!r}; call dequantize_model first."
+            )
+    return chosen
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first few names, quoted."""
+    known = [repr(name) for name in names]
+    return ", ".join(known[:6]) + (f" and {len(known) - 6} more" if len(known) > 6 else "")

@@ -1,0 +1,99 @@
+"""The product of a linear layer with its matrices cast, and its gradient straight through the casts."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+from framework.errors import LoopscopeError
+from framework.lowbit.roles import Role
+
+
+class Call(Protocol):
+    """One forward call of a layer: what its casts drew and were scaled by, so that it can be repeated."""
+
+    def mark(self) -> Tensor | None:
+        """Return a tensor that tells calls apart, or ``None`` if they need not be told apart."""
+        ...
+
+    def is_marked(self, mark: Tensor | None) -> bool:
+        """Tell whether a mark is that of this call."""
+        ...
+
+
+class Quantiser(Protocol):
+    """What casts the matrices of a call."""
+
+    def quantize(self, role: Role, values: Tensor, call: Any) -> Tensor:
+        """Return the matrix after the cast of its role."""
+        ...
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """y = Q(x) Q(W)ᵀ + b; dx = Q(g) Q(W) and dW = Q(g)ᵀ Q(x), each matrix with the cast of its role.
+
+    Straight through: the derivative of every cast is taken to be one. db is the sum of g as it arrives, since no matrix
+    product, and so no narrow format, is part of it. Kept for backward are x and W themselves, which live anyway, and of
+    them only what the wanted gradients need. The gradient can itself be differentiated, straight through once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantiser: Quantiser, call: Call) -> Tensor:
+        """Return y of shape (..., out) for x (..., in), W (out, in), b (out)."""
+        ctx.quantiser, ctx.call = quantiser, call
+        x_is_wanted, weight_is_wanted = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, call.mark())
+        return functional.linear(
+            quantiser.quantize("forward_input", x, call), quantiser.quantize("forward_weight", weight, call), bias
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x, W and b, as far as they are wanted."""
+        x, weight, mark = ctx.saved_tensors
+        if not ctx.call.is_marked(mark):
+            raise LoopscopeError(
+                "Activation checkpointing repeated another call of a low-bit layer than the one it needs, so its "
+                "stochastic rounding or delayed scaling would differ from the forward pass; run backward before the "
+                "layer is called again, or use nearest rounding and current scaling."
+            )
+        x_is_wanted, weight_is_wanted, bias_is_wanted = ctx.needs_input_grad[:3]
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        dx = dw = db = None
+        if x_is_wanted or weight_is_wanted:
+            rounded = _through(ctx, "output_grad", rows)
+        if x_is_wanted:
+            dx = rounded.mm(_through(ctx, "backward_weight", weight))
+            dx = dx.reshape(*gradient.shape[:-1], weight.shape[1])
+        if weight_is_wanted:
+            inputs = _through(ctx, "backward_input", x)
+            dw = rounded.t().mm(inputs.reshape(-1, inputs.shape[-1]))
+        if bias_is_wanted:
+            db = rows.sum(0)
+        return dx, dw, db, None, None
+
+
+class StraightThrough(torch.autograd.Function):
+    """Another tensor in the place of one, with the derivative of the identity."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, rounded: Tensor) -> Tensor:
+        """Return ``rounded``."""
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient as that of ``values``."""
+        return gradient, None
+
+
+def _through(ctx: Any, role: Role, values: Tensor) -> Tensor:
+    """Cast a matrix in the backward pass, differentiably where that is itself differentiated."""
+    with torch.no_grad():
+        rounded: Tensor = ctx.quantiser.quantize(role, values.detach(), ctx.call)
+    if not torch.is_grad_enabled():
+        return rounded
+    through: Tensor = StraightThrough.apply(values, rounded)  # type: ignore[no-untyped-call]
+    return through
