@@ -34,6 +34,8 @@ class MetisOptions:
         gains: factors on the components: ``none``, or ``long_tail`` (1 for the leading five, 1.5 for the rest of the
             low-rank part, 2 for the residual). They act on decomposed gradients; a split weight keeps its function.
         niter: power iterations of the randomised SVD, each of which makes it more exact at the cost of two products.
+        compensated: take a gradient's residual from the quantised low-rank part, not from the exact one as published:
+            it then makes up for what rounding the factors lost.
         forward: split weights into trained factors and a residual.
         backward: decompose the gradient of a layer's output before it is cast.
         forward_warmup_steps: steps before weights are split; at 0 they are from the first step on.
@@ -43,6 +45,7 @@ class MetisOptions:
     rank: int | float = 60
     gains: Gains = "none"
     niter: int = 0
+    compensated: bool = False
     forward: bool = True
     backward: bool = True
     forward_warmup_steps: int = 100
@@ -135,30 +138,35 @@ def gains_of(gains: Gains, rank: int, like: Tensor) -> tuple[Tensor, float]:
 
 
 def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generator: torch.Generator) -> Tensor:
-    """Return the matrix after its parts were quantised: q(U)·diag(g·s)·q(V) + h·q(M − U·diag(s)·V), in its own type.
+    """Return the matrix after its parts were quantised: L + h·q(M − U·diag(s)·V), L = q(U)·diag(g·s)·q(V), in its type.
 
     The gains g and h act after the residual is taken, so that each is what it says. The published code scales s
-    before: there ``long_tail`` (its ``ysche``) comes out as 1, 0.5 and 2. U is quantised transposed, so that a block
-    of scales belongs to one component, as there. Where the matrix holds an infinity or NaN, all of the result is NaN.
+    before: there ``long_tail`` (its ``ysche``) comes out as 1, 0.5 and 2. ``compensated`` returns L + q(T − L), T =
+    U·diag(g·s)·V + h·(M − U·diag(s)·V). U is quantised transposed, so that a block of scales belongs to one component,
+    as there. Where the matrix holds an infinity or NaN, all of the result is NaN.
 
     Args:
         matrix: of shape (rows, columns), one side or both of which may be 0.
         cast: quantises U transposed, V and the residual, called once for each in this order.
-        options: rank, gains and power iterations.
+        options: rank, gains, power iterations and ``compensated``.
         generator: the source of the randomised SVD.
     """
     refuse_other_types(matrix)
     if not matrix.numel():
         return cast(matrix)
-    rank = options.rank_of(matrix.shape)
     wide = computable(matrix)
-    parts = randomised_svd(wide, rank, options.niter, generator)
-    gains, residual_gain = gains_of(options.gains, rank, parts.s)
-    u = cast(parts.u.mT.contiguous()).mT
-    v = cast(parts.v)
-    residual = cast(torch.where(wide.isfinite(), wide, 0.0) - parts.product())
-    quantised = Decomposition(u, gains * parts.s, v).product() + residual_gain * residual
-    return torch.where(wide.isfinite().all(), quantised, math.nan).to(matrix.dtype)
+    finite = torch.where(wide.isfinite(), wide, 0.0)
+    parts = randomised_svd(finite, options.rank_of(matrix.shape), options.niter, generator)
+    gains, residual_gain = gains_of(options.gains, len(parts.s), parts.s)
+    amplified = parts._replace(s=gains * parts.s)
+    u, v = cast(parts.u.mT.contiguous()).mT, cast(parts.v)
+    low_rank = Decomposition(u, amplified.s, v).product()
+    residual = finite - parts.product()
+    if options.compensated:
+        rest = cast(residual_gain * residual + amplified.product() - low_rank)
+    else:
+        rest = residual_gain * cast(residual)
+    return torch.where(wide.isfinite().all(), low_rank + rest, math.nan).to(matrix.dtype)
 
 
 def _power_of_two_above(matrix: Tensor) -> Tensor:
