@@ -1,0 +1,122 @@
+"""Casts and counts as their definitions say, number by number in Python; what the tests of lowbit compare with."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from framework.lowbit.casts import Cast
+from framework.lowbit.counts import MAXIMA, SUMS
+from framework.lowbit.formats import FloatFormat, FormatRegistry
+from framework.lowbit.scaling import RuleRegistry
+
+
+def decoded(number_format: type[FloatFormat]) -> list[float]:
+    """Return all magnitudes, ascending, by decoding every code of exponent and mantissa bits as IEEE 754 does."""
+    bits, bias = number_format.mantissa_bits, 2 ** (number_format.exponent_bits - 1) - 1
+    found = []
+    for code in range(2 ** (number_format.exponent_bits + bits)):
+        exponent, mantissa = divmod(code, 2**bits)
+        fraction = mantissa / 2**bits + (exponent > 0)
+        found.append(math.ldexp(fraction, max(exponent, 1) - bias))
+    return [value for value in found if value <= number_format.maximum]
+
+
+def ties(grid: Sequence[float]) -> list[float]:
+    """Return the middles between neighbours."""
+    return [(low + high) / 2 for low, high in zip(grid, grid[1:], strict=False)]
+
+
+def nearest(value: float, grid: Sequence[float]) -> float:
+    """Return the number of a signed grid nearest to a value; ties to the even multiple of the spacing."""
+    magnitude = abs(value)
+    if math.isnan(value) or magnitude >= grid[-1]:
+        return value if math.isnan(value) else math.copysign(grid[-1], value)
+    above = bisect_left(grid, magnitude)
+    if grid[above] == magnitude:
+        return value
+    low, high = grid[above - 1], grid[above]
+    down, up = magnitude - low, high - magnitude
+    even = low / (high - low) % 2 == 0
+    return math.copysign(low if down < up or (down == up and even) else high, value)
+
+
+def blocks_of(values: Tensor, block: int | None) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Yield the indices of the values that share a scale."""
+    indices = list(np.ndindex(*values.shape))
+    if block is None:
+        yield indices
+        return
+    length = values.shape[-1] if values.ndim else 1
+    for row in range(0, len(indices), length or 1):
+        for start in range(row, row + length, block):
+            yield indices[start : min(start + block, row + length)]
+
+
+def largest(values: Tensor, block: int | None) -> Tensor:
+    """Return the largest finite magnitude of every block."""
+    exact = values.double()
+    magnitudes = [
+        max((abs(exact[index].item()) for index in block if exact[index].isfinite()), default=0.0)
+        for block in blocks_of(values, block)
+    ]
+    return torch.tensor(magnitudes, dtype=torch.float64)
+
+
+def scales_of(cast: Cast, values: Tensor, earlier: Tensor | None = None) -> list[float]:
+    """Return the scales of the blocks in turn, from the largest magnitudes by the registered rule."""
+    rule = RuleRegistry.get(cast.rule)
+    magnitudes = largest(values, cast.block or rule.block)
+    if rule.history and earlier is not None and earlier.max() > 0:
+        magnitudes = earlier.max().double().reshape(1)
+    given = magnitudes.float() if cast.blocks() else magnitudes.float().reshape(())
+    return (rule().scales(given, cast.number_format) * cast.q_scalar).reshape(-1).tolist()
+
+
+def cast_by_hand(cast: Cast, values: Tensor, scales: Sequence[float]) -> Tensor:
+    """Quantise and dequantise to nearest: quotient and product in float32, or float64 for float64 tensors."""
+    wide = np.float64 if values.dtype == torch.float64 else np.float32
+    grid = decoded(FormatRegistry.get(cast.format))
+    end = torch.finfo(values.dtype).max
+    found = values.clone()
+    for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
+        for index in block:
+            value = values[index].item()
+            with np.errstate(over="ignore"):
+                quotient = float(wide(value) / wide(scale)) if scale else value
+            product = float(wide(nearest(quotient, grid)) * wide(scale))
+            found[index] = product if math.isnan(product) else min(max(product, -end), end)
+    return found
+
+
+def counts_by_hand(cast: Cast, values: Tensor, rounded: Tensor, scales: Sequence[float]) -> dict[str, float]:
+    """Count what was lost, one number after the other, in float64."""
+    sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
+    for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
+        maxima["scale_max"] = max(maxima["scale_max"], scale if block else 0.0)
+        maxima["inverse_scale_max"] = max(maxima["inverse_scale_max"], 1 / scale if block and scale else 0.0)
+        limit = scale * cast.number_format.maximum or math.inf
+        for index in block:
+            _count_one(values[index].item(), rounded[index].item(), limit, sums, maxima)
+    sums["quantizations"] = 1
+    sums["overflow_count"] = float(sums["total_overflow_elements"] > 0)
+    return {**sums, **maxima}
+
+
+def _count_one(value: float, rounded: float, limit: float, sums: dict[str, float], maxima: dict[str, float]) -> None:
+    sums["total_elements"] += 1
+    if not math.isfinite(value):
+        sums["non_finite_elements"] += 1
+        return
+    excess = abs(value) / limit
+    if excess > 1:
+        sums["total_overflow_elements"] += 1
+        sums["excess_sum"] += excess
+        maxima["excess_max"] = max(maxima["excess_max"], excess)
+    sums["upper_half_elements"] += excess > 0.5
+    sums["underflow_elements"] += value != 0 and rounded == 0
+    sums["squared_error"] += (rounded - value) ** 2
+    sums["squared_norm"] += value**2
