@@ -11,7 +11,7 @@ from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
 from framework.metrics import Metrics
-from framework.taps import GradientTap
+from framework.taps import Tap
 
 if TYPE_CHECKING:
     from framework.sapi import ModelDataContext
@@ -72,8 +72,8 @@ class TrainingHook(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
         """Take back what :meth:`state_dict` returned."""
 
-    def taps(self, model: nn.Module) -> Iterable[GradientTap]:
-        """Declare the gradients this hook wants to see, or to replace, while they flow.
+    def taps(self, model: nn.Module) -> Iterable[Tap]:
+        """Declare the gradients this hook wants to see, or to replace, while they flow, and the quantisers to count.
 
         They are called on the steps of ``step_schedule``, in the epochs in which the hook fires anywhere.
         """

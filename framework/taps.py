@@ -1,9 +1,10 @@
-"""Gradient taps: functions that see, or replace, a gradient while it flows backward."""
+"""Taps: functions that see, or replace, a gradient while it flows backward; others see inputs, or count."""
 
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,30 +13,38 @@ from torch.utils._pytree import tree_iter
 
 from framework.compilation import eagerly, is_compiled
 from framework.errors import StateMutationError, UsageError, unknown
+from framework.quantization_taps import QuantizationListener, QuantizationTap, Quantized
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]
 Around = tuple[Callable[..., None] | None, Callable[..., None]]
 """What is called before (if anything) and after a module's forward."""
+Attach = Callable[[], list[torch.utils.hooks.RemovableHandle]]
 
 
 @dataclass(frozen=True)
 class GradientTap:
     """A function on one gradient: of a parameter, of the output of a module, or of a parameter's use by a module.
 
+    Or on what a module is given on its way forward.
+
     Args:
         target: the name of the parameter or of the module in the model.
         kind: ``"parameter"``; ``"output"``: of a module with several outputs the first tensor; ``"weight"``: of the
-            module's weight, what reaches it through this module, where several share one. A module used several times
-            in a step is seen once per use.
+            module's weight, what reaches it through this module, where several share one; ``"input"``: no gradient, but
+            the first tensor that the module is called with, detached. A module used several times in a step is seen
+            once per use.
         function: takes the gradient; returns ``None``, or its replacement if ``replaces``.
         replaces: the tap changes the gradient; needs ``commits = {StatePart.GRADIENTS}``.
     """
 
     target: str
-    kind: Literal["parameter", "output", "weight"]
+    kind: Literal["parameter", "output", "weight", "input"]
     function: OnGradient
     replaces: bool = False
+
+
+Tap = GradientTap | QuantizationTap
 
 
 @dataclass(frozen=True)
@@ -65,23 +74,42 @@ class TapSet:
         self._audit = audit
         self._compiled = is_compiled(model)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
+        self._apart: list[tuple[Callable[[], bool], Attach]] = []
         self._aliased: list[nn.Module] = []
         self._eager: list[tuple[nn.Module, Any]] = []
         self._silent = 0
         self._hearing = False
         self._stances = ExitStack()
 
-    def attach(self, owner: TapOwner, taps: Iterable[GradientTap]) -> None:
+    def attach(self, owner: TapOwner, taps: Iterable[Tap]) -> None:
         """Attach a hook's taps; raises :class:`UsageError`, with no tap left on the model, if one cannot be."""
         try:
             for tap in taps:
-                self._attach(owner, tap)
+                if isinstance(tap, QuantizationTap):
+                    self._attach_to_quantizers(owner, tap)
+                else:
+                    self._attach(owner, tap)
         except BaseException:
             self.remove()
             raise
 
+    def _attach_to_quantizers(self, owner: TapOwner, tap: QuantizationTap) -> None:
+        module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
+        if not isinstance(module, Quantized):
+            raise UsageError(
+                f"Hook {owner.hook!r} taps the quantisers of {tap.target!r}, which has none: it is a "
+                f"{type(module).__name__}."
+            )
+        is_heard = lambda: not self._silent and self._compiled is self._hearing and owner.is_due()
+        listener = QuantizationListener(is_heard, tap.counts)
+        if self._compiled:
+            self._apart.append((owner.is_due, lambda: [module.register_quantization_hook(listener)]))
+        else:
+            self._handles.append(module.register_quantization_hook(listener))
+
     def _attach(self, owner: TapOwner, tap: GradientTap) -> None:
+        if tap.replaces and tap.kind == "input":
+            raise UsageError(f"The tap of hook {owner.hook!r} on {tap.target!r} replaces an input, which no tap can.")
         if tap.replaces and not owner.may_replace:
             raise UsageError(
                 f"The tap of hook {owner.hook!r} on {tap.target!r} replaces a gradient, which the hook does not "
@@ -101,8 +129,10 @@ class TapSet:
             _refuse_frozen(module._parameters.get("weight"), owner, tap)
             around = _around_weight(watched, is_heard)
             self._aliased.append(module)
+        if tap.kind == "input":
+            around = _around_input(watched, is_heard)
         if is_apart:
-            self._apart.append((owner.is_due, module, around))
+            self._apart.append((owner.is_due, partial(_attach_around, module, around)))
         elif self._compiled and tap.kind == "weight":
             # torch looks at the gradient of whatever enters the graph that follows, and warns of its own look
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
@@ -125,8 +155,9 @@ class TapSet:
             finally:
                 same = _mark(gradient) == before and (copy is None or _same_bytes(copy, gradient))
                 if not same or (replacement is not None and not tap.replaces):
+                    what = "an input" if tap.kind == "input" else "a gradient"
                     raise StateMutationError(
-                        f"The tap of hook {owner.hook!r} on {tap.target!r} changed a gradient that it may only read; "
+                        f"The tap of hook {owner.hook!r} on {tap.target!r} changed {what} that it may only read; "
                         "declare replaces=True and commits = {StatePart.GRADIENTS}, and return the new gradient."
                     )
             return replacement
@@ -153,7 +184,7 @@ class TapSet:
     @property
     def need_a_pass(self) -> bool:
         """Tell whether a tap is due now that a compiled pass cannot serve."""
-        return bool(self._apart) and any(is_due() for is_due, _, _ in self._apart)
+        return bool(self._apart) and any(is_due() for is_due, _ in self._apart)
 
     def hear(self, compute_gradients: Callable[[], object]) -> None:
         """Run a pass eagerly, heard by the taps that a compiled pass cannot serve and by no others."""
@@ -161,8 +192,8 @@ class TapSet:
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hearing", False)
             stack.enter_context(eagerly())
-            for _, module, around in self._apart:
-                for handle in _attach_around(module, around):
+            for _, attach in self._apart:
+                for handle in attach():
                     stack.callback(handle.remove)
             compute_gradients()
 
@@ -218,6 +249,18 @@ def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
     return None, after
 
 
+def _around_input(on_input: OnGradient, is_heard: Callable[[], bool]) -> Around:
+    """Look at the first tensor that a module is called with, in passes that are differentiated."""
+
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        first = next((leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)), None)
+        if first is not None and torch.is_grad_enabled() and is_heard():
+            with torch.no_grad():
+                on_input(first.detach())
+
+    return before, lambda module, inputs, output: None
+
+
 def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
     """Listen to the gradient that reaches a module's weight through this module: it works on an alias meanwhile."""
 
@@ -261,8 +304,8 @@ def _fitting(replacement: Tensor | None, gradient: Tensor) -> Tensor | None:
     )
 
 
-def _named(things: dict[str, Thing], owner: TapOwner, tap: GradientTap) -> Thing:
+def _named(things: dict[str, Thing], owner: TapOwner, tap: Tap) -> Thing:
     if tap.target not in things:
-        kind = "parameter" if tap.kind == "parameter" else "module"
+        kind = "parameter" if isinstance(tap, GradientTap) and tap.kind == "parameter" else "module"
         raise UsageError(f"Hook {owner.hook!r} taps what the model does not have: {unknown(kind, tap.target, things)}")
     return things[tap.target]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from framework.digest import digest
 from framework.flags import GlobalFlags
+from framework.quantization_taps import QuantizationListener
 from framework.random_streams import RandomStreams
 from framework.structure import Structure
 from framework.tensor_parts import inner_tensors
@@ -218,7 +219,8 @@ class TrainingState:
 
 def _without_taps(hooks: Mapping[int, Any] | None) -> list[Any]:
     """Return the hooks that are there without the framework's own, which change nothing they do not declare."""
-    return [hook for hook in (hooks or {}).values() if not (isinstance(hook, FunctionType) and hook.__module__ == TAPS)]
+    others = [hook for hook in (hooks or {}).values() if not isinstance(hook, QuantizationListener)]
+    return [hook for hook in others if not (isinstance(hook, FunctionType) and hook.__module__ == TAPS)]
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

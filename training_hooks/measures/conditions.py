@@ -16,10 +16,12 @@ class Conditions:
 
     Args:
         phrases: for each condition what one parameter is said to do, and what several are.
+        noun: what they are called that are in it.
     """
 
-    def __init__(self, phrases: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
         self._phrases = dict(phrases)
+        self._noun = noun
         self.counts = dict.fromkeys(self._phrases, 0)
         """How many parameters were in each condition when it was last looked at."""
         self._told: dict[str, list[str]] = {condition: [] for condition in self._phrases}
@@ -34,12 +36,16 @@ class Conditions:
         one, several = self._phrases[condition]
         if found.keys() - told:
             worst = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
-            says = f"{len(found):,} of {checked:,} parameters {one if len(found) == 1 else several}"
+            says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"
             self._news.append((step, True, f"Step {step:,}: {says}: {worst}."))
         elif told and not found:
-            self._news.append((step, False, f"Step {step:,}: no parameter {one} any more."))
+            self._news.append((step, False, f"Step {step:,}: no {self._noun} {one} any more."))
         self._told[condition] = sorted({*told, *found}) if found else []
         self.counts[condition] = len(found)
+
+    def told(self, condition: str) -> frozenset[str]:
+        """Return who was told of since the condition appeared, those included that have left it meanwhile."""
+        return frozenset(self._told[condition])
 
     def tell(self, step: int) -> None:
         """Warn of what is new up to ``step``; that a condition has ended is a notice."""

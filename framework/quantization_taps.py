@@ -1,0 +1,57 @@
+"""Taps on quantisers: what they count reaches a hook without any of its code running inside the pass."""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from framework.lowbit.counts import Counts
+
+
+class QuantizationListener:
+    """Takes what the quantisers of one module count while it is heard.
+
+    Args:
+        is_heard: tells whether anything is counted now; a quantiser that nobody hears does not count.
+        counts: where the counts go, by role; they add up until whoever owns it clears it.
+    """
+
+    def __init__(self, is_heard: Callable[[], bool], counts: MutableMapping[str, Counts]) -> None:
+        self.is_heard = is_heard
+        self._counts = counts
+
+    def record(self, role: str, counts: Counts) -> None:
+        """Add what one quantisation lost; on its device, which nobody waits for."""
+        if role not in self._counts:
+            self._counts[role] = Counts(counts.sums.clone(), counts.maxima.clone())
+        else:
+            self._counts[role].add(counts)
+
+
+@runtime_checkable
+class Quantized(Protocol):
+    """A module that quantises, and says what was lost to those who listen."""
+
+    def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
+        """Have a listener told of every quantisation while it is heard."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantizationTap:
+    """Counts of what the quantisers of one module lose, in the run's own passes and no others.
+
+    Args:
+        target: the name of the module in the model; a :class:`Quantized` one.
+        counts: filled by role; the hook reads it and clears it.
+    """
+
+    target: str
+    counts: MutableMapping[str, Counts]
+
+
+def quantized_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that quantise, in the order of the model, each once."""
+    return [name for name, module in model.named_modules() if isinstance(module, Quantized)]
