@@ -1,5 +1,6 @@
 """Makes the linear layers of a model low-bit layers, and back, in place."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -32,17 +33,19 @@ def quantize_model(
         seed: of the generator of stochastic rounding, which all of these layers share.
 
     Raises:
-        UsageError: an unknown recipe, a pattern that matches no linear layer, nothing left to change, or a layer that
-            is low-bit already.
+        UsageError: an unknown recipe, a pattern that matches no linear layer, nothing left to change, a layer that is
+            low-bit already, or a rank of Metis above a weight that it splits.
     """
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear) or _plain(module)}
     chosen = _chosen(layers, include, exclude)
+    alone = _with_a_weight_of_their_own(model)
+    _check_ranks(found, {name: layers[name] for name in chosen if name in alone})
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
         layer = layers[name]
         assert isinstance(layer, nn.Linear)
-        equip(layer, found, generator)
+        equip(layer, found, generator, may_split=name in alone)
     return chosen
 
 
@@ -52,6 +55,20 @@ def dequantize_model(model: nn.Module) -> list[str]:
     for layer in layers.values():
         strip(layer)
     return list(layers)
+
+
+def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
+    """Name the modules whose weight no other module uses: only those can be split."""
+    named = [(name, vars(module)["_parameters"].get("weight")) for name, module in model.named_modules()]
+    uses = Counter(id(parameter) for module in model.modules() for parameter in vars(module)["_parameters"].values())
+    return {name for name, weight in named if weight is not None and uses[id(weight)] == 1}
+
+
+def _check_ranks(recipe: Recipe, layers: dict[str, nn.Module]) -> None:
+    """Raise :class:`UsageError` for a rank above a weight that is to be split."""
+    if recipe.metis is not None and recipe.metis.forward:
+        for name, layer in layers.items():
+            recipe.metis.check_weight(name, layer.get_parameter("weight").shape)
 
 
 def _plain(module: nn.Module) -> bool:

@@ -15,8 +15,10 @@ from framework.errors import LoopscopeError
 from framework.lowbit.casts import Cast, largest_magnitudes
 from framework.lowbit.counts import Counts
 from framework.lowbit.linear_function import QuantizedLinear
+from framework.lowbit.metis import low_rank_cast
 from framework.lowbit.recipes import Recipe
 from framework.lowbit.roles import FORWARD_ROLES, ROLES, Role
+from framework.lowbit.splitting import LowRankFactors, SplitLinear, split_product
 
 SEEDS = 2**62
 _numbers = count(1)
@@ -66,13 +68,13 @@ class LayerCall:
 
 
 class LastCall:
-    """Holds the newest call of a layer until its backward pass; at the end of a step it has done its service."""
+    """Holds the newest call of each part of a layer until its backward pass; at the end of a step it has served."""
 
     def __init__(self) -> None:
-        self.call = LayerCall()
+        self.calls: dict[str, LayerCall] = {}
 
 
-class BitLinear(nn.Linear):
+class BitLinear(SplitLinear):
     """A linear layer that casts input, weight and output gradient by a recipe, in simulation: y = Q(x) Q(W)ᵀ + b.
 
     Parameters, their names and the ``state_dict`` are those of ``nn.Linear``; with a recipe without casts so is every
@@ -121,10 +123,12 @@ class BitLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
-        return self.product(x, self.weight, self.bias)
+        if self.factors is None or not self.is_split:
+            return self.product(x, self.weight, self.bias)
+        return split_product(x, self.factors.decomposition, self.weight, self.bias, self.product)
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x Wᵀ + b by the layer's recipe, for any weight."""
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "weight") -> Tensor:
+        """Return x Wᵀ + b by the layer's recipe, for any weight; ``part`` names the products of one forward."""
         if not self.recipe.casts:
             return functional.linear(x, weight, bias)
         kind = x.device.type
@@ -132,16 +136,16 @@ class BitLinear(nn.Linear):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
             bias = None if bias is None else _narrowed(bias, dtype)
-        found: Tensor = QuantizedLinear.apply(x, weight, bias, self, self._begin())  # type: ignore[no-untyped-call]
+        found: Tensor = QuantizedLinear.apply(x, weight, bias, self, self._begin(part))  # type: ignore[no-untyped-call]
         return found
 
-    def _begin(self) -> LayerCall:
+    def _begin(self, part: str) -> LayerCall:
         """Return the call that begins: a new one, or under recomputation the newest one again."""
         varies = self.recipe.draws or any(_history(cast) for cast in self.recipe.casts.values())
         if not varies:
             return LayerCall(repeated=_within_backward())
         if _within_backward():
-            last = self.last_call.call
+            last = self.last_call.calls.get(part, LayerCall())
             if not last.with_gradient:
                 raise LoopscopeError(
                     "Reentrant activation checkpointing cannot repeat stochastic rounding or delayed scaling of a "
@@ -149,17 +153,34 @@ class BitLinear(nn.Linear):
                 )
             return LayerCall(last.number, last.seed, True, last.earlier, repeated=True)
         seed = int(torch.randint(SEEDS, (), generator=self.generator)) if self.recipe.draws else 0
-        self.last_call.call = LayerCall(next(_numbers), seed, torch.is_grad_enabled())
-        return self.last_call.call
+        call = self.last_call.calls[part] = LayerCall(next(_numbers), seed, torch.is_grad_enabled())
+        return call
 
     def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return a matrix after the cast of its role, and let the listeners know."""
         cast = self.recipe.casts.get(role)
         if cast is None:
             return values
+        metis = self.recipe.metis
+        heard = [] if call.repeated and role in FORWARD_ROLES else self._heard()
+        if metis is not None and metis.backward and role == "output_grad":
+            source = call.generator(role, values.device)
+            part_cast = lambda part: self._cast(role, cast, part, source, None, heard)
+            return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
         earlier = self._earlier(role, values, call) if _history(cast) else None
-        heard = [] if call.repeated and role in FORWARD_ROLES else self._heard()
+        return self._cast(role, cast, values, generator, earlier, heard)
+
+    def _cast(
+        self,
+        role: Role,
+        cast: Cast,
+        values: Tensor,
+        generator: torch.Generator | None,
+        earlier: Tensor | None,
+        heard: list[QuantizationListener],
+    ) -> Tensor:
+        """Cast, and count if somebody hears."""
         if not heard:
             return cast(values, generator=generator, earlier=earlier)
         rounded, counts = cast.counted(values, generator=generator, earlier=earlier)
@@ -182,12 +203,18 @@ class BitLinear(nn.Linear):
         return earlier
 
 
-def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator) -> BitLinear:
-    """Make a linear layer a :class:`BitLinear`, in place: the same object with the same parameters."""
+def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> BitLinear:
+    """Make a linear layer a :class:`BitLinear`, in place: the same object with the same parameters.
+
+    ``may_split`` gives it frozen factors, if the recipe splits weights.
+    """
     layer.__class__ = BitLinear
     assert isinstance(layer, BitLinear)
     layer.recipe, layer.generator = recipe, generator
     layer.last_call = LastCall()
+    splits = may_split and recipe.metis is not None and recipe.metis.forward
+    rank = recipe.metis.rank_of(layer.weight.shape) if splits and recipe.metis is not None else 0
+    layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
     layer._quantization_hooks = OrderedDict()
     for name, length in _histories(recipe).items():
         layer.register_buffer(name, torch.zeros(length, device=layer.weight.device), persistent=False)
@@ -198,7 +225,8 @@ def strip(layer: BitLinear) -> nn.Linear:
     """Make it an ``nn.Linear`` again, in place."""
     for name in _histories(layer.recipe):
         delattr(layer, name)
-    for name in ("recipe", "generator", "last_call", "_quantization_hooks"):
+    layer.weight.data.copy_(layer.merged_weight())
+    for name in ("recipe", "generator", "last_call", "_quantization_hooks", "factors"):
         delattr(layer, name)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
     return layer

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from framework.errors import UsageError, unknown
 from framework.lowbit.casts import Cast
+from framework.lowbit.metis import MetisOptions
 from framework.lowbit.roles import ROLES, Role
 
 
@@ -21,6 +22,7 @@ class Recipe:
         backward_input: of the input in the product that gives the weight's gradient.
         backward_weight: of the weight in the product that gives the input's gradient.
         output_grad: of the output's gradient in both.
+        metis: decompose matrices before they are cast; ``None``: cast them as they are.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Recipe:
     backward_input: Cast | None = None
     backward_weight: Cast | None = None
     output_grad: Cast | None = None
+    metis: MetisOptions | None = None
 
     @property
     def casts(self) -> Mapping[Role, Cast]:
@@ -45,7 +48,8 @@ class Recipe:
     @property
     def draws(self) -> bool:
         """Whether random numbers are drawn."""
-        return any(cast.rounding == "stochastic" for cast in self.casts.values())
+        decomposes = self.output_grad is not None and self.metis is not None and self.metis.backward
+        return decomposes or any(cast.rounding == "stochastic" for cast in self.casts.values())
 
     def with_every(self, **options: str | float | None) -> "Recipe":
         """Return the recipe with other options, fields of :class:`Cast`, for all of its casts."""
@@ -67,6 +71,7 @@ RECIPES: Mapping[str, Recipe] = {
         uniform("fp4_block", Cast("e2m1", "block")),
         uniform("nvfp4", Cast("e2m1", "nvfp4")),
         uniform("mxfp4", Cast("e2m1", "mx_even")),
+        replace(uniform("fp4_metis", Cast("e2m1", "block")), metis=MetisOptions(rank=0.25)),
     )
 }
 """By name. FP8 has the finer format forward and the wider one for gradients, and scales of the tensor itself;

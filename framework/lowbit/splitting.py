@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.lowbit.metis import Decomposition, MetisOptions, randomised_svd
+from framework.lowbit.metis import Decomposition, randomised_svd
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x, weight and bias to x·weightᵀ + bias, as ``torch.nn.functional.linear``."""
+Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
+"""x, weight and bias to x·weightᵀ + bias; last, the name of the part: ``v``, ``u`` or ``weight``."""
 
 
 class LowRankFactors(nn.Module):
@@ -55,11 +55,6 @@ class SplitLinear(nn.Linear):
     """
 
     factors: LowRankFactors | None
-
-    def add_factors(self, options: MetisOptions, name: str) -> None:
-        """Make room for factors; raises :class:`UsageError` for a rank above the matrix."""
-        options.check_weight(name, self.weight.shape)
-        self.factors = LowRankFactors(self.weight.detach(), options.rank_of(self.weight.shape))
 
     @property
     def is_split(self) -> bool:
@@ -108,5 +103,5 @@ def split_product(x: Tensor, factors: Decomposition, residual: Tensor, bias: Ten
         bias: of shape (rows,), or none.
         product: a linear layer's product, quantised or not.
     """
-    narrow = product(x, factors.v, None) * factors.s
-    return product(narrow, factors.u, None) + product(x, residual, bias)
+    narrow = product(x, factors.v, None, "v") * factors.s
+    return product(narrow, factors.u, None, "u") + product(x, residual, bias, "weight")
