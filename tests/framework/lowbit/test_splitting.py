@@ -1,0 +1,250 @@
+"""Split layers: the function stays, the state dict is that of a plain layer, and merging gives the weight back."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from framework.errors import UsageError
+from framework.lowbit.casts import Cast
+from framework.lowbit.conversion import dequantize_model, quantize_model
+from framework.lowbit.linear import BitLinear
+from framework.lowbit.metis import MetisOptions, low_rank_cast
+from framework.lowbit.recipes import RECIPES, Recipe, find_recipe, uniform
+from framework.lowbit.roles import ROLES
+from framework.lowbit.splitting import SplitLinear, split_product, split_weight
+from tests.support import TiedModel
+
+FULL = Recipe("full", metis=MetisOptions(rank=4))
+FP4 = find_recipe("fp4_metis")
+BLOCK = Cast("e2m1", "block")
+
+
+def layer_of(recipe: Recipe = FULL, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> BitLinear:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 8, bias=bias, dtype=dtype))
+    quantize_model(model, recipe)
+    (layer,) = model
+    assert isinstance(layer, BitLinear)
+    return layer
+
+
+def split(layer: SplitLinear) -> SplitLinear:
+    """Split a layer as the hook does at a step boundary."""
+    assert layer.factors is not None
+    parts, residual = split_weight(layer.merged_weight(), len(layer.factors.s), 0, torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for parameter, value in zip(layer.factors.decomposition, parts, strict=True):
+            parameter.copy_(value).requires_grad_(True)
+        layer.weight.copy_(residual)
+    return layer
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 5, 12)])
+def test_a_split_layer_is_the_function_that_it_was(shape, bias):
+    layer, x = layer_of(bias=bias), inputs(*shape)
+    before = layer(x)
+    torch.testing.assert_close(split(layer)(x), before)
+
+
+def test_a_split_layer_is_split_again_from_what_it_has_become():
+    layer, x = split(layer_of()), inputs(5, 12)
+    layer(x).square().sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(0.01 * parameter.grad)
+    before, old = layer(x), layer.factors.s.detach().clone()
+    torch.testing.assert_close(split(layer)(x), before)
+    assert not torch.equal(layer.factors.s, old)
+
+
+def test_the_gradients_of_a_split_layer_are_those_of_its_formula():
+    layer, x = split(layer_of()), inputs(5, 12).double()
+    layer(x.float()).square().sum().backward()
+    u, s, v, weight, bias = (
+        p.detach().double().requires_grad_() for p in (*layer.factors.decomposition, layer.weight, layer.bias)
+    )
+    (x @ (u @ torch.diag(s) @ v + weight).T + bias).square().sum().backward()
+    found = (*layer.factors.decomposition, layer.weight, layer.bias)
+    for live, expected in zip(found, (u, s, v, weight, bias), strict=True):
+        torch.testing.assert_close(live.grad, expected.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_residual_has_the_gradient_of_the_whole_matrix():
+    plain, x = layer_of(), inputs(5, 12)
+    apart = split(copy.deepcopy(plain))
+    for layer in (plain, apart):
+        layer(x).sum().backward()
+    torch.testing.assert_close(apart.weight.grad, plain.weight.grad)
+
+
+def test_quantised_every_matrix_of_a_split_layer_is_cast_and_s_is_not():
+    layer, x = split(layer_of(FP4)), inputs(5, 12)
+    u, s, v = layer.factors.decomposition
+    expected = functional.linear(BLOCK(functional.linear(BLOCK(x), BLOCK(v)) * s), BLOCK(u))
+    expected = expected + functional.linear(BLOCK(x), BLOCK(layer.weight), layer.bias)
+    assert torch.equal(layer(x), expected)
+
+
+def test_the_output_gradient_is_decomposed_before_it_enters_both_products():
+    recipe = Recipe("backward", output_grad=BLOCK, metis=MetisOptions(2, forward=False))
+    layer, x = layer_of(recipe), inputs(6, 12).double().requires_grad_()
+    layer.double()
+    gradient = inputs(6, 8).double()
+    layer(x).backward(gradient)
+    used = (layer.weight.grad @ torch.linalg.pinv(x.detach())).mT
+    torch.testing.assert_close(x.grad, used @ layer.weight.detach())
+    best = min(
+        (low_rank_cast(gradient, BLOCK, recipe.metis, torch.Generator().manual_seed(seed)) - used).norm()
+        for seed in layer_seeds(layer)
+    )
+    assert best < 1e-9
+    assert (BLOCK(gradient) - used).norm() > 0.01
+
+
+def layer_seeds(layer: BitLinear) -> list[int]:
+    """Return the seeds that the layer's newest call can have used, one for each role."""
+    return [layer.last_call.calls["weight"].seed + role for role in range(len(ROLES))]
+
+
+def test_the_decomposition_of_gradients_draws_from_the_models_generator_only():
+    layer, x, before = layer_of(FP4), inputs(6, 12), torch.get_rng_state()
+    own = layer.generator.get_state()
+    first, second = (gradient_of(layer, x) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    layer.generator.set_state(own)
+    assert torch.equal(gradient_of(layer, x), first)
+    assert not torch.equal(first, second)
+
+
+def gradient_of(layer: BitLinear, x: Tensor) -> Tensor:
+    layer.zero_grad()
+    layer(x).cos().sum().backward()
+    return layer.weight.grad.clone()
+
+
+def test_an_infinite_output_gradient_gives_gradients_that_are_not_finite():
+    layer, x = split(layer_of(FP4)), inputs(6, 12)
+    (layer(x) * torch.inf).sum().backward()
+    assert not any(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "recipe", [FP4, uniform("stochastic", Cast("e2m1", "block", "stochastic"))], ids=lambda r: r.name
+)
+def test_activation_checkpointing_repeats_every_product_of_a_split_layer(recipe):
+    recipe = Recipe(recipe.name, *recipe.casts.values(), metis=MetisOptions(4))
+    layer, x = split(layer_of(recipe)), inputs(6, 12).requires_grad_()
+    own, found = layer.generator.get_state(), []
+    for run in (layer, lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)):
+        layer.generator.set_state(own)
+        layer.zero_grad()
+        run(x).cos().sum().backward()
+        found.append([parameter.grad.clone() for parameter in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# State dicts
+
+
+def test_the_state_dict_of_a_split_layer_is_that_of_a_plain_one():
+    layer = layer_of()
+    names, weight = [*nn.Linear(12, 8).state_dict()], layer.weight.detach().clone()
+    assert [*layer.state_dict()] == names
+    assert [*split(layer).state_dict()] == names
+    torch.testing.assert_close(layer.state_dict()["weight"], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_it_loads_into_a_plain_layer_and_computes_the_same():
+    layer, plain, x = split(layer_of()), nn.Linear(12, 8), inputs(5, 12)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    plain.load_state_dict(torch.load(file, weights_only=True))
+    torch.testing.assert_close(plain(x), layer(x))
+
+
+def test_loading_a_plain_weight_takes_the_split_back():
+    layer, plain = split(layer_of()), nn.Linear(12, 8)
+    layer.load_state_dict(plain.state_dict())
+    assert not layer.is_split
+    assert torch.equal(layer(inputs(5, 12)), plain(inputs(5, 12)))
+    assert [name for name, parameter in layer.named_parameters() if parameter.requires_grad] == ["weight", "bias"]
+
+
+def test_loading_the_bias_alone_leaves_the_split():
+    layer = split(layer_of())
+    layer.load_state_dict({"bias": torch.zeros(8)}, strict=False)
+    assert layer.is_split
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_merging_gives_the_weight_back_within_a_rounding_of_its_type(dtype):
+    layer = layer_of(dtype=dtype)
+    weight = layer.weight.detach().clone()
+    merged = split(layer).merged_weight()
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged, weight, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+
+
+def test_dequantising_merges_the_factors():
+    model = nn.Sequential(nn.Linear(12, 8))
+    weight = model[0].weight
+    quantize_model(model, FULL)
+    split(model[0])
+    merged = model[0].merged_weight()
+    dequantize_model(model)
+    assert type(model[0]) is nn.Linear
+    assert model[0].weight is weight
+    assert torch.equal(weight, merged)
+    assert [*dict(model.named_parameters())] == ["0.weight", "0.bias"]
+
+
+def test_a_deep_copy_is_split_and_independent():
+    layer = split(layer_of())
+    copied = copy.deepcopy(layer)
+    assert copied.is_split
+    copied.load_state_dict(nn.Linear(12, 8).state_dict())
+    assert layer.is_split
+
+
+# Which layers have factors
+
+
+def test_factors_are_frozen_zeros_until_the_split():
+    layer = layer_of()
+    assert all(not p.requires_grad and not p.any() for p in layer.factors.parameters())
+    assert [tuple(p.shape) for p in layer.factors.parameters()] == [(8, 4), (4,), (4, 12)]
+
+
+def test_a_weight_that_is_shared_gets_none():
+    model = TiedModel()
+    quantize_model(model, "fp4_metis")
+    assert model.decoder.factors is None
+    assert model.mix.factors is not None
+
+
+def test_recipes_without_metis_give_none():
+    assert all(layer_of(recipe).factors is None for recipe in RECIPES.values() if recipe.metis is None)
+
+
+def test_a_rank_above_a_weight_is_refused_and_nothing_is_changed():
+    model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 8))
+    with pytest.raises(UsageError, match="The rank of Metis is 60, but the weight of '1' is a 8 x 70 matrix"):
+        quantize_model(model, Recipe("large", metis=MetisOptions(rank=60)))
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+def test_split_product_is_the_formula():
+    x, u, s, v, rest = (inputs(*shape).double() for shape in ((5, 12), (8, 3), (3,), (3, 12), (8, 12)))
+    parts = type(layer_of().factors.decomposition)(u, s, v)
+    found = split_product(x, parts, rest, None, lambda x, weight, bias, part: functional.linear(x, weight, bias))
+    torch.testing.assert_close(found, x @ (u @ torch.diag(s) @ v + rest).T)
