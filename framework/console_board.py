@@ -31,6 +31,18 @@ class Track:
         numbers = [item for item in values[-TREND_VALUES:] if isinstance(item, (int, float))]
         self._recent.extend(numbers)
 
+    def position(self) -> list[Any]:
+        """Return all that it knows, for :meth:`resumed`."""
+        return [self.last, list(self._recent)]
+
+    @classmethod
+    def resumed(cls, position: Sequence[Any]) -> "Track":
+        """Return the track of an earlier part of the run."""
+        track = cls()
+        track.last, recent = position
+        track._recent.extend(recent)
+        return track
+
     @property
     def arrow(self) -> str:
         """Which way the metric goes; see :func:`arrow_of`."""
@@ -88,6 +100,17 @@ class Board:
         """Begin a strategy: its values are its own."""
         self.run, self.epoch, self.step = run, 0, 0
         self.tracks.clear()
+
+    def position(self) -> dict[str, Any]:
+        """Return how far the strategy has come, in plain values, for :meth:`resume`."""
+        tracks = {name: track.position() for name, track in self.tracks.items()}
+        return {"epoch": self.epoch, "step": self.step, "tracks": tracks}
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on with a strategy where an earlier part of its run had come to."""
+        self.begin(run)
+        self.epoch, self.step = position["epoch"], position["step"]
+        self.tracks |= {name: Track.resumed(track) for name, track in position["tracks"].items()}
 
     def take(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         """Take in the metrics of one emit; those of single parameters only if they are among the live ones."""

@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from framework.contexts import RunInfo
-from framework.errors import StateMutationError
+from framework.errors import RunNotice, StateMutationError, UsageError
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import TrainingHook
 from framework.isolation import Call, Isolation
@@ -24,6 +25,8 @@ class Report:
 
 
 Arrived = tuple[Report, dict[str, Any]]
+Position = Mapping[str, Any]
+Positions = Mapping[str, Position | None]
 
 
 class MetricDispatch:
@@ -33,6 +36,7 @@ class MetricDispatch:
         """Make a dispatch; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
         self._isolation = isolation
         self._sinks = list(sinks)
+        self._failed: list[MetricSink] = []
         self._run_hook = run_hook
         self._now: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
@@ -99,11 +103,60 @@ class MetricDispatch:
         for hook, rows in checking.items():
             self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the metrics that wait for a flush, as host values, and the newest ones."""
+        pending, reports = self._steps
+        waiting = [
+            [report.hook.name, report.point.name, report.step, values]
+            for report, values in zip(reports, pending.on_host(), strict=True)
+        ]
+        return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any], hooks: Mapping[str, TrainingHook]) -> None:
+        """Take the metrics back; those that wait of a hook which is not there any more are dropped."""
+        pending, reports = self._steps
+        for name, point, step, values in state["waiting"]:
+            if name in hooks:
+                pending.add(values)
+                reports.append(Report(hooks[name], HookPoint[point], step))
+        self._last = [dict(metrics) for metrics in state["last"]]
+        self._newest = dict(state["newest"])
+
     # Sinks
 
-    def start(self, run: RunInfo) -> None:
-        """Announce a strategy to the sinks."""
-        self._each(0, lambda sink: sink.set_run_context(run))
+    def start(self, run: RunInfo, positions: Positions | None = None) -> None:
+        """Announce a strategy to the sinks; with the ``positions`` of a checkpoint, let each go on at its own.
+
+        A sink that the checkpoint does not know begins anew; one that had failed before it stays off. Raises
+        :class:`UsageError` for a sink whose earlier files are no longer there.
+        """
+        known = positions or {}
+        for sink in list(self._sinks):
+            if _known(sink, known)[:1] == [None]:
+                self._switch_off(sink)
+                sentence = f"Sink {sink.name!r} had failed before the checkpoint, and stays off."
+                warnings.warn(sentence, RunNotice, stacklevel=2)
+
+        def begin(sink: MetricSink) -> None:
+            found = _known(sink, known)
+            if found and found[0] is not None:
+                sink.resume(run, found[0])
+            else:
+                sink.set_run_context(run)
+
+        self._each(0, begin, fatal=UsageError)
+
+    def positions(self) -> dict[str, Position | None]:
+        """Return how far the sinks have come, by their names and those they include; ``None`` for one that failed."""
+        found: dict[str, Position | None] = {}
+        self._each(0, lambda sink: found.update(dict.fromkeys(_names(sink), sink.position())))
+        return {name: None for sink in self._failed for name in _names(sink)} | found
+
+    def files(self) -> list[Path]:
+        """Return the files that are to be on the disk before a checkpoint with the :meth:`positions` counts."""
+        found: list[Path] = []
+        self._each(0, lambda sink: found.extend(sink.files()))
+        return found
 
     def end(self, status: str) -> None:
         """Close the sinks."""
@@ -117,21 +170,30 @@ class MetricDispatch:
     def _emit(self, metrics: Mapping[str, Any], epoch: int, point: HookPoint, step: int) -> None:
         self._each(step, lambda sink: sink.emit(metrics, epoch, point, step=step))
 
-    def _each(self, step: int, action: Callable[[MetricSink], None]) -> None:
-        """Let every sink act; one that fails is dropped with a warning, since losing a metric must not stop a run."""
+    def _each(
+        self, step: int, action: Callable[[MetricSink], None], *, fatal: type[Exception] = StateMutationError
+    ) -> None:
+        """Let every sink act; one that fails is dropped with a warning, since losing a metric must not stop a run.
+
+        A changed training state is raised, and what else is ``fatal``.
+        """
         for sink in list(self._sinks):
             try:
                 self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), lambda s=sink: action(s))  # type: ignore[misc]
-            except StateMutationError:
+            except (StateMutationError, fatal):
                 raise
             except Exception as error:
-                self._sinks.remove(sink)
+                self._switch_off(sink)
                 self._close_failed(sink, step)
                 warnings.warn(
                     f"Sink {sink.name!r} failed and is switched off for the rest of the run: "
                     f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )
+
+    def _switch_off(self, sink: MetricSink) -> None:
+        self._sinks.remove(sink)
+        self._failed.append(sink)
 
     def _close_failed(self, sink: MetricSink, step: int) -> None:
         """Let a failed sink release its files; that it may fail at this too is known."""
@@ -141,6 +203,16 @@ class MetricDispatch:
             raise
         except Exception:
             pass
+
+
+def _names(sink: MetricSink) -> Sequence[str]:
+    """Return the names under which a sink's position is kept: another sink may go on in the files that it includes."""
+    return (sink.name, *sink.includes)
+
+
+def _known(sink: MetricSink, positions: Positions) -> list[Position | None]:
+    """Return the positions that a sink can go on at, the best one first."""
+    return [positions[name] for name in _names(sink) if name in positions]
 
 
 def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]]) -> None:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,25 @@ class MetricSink(ABC):
 
     def set_run_context(self, run: RunInfo) -> None:  # noqa: B027 - optional
         """Prepare for the strategy that starts now (open files, start an external run)."""
+
+    def position(self) -> dict[str, Any]:
+        """Return how far the sink has come, in plain values that JSON holds, for :meth:`resume`.
+
+        Everything emitted so far has reached the operating system when it returns; nothing waits for the disk.
+        """
+        return {}
+
+    def files(self) -> Sequence[Path]:
+        """Return the files that are to be on the disk before a checkpoint with this :meth:`position` counts."""
+        return ()
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on at the ``position`` of a checkpoint, in place of :meth:`set_run_context`: forget what came after it.
+
+        By default the strategy is begun anew, which suits a sink that keeps nothing. Raises :class:`UsageError` where
+        what was written up to the position is no longer there.
+        """
+        self.set_run_context(run)
 
     @abstractmethod
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
@@ -127,10 +147,14 @@ class PendingMetrics:
         self._entries.append((own, keys))
         return _substituted(own, keys, {key: iter(vector) for key, vector in copies.items()})
 
-    def to_host(self) -> list[dict[str, Any]]:
-        """Return every queued call's metrics as host values, in order, and forget them."""
+    def on_host(self) -> list[dict[str, Any]]:
+        """Return every queued call's metrics as host values, in order."""
         numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
-        host = [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
+        return [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
+
+    def to_host(self) -> list[dict[str, Any]]:
+        """Return them, and forget them."""
+        host = self.on_host()
         self._entries.clear()
         self._packed.clear()
         return host

@@ -1,7 +1,7 @@
 """The newest metrics as one table at every SNAPSHOT."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from framework.hook_points import HookPoint
 from framework.metrics import MetricSink, Series
 from framework.number_text import number_text, value_text
 from framework.registry import SinkRegistry
+from sinks.record import plain
 
 ITEM_GAP = 3
 LEAST_LINES = 30
@@ -84,6 +85,19 @@ class ConsoleSink(MetricSink):
         self._run = run
         self._board.begin(run)
         self._gathered, self._before = {}, {}
+
+    def position(self) -> dict[str, Any]:
+        """Return what was gathered since the last table, and what that table showed."""
+        gathered = {name: asdict(summary) for name, summary in self._gathered.items()}
+        found = {"board": self._board.position(), "gathered": gathered, "before": self._before}
+        return {name: plain(value) for name, value in found.items()}
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on gathering for the next table."""
+        self._run = run
+        self._board.resume(run, position["board"])
+        self._gathered = {name: Summary(**summary) for name, summary in position["gathered"].items()}
+        self._before = dict(position["before"])
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Gather metrics."""

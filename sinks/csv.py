@@ -55,6 +55,7 @@ class Columns:
         self._alone = {name: index[name] for name in alone}
         self._families = {name: index[name + PER_PARAMETER if name in alone else name] for name in families}
         self.layout = lru_cache(LAYOUTS)(self._layout)
+        self.header = ",".join(map(escape, self.names)) + "\n"
 
     def _layout(self, metrics: tuple[str, ...], *, brackets: bool) -> Layout:
         """Lay out a row of these metrics; ``brackets`` says whether to put those behind a key into brackets."""
@@ -105,7 +106,20 @@ class CSVSink(RecordSink):
         """Start the strategy's file with its header."""
         self._columns = Columns(run.metric_infos)
         self._file.open(run)
-        self._file.write(",".join(map(escape, self._columns.names)) + "\n")
+        self._file.write(self._columns.header)
+
+    def position(self) -> dict[str, Any]:
+        """Return the size of the file."""
+        return {"size": self._file.size}
+
+    def files(self) -> Sequence[Path]:
+        """Name the strategy's file."""
+        return self._file.paths
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on in the strategy's file, cut back to the position; its columns must be those of the run."""
+        self._columns = Columns(run.metric_infos)
+        self._file.resume(run, position["size"], header=self._columns.header.encode())
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one row, or at step-level points one for each set of steps."""

@@ -1,11 +1,13 @@
 """TensorBoard's event files and what stands in them, written without TensorFlow and without a thread."""
 
+import os
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +20,15 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from sinks.record import plain
+from sinks.run_file import cut_back, reopened, replaced
 
 CASTAGNOLI = 0x82F63B78
 """The polynomial of CRC-32C with its bits reversed."""
 CHUNK = 512
 BUCKETS = 30
+LENGTH_BYTES = 8
+HEADER_BYTES = 12
+CHECKSUM_BYTES = 4
 
 
 @cache
@@ -76,13 +82,27 @@ def _masked(data: bytes) -> bytes:
 class EventFile:
     """An event file; every write has reached the operating system when it returns."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("wb", buffering=0)
+    def __init__(self, path: Path, *, size: int | None = None) -> None:
+        """Write over the file, or go on in it behind its first ``size`` bytes and cut off what follows them.
+
+        Raises :class:`UsageError`, and leaves the file as it is, where those bytes are missing or not whole events.
+        """
+        self.path = path
+        self._file = FileIO(path, "w") if size is None else reopened(path, size)
         try:
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if size is None:
+                self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            else:
+                require_whole_events(self._file, size)
+                cut_back(self._file, size)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def size(self) -> int:
+        """How many bytes were written, all of which the operating system has."""
+        return self._file.tell()
 
     def write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
         """Write one event for each step, with the ``Summary.Value`` messages that belong to it."""
@@ -98,6 +118,19 @@ class EventFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def require_whole_events(file: FileIO, size: int) -> None:
+    """Raise :class:`UsageError` unless the first ``size`` bytes of a file are whole events, by their lengths."""
+    position = 0
+    while position < size:
+        header = os.pread(file.fileno(), HEADER_BYTES, position)
+        length = int.from_bytes(header[:LENGTH_BYTES], "little")
+        if header != _header(length):
+            break
+        position += HEADER_BYTES + length + CHECKSUM_BYTES
+    if position != size:
+        raise replaced(file, f"no event ends at byte {size:,}, where one did at the checkpoint")
 
 
 def messages(name: str, value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The lossless record of a run: one JSON object per emit."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -46,6 +46,18 @@ class JSONLSink(RecordSink):
         """Append one line; raises ``ValueError`` for a metric named like a field of the position."""
         body = _fields(metrics, hook_point)
         self._file.write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{body}}}\n')
+
+    def position(self) -> dict[str, Any]:
+        """Return the size of the file."""
+        return {"size": self._file.size}
+
+    def files(self) -> Sequence[Path]:
+        """Name the strategy's file."""
+        return self._file.paths
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on in the strategy's file, cut back to the position."""
+        self._file.resume(run, position["size"])
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""

@@ -55,12 +55,28 @@ class TensorBoardSink(ReplaySink):
         """Start the strategy's event file."""
         self._begin(run.output_dir / FOLDER, RunDescription.of_run(run))
 
+    def position(self) -> dict[str, Any]:
+        """Return the size of the event file and the newest step."""
+        return {"size": self._opened().size, "step": self._step}
+
+    def files(self) -> Sequence[Path]:
+        """Name the strategy's event file."""
+        return [] if self._file is None else [self._file.path]
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on in the strategy's event file, cut back to the position."""
+        from sinks.event_file import EventFile
+
+        self._release()
+        self._file = EventFile(_event_file(run.output_dir / FOLDER, run.strategy), size=position["size"])
+        self._step = position["step"]
+
     def _begin(self, folder: Path, run: RunDescription) -> None:
         from sinks.event_file import EventFile, session_start, table, text
 
         self._release()
         folder.mkdir(exist_ok=True)
-        self._file = EventFile(folder / f"events.out.tfevents.{run.strategy}")
+        self._file = EventFile(_event_file(folder, run.strategy))
         self._step = 0
         head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
         options = head | dict(flat(run.config))
@@ -70,8 +86,7 @@ class TensorBoardSink(ReplaySink):
         """Write the metrics at their steps."""
         from sinks.event_file import messages
 
-        if self._file is None:
-            raise RuntimeError("No event file is open: emit is called after set_run_context(run) and before close.")
+        file = self._opened()
         by_step: dict[int, list[Any]] = {}
         for name, value in metrics.items():
             if isinstance(value, Series) and hook_point in STEP_POINTS:
@@ -80,7 +95,14 @@ class TensorBoardSink(ReplaySink):
             else:
                 by_step.setdefault(step, []).extend(messages(name, value))
         self._step = max(self._step, step)
-        self._file.write(by_step)
+        file.write(by_step)
+
+    def _opened(self) -> "EventFile":
+        if self._file is None:
+            raise RuntimeError(
+                "No event file is open: emit and position are called after set_run_context(run) and before close."
+            )
+        return self._file
 
     def close(self, status: str) -> None:
         """Write how the strategy ended and close its file."""
@@ -119,6 +141,10 @@ class TensorBoardSink(ReplaySink):
             return f"{target} is written; tensorboard --logdir {folder} shows it."
 
         return send
+
+
+def _event_file(folder: Path, strategy: str) -> Path:
+    return folder / f"events.out.tfevents.{strategy}"
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ its :class:`Job`; standard input gives it an :class:`Ending` when the run is ove
 the run was killed. The last thing it does is to print, in one sentence, where the W&B run is or what went wrong.
 """
 
+import fcntl
 import json
 import math
 import netrc
@@ -13,8 +14,9 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,6 +55,10 @@ class Job:
     """Seconds that the client may take after the end of the run; ``None``: as many as it likes."""
     pid: int = field(default_factory=os.getpid)
     """The process that trains."""
+    run_id: str | None = None
+    """By which W&B knows the run; ``None``: one that W&B makes up."""
+    resumed: bool = False
+    """Whether rows of the record may have been sent before, under the same ``run_id``."""
 
 
 class RecordReplacedError(Exception):
@@ -212,8 +218,27 @@ def has_login(host: str) -> bool:
     return False
 
 
+@contextmanager
+def alone(job: Job) -> Iterator[None]:
+    """Wait for the end of an earlier client of the same W&B run, and let no later one begin.
+
+    The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed.
+    """
+    if job.run_id is None:
+        yield
+        return
+    with (Path(job.folder) / "wandb" / "client.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def send(job: Job, listener: Listener) -> str:
-    """Send the whole record to a new W&B run, and return where that is."""
+    """Send the record to its W&B run, and return where that is.
+
+    A resumed run writes the same lines again, so its rows that W&B has already, as many as the first step that it
+    gives, are the first ones of the record, and are passed over. Offline there is nobody to ask: there the whole
+    record goes to a new folder of the same run, which when it is sent takes the place of the earlier ones.
+    """
     import numpy as np
     import wandb
 
@@ -223,7 +248,11 @@ def send(job: Job, listener: Listener) -> str:
         except ValueError:  # values too near or too far for bins of equal width
             return wandb.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
 
+    chosen = mode(wandb.setup().settings)
+    goes_on = job.resumed and chosen != "offline"
     run = wandb.init(
+        id=job.run_id,
+        resume="allow" if goes_on else None,
         project=job.project,
         group=job.experiment,
         name=job.strategy,
@@ -236,14 +265,15 @@ def send(job: Job, listener: Listener) -> str:
             "treatments": {name: list(parts) for name, parts in job.treatments.items()},
         },
         dir=job.folder,
-        mode=mode(wandb.setup().settings),
+        mode=chosen,
         settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=job.pid),
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    for record in records(Path(job.record), listener):
-        for row in rows(record, job.step_points, histogram):
-            run.log(row)
+    lines = records(Path(job.record), listener)
+    every = chain.from_iterable(rows(record, job.step_points, histogram) for record in lines)
+    for row in islice(every, run.starting_step if goes_on else 0, None):
+        run.log(row)
     status = listener.ending.status
     run.summary["status"] = status
     run.finish(exit_code=0 if status == "completed" else 1)
@@ -265,7 +295,8 @@ def main() -> int:
     with suppress(OSError):
         os.nice(NICENESS)
     try:
-        outcome = send(job, listener)
+        with alone(job):
+            outcome = send(job, listener)
     except Exception as error:
         _report(f"{type(error).__name__}: {error}")
         raise

@@ -4,6 +4,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,8 @@ class WandbSink(ReplaySink):
     changes nothing in it: ``loopscope replay`` sends the record later. Where no W&B login is present the client works
     offline; WANDB_MODE is respected, and with ``disabled`` no client is started.
 
+    A resumed run goes on in its W&B run: the client sends those rows of the record that W&B does not have yet.
+
     One W&B run per strategy, in the group of the experiment, with its configuration, the treatments in ``config`` and
     as tags, and ``step`` as the axis of every metric. Dicts are ``metric/key``, lists histograms; a series has every
     value at its step and is summed up as ``metric/mean`` and ``metric/histogram``.
@@ -51,6 +54,7 @@ class WandbSink(ReplaySink):
         self._record = JSONLSink()
         self._path: Path | None = None
         self._client: Client | None = None
+        self._run_id = ""
 
     @classmethod
     def check_installed(cls) -> None:
@@ -66,12 +70,32 @@ class WandbSink(ReplaySink):
         """Start the strategy's record and its client."""
         self._part("failed")
         self._record.set_run_context(run)
+        self._run_id = new_run_id()
+        self._start_client(run, resumed=False)
+
+    def position(self) -> dict[str, Any]:
+        """Return the position of the record and the name by which W&B knows the run."""
+        return {**self._record.position(), "run_id": self._run_id}
+
+    def files(self) -> Sequence[Path]:
+        """Name the record."""
+        return self._record.files()
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on in the record, cut back to the position, and in the W&B run; without one, as before, in a new one."""
+        self._part("failed")
+        self._record.resume(run, position)
+        self._run_id = position.get("run_id") or new_run_id()
+        self._start_client(run, resumed=True)
+
+    def _start_client(self, run: RunInfo, *, resumed: bool) -> None:
         self._path = run.output_dir / f"{run.strategy}.jsonl"
         if _is_disabled():
             return
         try:
-            job = job_of(RunDescription.of_run(run), self._path, self._project, patience=wandb_client.PATIENCE)
-            self._client = Client(job)
+            description = RunDescription.of_run(run)
+            job = job_of(description, self._path, self._project, patience=wandb_client.PATIENCE)
+            self._client = Client(replace(job, run_id=self._run_id, resumed=resumed))
         except OSError as error:
             self._warn(f"The W&B client could not be started: {error}.")
 
@@ -137,6 +161,11 @@ class WandbSink(ReplaySink):
             return outcome
 
         return send
+
+
+def new_run_id() -> str:
+    """Return the name by which W&B is to know a new run; drawn by the system, not from a generator of the run."""
+    return os.environ.get("WANDB_RUN_ID") or os.urandom(8).hex()
 
 
 def _is_disabled() -> bool:

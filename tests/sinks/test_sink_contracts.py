@@ -1,6 +1,7 @@
 """The promises that every registered sink keeps."""
 
 import inspect
+import json
 import re
 
 import pytest
@@ -153,6 +154,85 @@ def test_one_that_raises_is_switched_off_and_the_run_goes_on(sink_class, tmp_pat
     run_with(tmp_path, [alone := RecordingSink()])
     assert len(intact.emitted) == len(alone.emitted) > 6
     super(type(broken), broken).close("failed")
+
+
+FIRST = [({"h/number": 7001, "h/loss": 0.5}, 1), ({"h/number": 7002, "h/list": [0.1, float("nan")]}, 2)]
+SECOND = [({"h/number": 7003, "h/loss": 0.25}, 3), ({"h/by": {"w": 1.5}, "h/number": 7004}, 4)]
+
+
+def fed(sink, rows):
+    """Emit rows, a table where there is one after every other row, and return the sink."""
+    for metrics, step in rows:
+        sink.emit(metrics, step, HookPoint.POST_EPOCH, step=step)
+        if step % 2:
+            sink.snapshot(step, step)
+    sink.emit({"h/series": Series([step], [step / 8])}, step, HookPoint.POST_STEP, step=step)
+    return sink
+
+
+def begun(sink_class, folder):
+    folder.mkdir(exist_ok=True)
+    sink = sink_class()
+    sink.set_run_context(run_info(folder))
+    return fed(sink, FIRST)
+
+
+def torn(paths):
+    """Leave the beginning of a line or an event, as a crash does."""
+    for path in paths:
+        with path.open("ab") as file:
+            file.write(path.read_bytes()[:20])
+
+
+def test_a_resume_at_a_position_leaves_what_an_uninterrupted_run_does(sink_class, tmp_path, capsys):
+    whole = begun(sink_class, tmp_path / "whole")
+    capsys.readouterr()
+    fed(whole, SECOND).close("completed")
+    expected = produced(tmp_path / "whole", capsys)
+    killed = begun(sink_class, tmp_path / "killed")
+    position, paths = json.loads(json.dumps(killed.position())), killed.files()
+    fed(killed, SECOND[:1])
+    torn(paths)
+    resumed = sink_class()
+    resumed.resume(run_info(tmp_path / "killed"), position)
+    capsys.readouterr()
+    fed(resumed, SECOND).close("completed")
+    assert produced(tmp_path / "killed", capsys) == expected
+    killed.close("failed")
+
+
+def test_every_file_of_a_run_is_named_while_it_is_open(sink_class, tmp_path, capsys):
+    sink = sink_class()
+    assert not sink.files()
+    sink.set_run_context(run_info(tmp_path))
+    assert set(sink.files()) == {path for path in tmp_path.rglob("*") if path.is_file()}
+    sink.close("completed")
+    assert not sink.files()
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "another"])
+def test_a_file_that_is_not_the_one_of_the_position_is_refused_and_left_as_it_is(sink_class, tmp_path, damage, capsys):
+    sink = begun(sink_class, tmp_path)
+    position, paths = sink.position(), list(sink.files())
+    sink.close("completed")
+    for path in paths:
+        content = path.read_bytes()
+        path.unlink() if damage == "missing" else path.write_bytes(
+            content[: position["size"] - 1] if damage == "shorter" else b"x" * len(content)
+        )
+        left = path.exists() and path.read_bytes()
+        with pytest.raises(UsageError, match=rf"{path.name} .*--overwrite"):
+            sink_class().resume(run_info(tmp_path), position)
+        assert (path.exists() and path.read_bytes()) == left
+
+
+def test_a_position_outside_a_strategy_is_refused_by_a_sink_with_files(sink_class, tmp_path, capsys):
+    sink = begun(sink_class, tmp_path)
+    paths = sink.files()
+    sink.close("completed")
+    if paths:
+        with pytest.raises(RuntimeError, match="position are called after set_run_context"):
+            sink.position()
 
 
 def test_the_registry_knows_it_by_name(sink_class):
