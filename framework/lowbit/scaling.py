@@ -118,7 +118,7 @@ class NVFP4(ScalingRule):
 
     Rounding the block's scale down lets its largest value leave the range, by at most 1/16 while the scale is a normal
     E4M3 number. A block whose scale becomes 0, since its largest magnitude is 2^-10 / 448 of the tensor's or less, is
-    lost to underflow. The tensor's scale is 2^-126 at least, so that it keeps its precision.
+    lost to underflow. The tensor's scale is 2^-126 at least, the smallest normal number.
     """
 
     name = "nvfp4"

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def decoded(number_format: type[FloatFormat]) -> list[float]:
 
 def ties(grid: Sequence[float]) -> list[float]:
     """Return the middles between neighbours."""
-    return [(low + high) / 2 for low, high in zip(grid, grid[1:], strict=False)]
+    return [(low + high) / 2 for low, high in pairwise(grid)]
 
 
 def nearest(value: float, grid: Sequence[float]) -> float:

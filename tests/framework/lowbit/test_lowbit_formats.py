@@ -198,5 +198,5 @@ def test_any_maximum_among_the_normal_numbers_is_accepted(mantissa_bits, maximum
 
 
 def test_an_unknown_format_is_refused_with_the_nearest_name():
-    with pytest.raises(UsageError, match="Unknown format 'e4m4'. Did you mean 'e4m3'"):
+    with pytest.raises(UsageError, match=r"Unknown format 'e4m4'\. Did you mean 'e4m3'"):
         FormatRegistry.get("e4m4")

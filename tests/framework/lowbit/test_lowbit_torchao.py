@@ -1,0 +1,108 @@
+"""Formats, microscaling and NVFP4 against torchao's own code on the CPU, and where the two differ by definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.lowbit.casts import Cast
+from framework.lowbit.formats import FormatRegistry, to_grid
+from tests.framework.lowbit import torchao_reference as torchao
+
+MODES = ["FLOOR", "CEIL", "RCEIL", "EVEN"]
+every_format = pytest.mark.parametrize("name", torchao.ELEMENTS)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def blocks(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw Gaussian rows of 256 whose magnitudes differ by up to 2^60."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-30, 31, (rows, 1), generator=generator)
+    return (torch.randn(rows, 256, generator=generator) * sizes.float().exp2()).to(dtype)
+
+
+def check_rounding(name: str, count: int, seed: int) -> None:
+    maximum = FormatRegistry.get(name).maximum
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * (maximum / 3)
+    values[::2] *= torch.rand(values[::2].shape, generator=torch.Generator().manual_seed(seed)).pow(8)
+    values.clamp_(-maximum, maximum)
+    assert torch.equal(to_grid(values, FormatRegistry.get(name)), torchao.rounded(values, name))
+
+
+def check_microscaling(values: Tensor, name: str, mode: str) -> None:
+    cast = Cast(name, f"mx_{mode.lower()}")
+    scales, numbers = torchao.microscaled(values, name, mode)
+    assert torch.equal(cast.scales(values).double(), scales)
+    expected = numbers.double() * scales.repeat_interleave(32, -1)
+    assert torch.equal(cast(values), expected.to(values.dtype))
+
+
+@every_format
+def test_random_numbers_round_as_in_torchao(name):
+    check_rounding(name, 100_000, seed=1)
+
+
+@pytest.mark.slow
+@every_format
+@pytest.mark.parametrize("seed", range(4))
+def test_millions_of_random_numbers_round_as_in_torchao(name, seed):
+    check_rounding(name, 4_000_000, seed)
+
+
+@every_format
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_microscaling_is_that_of_torchao(name, mode, dtype):
+    check_microscaling(blocks(100, seed=3, dtype=dtype), name, mode)
+
+
+@pytest.mark.slow
+@every_format
+@every_mode
+def test_microscaling_of_millions_is_that_of_torchao(name, mode):
+    check_microscaling(blocks(8192, seed=4), name, mode)
+
+
+@every_format
+@every_mode
+def test_blocks_below_the_smallest_normal_scale_have_torchaos_scale_but_are_divided_by_it(name, mode):
+    """Torchao divides by 2^-126 where the scale it stores is 2^-127, since its compiled code knows no subnormals."""
+    values = torch.full((1, 32), 2.0**-127)
+    cast = Cast(name, f"mx_{mode.lower()}")
+    scales, numbers = torchao.microscaled(values, name, mode)
+    assert cast.scales(values).item() == scales.item() == 2.0**-127
+    assert torch.equal(cast(values), values)
+    assert (numbers * 2.0**-127 != values).all()
+
+
+def test_a_number_that_is_not_finite_spoils_its_block_in_torchao_only():
+    values = torch.ones(1, 32)
+    values[0, 0] = torch.nan
+    assert torchao.microscaled(values, "e4m3", "FLOOR")[0].item() == 2.0**128
+    assert Cast("e4m3", "mx_floor")(values)[0, 1:].tolist() == [1.0] * 31
+
+
+def quotient_near_a_tie(values: Tensor, scales: Tensor) -> Tensor:
+    """Tell where dividing and multiplying by the reciprocal may end on two sides of a tie of e2m1."""
+    quotients = values.double().abs() / scales.double().repeat_interleave(16, -1)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+    return ((quotients.unsqueeze(-1) - middles).abs() < 1e-6).any(-1)
+
+
+@pytest.mark.parametrize("rows", [64, pytest.param(16384, marks=pytest.mark.slow)])
+def test_nvfp4_is_that_of_torchao_but_for_multiplying_by_reciprocals(rows):
+    values = torch.randn(rows, 256, generator=torch.Generator().manual_seed(5))
+    of_tensor = values.abs().max() / (6 * 448)
+    block_scales, numbers = torchao.nvfp4(values, of_tensor)
+    scales = Cast("e2m1", "nvfp4").scales(values)
+    assert torch.equal(scales, block_scales * of_tensor)
+    differ = Cast("e2m1", "nvfp4")(values) != numbers * scales.repeat_interleave(16, -1)
+    assert not (differ & ~quotient_near_a_tie(values, scales)).any()
+    assert differ.sum() < 1e-6 * values.numel() + 1
+
+
+def test_blocks_far_below_the_largest_have_smaller_scales_than_in_torchao():
+    """Torchao raises block scales to 2^-6, the smallest normal number of E4M3; its subnormal ones are used here."""
+    values = torch.cat([torch.full((1, 16), 1.0), torch.full((1, 16), 1e-5)], dim=-1)
+    of_tensor = values.max() / (6 * 448)
+    assert torchao.nvfp4(values, of_tensor)[0][0, 1].item() == 2.0**-6
+    assert (Cast("e2m1", "nvfp4").scales(values) / of_tensor)[0, 1].item() == 2.0**-8
