@@ -1,17 +1,21 @@
-"""The command ``loopscope``: run, plot, replay, list, hooks."""
+"""The command ``loopscope``: run, resume, plot, replay, list, hooks."""
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import yaml
 from jsonargparse import Namespace
 
+from framework.cli_help import HelpfulParser
 from framework.cli_hook_options import parse_hook_options
-from framework.cli_parser import parse_run, print_config
+from framework.cli_parser import Experiment, parse_recorded, parse_run, print_config
 from framework.cli_plot import PLOT_USAGE, plot
 from framework.cli_replay import replay, replay_usage
+from framework.cli_resume import recorded_run
 from framework.cli_sinks import wanted_sinks
 from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names, require
 from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks
@@ -21,10 +25,12 @@ from framework.records import versions
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
 from framework.runner import ExperimentRunner
 from framework.session import Session, check_device
+from framework.signals import StoppedError
 
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
+  loopscope resume RUN       go on with a run that was interrupted
   loopscope plot RUN...      draw metrics of runs against steps
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope list             the experiments, their strategies and presets
@@ -36,12 +42,17 @@ RUN_USAGE = """usage: loopscope run EXPERIMENT [options]
 
   loopscope run EXPERIMENT --help shows the options. Experiments: {experiments}
 """
+RESUME_USAGE = """usage: loopscope resume RUN
+
+  Goes on from the newest intact checkpoint of RUN, the folder of one strategy (OUTPUT/EXPERIMENT/STRATEGY), with the
+  options that it was started with. The same as the command that started it with --resume.
+"""
 HELP = ("-h", "--help")
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()) -> int:
-    """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C.
+    """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM.
 
     ``packages`` are imported first; they fill the registries.
     """
@@ -59,6 +70,9 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
             for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
                 registry.discover()
             _dispatch(words)
+        except StoppedError as error:
+            _say(str(error))
+            return error.status
         except LoopscopeError as error:
             return refused(error, unless=warned)
         except KeyboardInterrupt:
@@ -98,6 +112,7 @@ def _say(text: str) -> None:
 def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "run": _run,
+        "resume": _resume,
         "plot": _plot,
         "replay": _replay,
         "list": _list,
@@ -165,22 +180,48 @@ def _run(words: list[str]) -> None:
         )
     experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
     parser, options = parse_run(experiment, words[1:])
-    config = experiment.config_class(**_chosen(options, experiment.config_class))
     if options["print_config"]:
+        experiment.config_class(**_chosen(options, experiment.config_class))
         _show(print_config(parser, options))
     else:
-        _train(experiment(config, check_device(options["device"])), options)
+        _start(experiment, parser, options)
 
 
-def _train(runner: ExperimentRunner[Any], options: Namespace) -> None:
+def _start(experiment: Experiment, parser: HelpfulParser, options: Namespace) -> None:
+    config = experiment.config_class(**_chosen(options, experiment.config_class))
+    recorded = yaml.safe_load(print_config(parser, options))
+    _train(experiment(config, check_device(options["device"])), options, recorded)
+
+
+def _resume(words: list[str]) -> None:
+    if set(words) & set(HELP):
+        _show(RESUME_USAGE)
+        return
+    require(
+        len(words) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
+    )
+    recorded = recorded_run(Path(words[0]))
+    experiment = ExperimentRegistry.get(recorded.experiment)
+    parser, options = parse_recorded(experiment, recorded.options)
+    _start(experiment, parser, options)
+
+
+def _train(runner: ExperimentRunner[Any], options: Namespace, recorded: Mapping[str, Any]) -> None:
     run_options = RunOptions(
         **_chosen(options, RunFlags),
         strategies=options["strategy"],
         hooks=[name.replace("-", "_") for name in options["hooks"]],
         hook_options=parse_hook_options(options["hook_config"]),
+        recorded=recorded,
     )
     make_sinks = wanted_sinks(vars(options))
-    with RunConsole(_mode(options), live_metrics=runner.live_metrics) as console:
+    display = RunConsole(
+        _mode(options),
+        live_metrics=runner.live_metrics,
+        progress_metrics=runner.progress_metrics,
+        compared_to=runner.compared_to,
+    )
+    with display as console:
         Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from framework.console_board import Groups
 from framework.console_live import LiveDisplay
 from framework.console_notices import Label, Notice, show_warnings, without_repeats
+from framework.console_numbers import ProgressNumbers
 from framework.console_output import can_be_taken, make_console
 from framework.console_progress import BarView, LineView, TrainingProgress, View
 from framework.console_tables import (
@@ -47,6 +48,8 @@ class RunConsole(Display):
             and in the end what was warned of, ``none`` nothing at all. Where there is no terminal ``live`` is
             ``normal``.
         live_metrics: the metrics that come first, as full names by group.
+        progress_metrics: the metrics that the progress line repeats, as full names by label.
+        compared_to: strategies from which the distance is shown in the comparison, by the number that is compared.
         console: where to show it; standard output by default.
         clock: the time in seconds.
     """
@@ -56,12 +59,16 @@ class RunConsole(Display):
         mode: Mode = "normal",
         *,
         live_metrics: Groups | None = None,
+        progress_metrics: Groups | None = None,
+        compared_to: Mapping[str, str] | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console or make_console()
         self.notices: list[Notice] = []
         self._live_metrics = live_metrics or {}
+        self._numbers = ProgressNumbers(progress_metrics or {})
+        self._compared_to = compared_to or {}
         self._no_screen = mode == "live" and not can_be_taken(self.console)
         self._mode: Mode = "normal" if self._no_screen else mode
         self._live = LiveDisplay(self.console, self._live_metrics, clock=clock) if self._mode == "live" else None
@@ -87,10 +94,12 @@ class RunConsole(Display):
 
     def sinks(self) -> list[MetricSink]:
         """Return the sinks that belong to the display: the table at every SNAPSHOT, or what the screen shows."""
+        numbers = [self._numbers] if self._numbers.metrics and self._mode != "none" else []
         if self._live is not None:
-            return [self._live.sink()]
+            return [*numbers, self._live.sink()]
         table_sink: type[Any] = SinkRegistry.get("console")
-        return [table_sink(console=self.console, first=self._live_metrics)] if self._mode == "normal" else []
+        table = [table_sink(console=self.console, first=self._live_metrics)] if self._mode == "normal" else []
+        return [*numbers, *table]
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Show what is about to be trained, and start the bar or draw the screen."""
@@ -104,6 +113,8 @@ class RunConsole(Display):
             length=task.length,
             steps_per_unit=len(task.loader) if run.loop == "epoch" else 1,
             clock=self._clock,
+            steps_per_epoch=run.steps_per_epoch if run.loop == "step" else None,
+            chosen=self._numbers.texts,
         )
         return self._progress
 
@@ -120,7 +131,7 @@ class RunConsole(Display):
         """Compare the strategies and say where the results lie."""
         self._leave_screen()
         if len(summaries) > 1:
-            self._print(comparison_table(comparison_rows(summaries), self.console.width))
+            self._print(comparison_table(comparison_rows(summaries, self._compared_to), self.console.width))
         self._print(results_line(summaries))
 
     def _view(self, label: str) -> View:

@@ -10,7 +10,7 @@ from framework.console_blocks import ARROW_STYLES, HEADING_STYLE, Group, fitted
 from framework.console_board import Board, parted
 from framework.console_lines import Line, cropped, padded, printable, shortened
 from framework.console_notices import LABEL_STYLES, Notice
-from framework.console_progress import LONGEST_BAR, SHORTEST_BAR, Position, fitting
+from framework.console_progress import LONGEST_BAR, SHORTEST_BAR, Position
 from framework.console_tables import REMARKS, comparison_rows
 
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
@@ -56,7 +56,7 @@ def _title(board: Board, width: int) -> Line:
 def _progress(position: Position | None, width: int, glyphs: Glyphs) -> Line:
     if position is None:
         return [("starting", "dim")]
-    tail = fitting(position.parts(), width - SHORTEST_BAR - 1)
+    tail = position.fitted(width - SHORTEST_BAR - 1)
     room = max(0, min(LONGEST_BAR, width - cell_len(tail) - 1))
     done = round(room * position.share)
     style = "green" if position.share >= 1 else "magenta"

@@ -4,8 +4,8 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -18,6 +18,9 @@ SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0
 SECONDS_BETWEEN_LINES = 30.0
 SHORTEST_BAR, LONGEST_BAR = 8, 40
+LEAST_IMPORTANT = ("epoch", "count", "rate")
+LEAST_BESIDE_CHOSEN = ("rate", "percent", "left", "total")
+"""What gives way first where the experiment chose numbers to be shown."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Position:
     numbers: dict[str, float]
     took: float | None = None
     """Seconds from the first step to the last, once the strategy is over."""
+    epoch: float | None = None
+    """Passes over the data, where those are not the unit."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """What the experiment wants to be said, by label; it takes the place of numbers of that name."""
 
     @property
     def share(self) -> float:
@@ -44,13 +51,20 @@ class Position:
             "percent": f"{self.share * 100:.0f}%",
             "count": f"{self.unit} {int(self.done):,}/{self.total:,}",
         }
+        if self.epoch is not None:
+            parts["epoch"] = f"epoch {self.epoch:.1f}"
         if self.rate:
             parts["rate"] = rate_text(self.rate, self.unit)
         if self.took is not None:
             parts["left"] = f"in {duration_text(self.took)}"
         elif self.rate:
             parts["left"] = duration_text((self.total - self.done) / self.rate) + " left"
-        return parts | {name: f"{name} {number_text(value)}" for name, value in self.numbers.items()}
+        numbers = {name: f"{name} {number_text(value)}" for name, value in self.numbers.items()}
+        return parts | {f"number {name}": text for name, text in {**numbers, **self.chosen}.items()}
+
+    def fitted(self, room: int) -> str:
+        """Return as much of that on one line as ``room`` columns hold."""
+        return fitting(self.parts(), room, LEAST_BESIDE_CHOSEN if self.chosen else LEAST_IMPORTANT)
 
 
 class Pace:
@@ -114,7 +128,7 @@ class BarView(View):
     def show(self, position: Position) -> None:
         """Draw the bar anew."""
         room = self.console.width - len(self.label) - 2
-        tail = fitting(position.parts(), room - SHORTEST_BAR)
+        tail = position.fitted(room - SHORTEST_BAR)
         self._bar.bar_width = max(1, min(LONGEST_BAR, room - len(tail)))
         self._display.update(self._task, completed=position.share, tail=tail, refresh=True)
 
@@ -125,16 +139,22 @@ class BarView(View):
         self._display.stop()
 
 
-def fitting(parts: dict[str, str], room: int) -> str:
-    """Join what is to be said, leaving out the least important things until it fits.
+def fitting(parts: Mapping[str, str], room: int, first: Sequence[str] = LEAST_IMPORTANT) -> str:
+    """Join what is to be said, leaving out the ``first`` things and then the last until it fits.
+
+    The topic ``total`` is the end of the count.
 
     >>> fitting({"percent": "5%", "count": "epoch 1/20", "left": "0:19 left", "loss": "loss 1.5"}, 30)
     '5%  0:19 left  loss 1.5'
+    >>> fitting({"percent": "5%", "count": "step 1/20", "over": "over 0.5"}, 20, ("percent", "total"))
+    'step 1/20  over 0.5'
     """
     kept = dict(parts)
-    for topic in ("count", "rate", *reversed(parts)):
+    for topic in (*first, *reversed(list(parts))):
         if len("  ".join(kept.values())) <= room or len(kept) == 1:
             break
+        if topic == "total":
+            kept["count"] = kept["count"].partition("/")[0]
         kept.pop(topic, None)
     return "  ".join(kept.values())
 
@@ -179,10 +199,24 @@ class TrainingProgress:
         length: units in the whole run.
         steps_per_unit: optimizer steps in one unit.
         clock: the time in seconds.
+        steps_per_epoch: optimizer steps of one pass over the data, if passes are to be shown beside the unit.
+        chosen: returns what the experiment wants to be said, by label.
     """
 
-    def __init__(self, view: View, *, unit: str, length: int, steps_per_unit: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        view: View,
+        *,
+        unit: str,
+        length: int,
+        steps_per_unit: int,
+        clock: Callable[[], float],
+        steps_per_epoch: int | None = None,
+        chosen: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._view = view
+        self._steps_per_epoch = steps_per_epoch
+        self._chosen = chosen
         self._unit = unit
         self._length = length
         self._steps_per_unit = steps_per_unit
@@ -227,12 +261,26 @@ class TrainingProgress:
     def _position(self, loop: LoopState, now: float) -> Position:
         done = loop.step / self._steps_per_unit
         self._pace.add(now, done)
-        return Position(self._unit, done, self._length, self._pace.rate, newest_numbers(loop))
+        chosen = self._chosen()
+        return Position(
+            self._unit,
+            done,
+            self._length,
+            self._pace.rate,
+            loop_loss(loop) if chosen else newest_numbers(loop),
+            epoch=loop.step / self._steps_per_epoch if self._steps_per_epoch else None,
+            chosen=chosen,
+        )
+
+
+def loop_loss(loop: LoopState) -> dict[str, float]:
+    """Return the newest mean loss, if there is one."""
+    return {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
 
 
 def newest_numbers(loop: LoopState) -> dict[str, float]:
     """Return the newest loss and the validation accuracy, or else the first number of the evaluation."""
-    numbers = {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
+    numbers = loop_loss(loop)
     if "val_acc" in loop.evaluation:
         return {**numbers, "val_acc": loop.evaluation["val_acc"]}
     return numbers | dict(list(loop.evaluation.items())[:1])

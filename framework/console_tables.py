@@ -77,8 +77,13 @@ def sample_text(sample: str) -> Text:
     return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
 
 
-def comparison_rows(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return one row of the comparison for each strategy: text by column."""
+def comparison_rows(
+    summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str] | None = None
+) -> list[dict[str, str]]:
+    """Return one row of the comparison for each strategy: text by column.
+
+    ``compared_to`` names numbers of the final evaluation and the strategy whose number is subtracted.
+    """
     any_reached = any(summary["target_reached"] for summary in summaries)
     return [
         {
@@ -87,6 +92,7 @@ def comparison_rows(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, st
             "target": _target(summary["target_reached"]) if any_reached else "",
             "epochs": f"{summary['epochs']:,}",
             **{name: number_text(value) for name, value in final_numbers(summary).items()},
+            **distances(summary, summaries, compared_to or {}),
             **{name.rpartition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
             "time": duration_text(summary["seconds"]["training"]),
             "treatments": ", ".join(summary["treatments"]),
@@ -94,6 +100,23 @@ def comparison_rows(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, st
         }
         for summary in summaries
     ]
+
+
+def distances(
+    summary: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
+) -> dict[str, str]:
+    """Return how far final numbers are from those of the strategies they are compared to, if both have ended.
+
+    >>> runs = [{"strategy": name, "final": {"val_loss": loss}} for name, loss in (("fp32", 4.5), ("fp4", 4.75))]
+    >>> [distances(run, runs, {"val_loss": "fp32"}) for run in runs]
+    [{}, {'val_loss − fp32': '0.25'}]
+    """
+    finals = {each["strategy"]: each["final"] for each in summaries}
+    return {
+        f"{name} − {baseline}": number_text(summary["final"][name] - finals[baseline][name])
+        for name, baseline in compared_to.items()
+        if baseline != summary["strategy"] and name in summary["final"] and name in finals.get(baseline, {})
+    }
 
 
 def _target(reached: Mapping[str, int] | None) -> str:

@@ -40,8 +40,14 @@ class ExperimentRunner(ABC, Generic[Config]):
     """The group of ``--with-hooks`` where none is given; ``--with-hooks none`` switches it off."""
     compared_metrics: ClassVar[Sequence[str]] = ()
     """Metrics in which strategies are compared at the end, beside the final evaluation, as full names."""
+    best_metric: ClassVar[str] = "val_loss"
+    """The number of the evaluation by which the best checkpoint is chosen: the lowest is best."""
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Metrics worth watching, by group, as full names."""
+    progress_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Metrics that the progress line repeats, by label, as full names."""
+    compared_to: ClassVar[Mapping[str, str]] = {}
+    """Numbers of the final evaluation with the strategy from which the comparison shows each one's distance."""
 
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         self.config: Config = config

@@ -7,6 +7,7 @@ from rich.console import Console
 import experiments  # noqa: F401 - fills the registry
 import training_hooks  # noqa: F401 - fills the registry
 from framework.console_tables import (
+    comparison_rows,
     comparison_table,
     documented,
     experiment_list,
@@ -19,6 +20,7 @@ from framework.contexts import MetricInfo
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.registry import ExperimentRegistry, HookRegistry, hook_kind, hook_options
+from tests.framework.small_experiment import session
 
 
 class Example(TrainingHook):
@@ -145,3 +147,12 @@ def test_a_comparison_that_is_too_wide_has_a_line_for_each_number() -> None:
     assert [line.split() for line in narrow if line.strip(" ─")] == [
         ["strategy", "a", "b"], ["a_number_with_a_long_name", "0.5", "0.5"], ["another_with_a_long_name", "12", "12"]
     ]  # fmt: skip
+
+
+def test_a_comparison_shows_how_far_strategies_are_from_the_one_that_the_experiment_names(tmp_path) -> None:
+    summaries = session(tmp_path, strategies=["plain", "clipped"], epochs=1).run()
+    plain, clipped = comparison_rows(summaries, {"val_loss": "plain", "unknown": "plain"})
+    distance = summaries[1]["final"]["val_loss"] - summaries[0]["final"]["val_loss"]
+    assert float(clipped["val_loss − plain"]) == pytest.approx(distance, rel=1e-3)
+    assert "val_loss − plain" not in plain
+    assert not any("−" in name for name in comparison_rows(summaries[1:], {"val_loss": "plain"})[0])
