@@ -68,10 +68,18 @@ def lent_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
-    """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs)."""
+    """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs).
+
+    Raises :class:`LoopscopeError` unless there is one for each.
+    """
     if rates is None:
         yield
         return
+    if len(rates) != len(groups):
+        raise LoopscopeError(
+            f"take_step was given {len(rates)} learning rates, but the optimizer has {len(groups)} parameter groups; "
+            "pass one for each."
+        )
     before = [group["lr"] for group in groups]
     try:
         for group, held, rate in zip(groups, before, rates, strict=True):

@@ -16,6 +16,8 @@ VERBS: Mapping[str, StatePart] = {
     "replace_gradients": StatePart.GRADIENTS,
     "add_to_gradients": StatePart.GRADIENTS,
     "blend_parameters": StatePart.PARAMETERS,
+    "thaw_parameters": StatePart.PARAMETERS,
+    "reset_optimizer_state": StatePart.OPTIMIZER,
 }
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from framework.errors import LoopscopeError, UsageError, unknown
 from framework.param_vectors import (
@@ -25,6 +26,7 @@ class StatePart(Enum):
 
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
 
 
 class UndeclaredCommitError(UsageError):
@@ -139,6 +141,39 @@ def blend(model: nn.Module, target: Vector, weight: float) -> None:
     for parameter, aim in shards:
         wide = torch.promote_types(parameter.dtype, aim.dtype)
         parameter.copy_(parameter.to(wide).lerp(aim.to(wide), weight))
+
+
+def thawing(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Return a function that has the named parameters trained; raises for a name that the model lacks."""
+    chosen = _named(model, names)
+
+    def thaw() -> None:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+
+    return thaw
+
+
+def forgetting(model: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> Callable[[], None]:
+    """Return a function that takes out of the optimizer what it remembers of the named parameters.
+
+    At its next step they are new to it. Raises for a name that the model lacks.
+    """
+    chosen = _named(model, names)
+
+    def forget() -> None:
+        for parameter in chosen:
+            optimizer.state.pop(parameter, None)
+
+    return forget
+
+
+def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    parameters, chosen = dict(model.named_parameters()), list(names)
+    for name in chosen:
+        if name not in parameters:
+            raise unknown("parameter", name, parameters)
+    return [parameters[name] for name in chosen]
 
 
 def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:

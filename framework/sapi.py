@@ -1,6 +1,6 @@
 """The SAPI: the only door through which an intervention reaches the mutable training state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -21,9 +21,11 @@ from framework.commits import (
     check_vector,
     clamp,
     clip,
+    forgetting,
     replace_gradients,
     scale,
     scale_each,
+    thawing,
 )
 from framework.curvature import METHODS, Method
 from framework.data import Batch, Loader, derived_seed
@@ -197,11 +199,6 @@ class ModelDataContext:
         self._must_mutate("take_step")
         chosen = self._batch(batch)
         groups = self._task.optimizer.param_groups
-        if learning_rates is not None and len(learning_rates) != len(groups):
-            raise LoopscopeError(
-                f"take_step was given {len(learning_rates)} learning rates, but the optimizer has {len(groups)} "
-                "parameter groups; pass one for each."
-            )
         self._profiler.passed("forward_backward", chosen)
         with (
             lent_gradients(self.model),
@@ -336,6 +333,15 @@ class ModelDataContext:
         check_vector(self.model, target)
         kept = self._lasting(target)
         self._commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: blend(self.model, kept, weight))
+
+    def thaw_parameters(self, names: Iterable[str]) -> None:
+        """Keep: train the named parameters from now on."""
+        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", thawing(self.model, names))
+
+    def reset_optimizer_state(self, names: Iterable[str]) -> None:
+        """Keep: let the optimizer forget what it remembers of the named parameters."""
+        change = forgetting(self.model, self._task.optimizer, names)
+        self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
 
     def _check_product(self, vector: Vector, method: Method, epsilon: float) -> None:
         if method not in METHODS:

@@ -11,7 +11,7 @@ from framework.commits import StatePart
 from framework.digest import described
 from framework.errors import UsageError
 from framework.hook_points import EVERY_STEP, HookPoint
-from framework.hooks import InterventionHook, TrainingHook
+from framework.hooks import InterventionHook, TrainingHook, treatments
 from framework.manager import HookManager
 from framework.registry import HookRegistry, hook_kind
 from tests.support import (
@@ -34,7 +34,11 @@ LENGTHS = [pytest.param(3, id="3"), pytest.param(13, marks=pytest.mark.slow, id=
 HEALTH = "Step [0-9,]+"
 """How the warnings begin that are about the run's health, which is no matter of these promises."""
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
-PREFIXES = {StatePart.GRADIENTS: "gradients/", StatePart.PARAMETERS: "parameters/"}
+PREFIXES = {
+    StatePart.GRADIENTS: ("gradients/",),
+    StatePart.PARAMETERS: ("parameters/", "requires_grad/"),
+    StatePart.OPTIMIZER: ("optimizer/",),
+}
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_length = pytest.mark.parametrize("steps", LENGTHS)
@@ -190,9 +194,9 @@ def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case,
     hook = HookRegistry.get(name)
     run = train(case, [make(name)], steps=steps, manager_class=WatchingManager)
     changed = {entry for entries in run.manager.changes.values() for entry in entries}
-    allowed = tuple(PREFIXES[part] for part in hook.commits)
+    allowed = tuple(prefix for part in hook.commits for prefix in PREFIXES[part])
     assert [entry for entry in changed if not entry.startswith(allowed)] == []
-    assert run.manager.treatments() == {name: tuple(sorted(part.value for part in hook.commits))}
+    assert treatments(run.manager.hooks) == {name: tuple(sorted(part.value for part in hook.commits))}
 
 
 @every_case

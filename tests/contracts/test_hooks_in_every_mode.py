@@ -104,7 +104,7 @@ def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name: str) -> None:
     trained = with_hook(mode, loop, name)
-    assert trained.error is None
+    assert trained.error is None or isinstance(trained.error, UnsuitableError)
     assert all(parameter.isfinite().all() for parameter in trained.task.model.parameters())
 
 

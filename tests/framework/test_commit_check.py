@@ -50,6 +50,8 @@ CALLS = {
     "replace_gradients": lambda self, ctx: [ctx.replace_gradients({}) for _ in range(2)],
     "add_to_gradients": lambda self, ctx: ctx.add_to_gradients({}, None),
     "blend_parameters": lambda self, ctx: (lambda: ctx.blend_parameters({}, 0.5))(),
+    "thaw_parameters": lambda self, ctx: ctx.thaw_parameters([]),
+    "reset_optimizer_state": lambda self, ctx: ctx.reset_optimizer_state([]),
 }
 
 

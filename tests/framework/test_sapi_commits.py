@@ -7,7 +7,7 @@ from framework.hook_points import HookPoint
 from framework.param_vectors import copied, gradients, scaled, trainable
 from framework.training_state import differing
 from tests.framework.sapi_call import BOTH, assert_close, context
-from tests.support import ActingHook, Case, assert_same_bytes, at, train
+from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
 
 
 def test_commits_are_recorded_and_not_applied():
@@ -20,10 +20,58 @@ def test_commits_are_recorded_and_not_applied():
     ctx.replace_gradients({"0.bias": torch.ones(8)})
     ctx.add_to_gradients({"0.bias": torch.ones(8)}, torch.tensor(2.0))
     ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
+    ctx.thaw_parameters(["0.weight"])
+    ctx.reset_optimizer_state(["0.weight"])
     assert differing(before, ctx._state.digest()) == []
     ctx._commits.apply()
     changed = {name.split("/")[0] for name in differing(before, ctx._state.digest())}
     assert changed == {"gradients", "parameters"}
+
+
+@pytest.mark.parametrize("mutates", [True, False])
+def test_a_thawed_parameter_is_trained_from_the_next_pass_on(mutates):
+    def thaw(run_ctx, ctx):
+        if run_ctx.step == 3:
+            ctx.thaw_parameters(["0.weight"])
+            assert not ctx.model[0].weight.requires_grad
+
+    seen = []
+    watch = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: seen.append(ctx.model[0].weight.detach().clone()))
+    freeze = lambda task, state: task.model[0].weight.requires_grad_(False)
+    train(Case(), [at(ActingHook, HookPoint.PRE_STEP, commits=BOTH, mutates=mutates)(thaw), watch], introduce=freeze)
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_begins_anew_with_the_parameters_it_is_to_forget_and_with_no_others(optimizer):
+    def forget(run_ctx, ctx):
+        if run_ctx.step == 3:
+            ctx.reset_optimizer_state(["0.weight", "0.bias"])
+            assert "0.weight" in ctx.optimizer_state
+
+    states = []
+    forgetting = at(ActingHook, HookPoint.PRE_STEP, commits=BOTH, mutates=False)(forget)
+    watch = at(ReadOnlyHook, HookPoint.POST_STEP)(lambda run_ctx, ctx: states.append(counted(ctx.optimizer_state)))
+    train(Case(optimizer=optimizer), [forgetting, watch], steps=4)
+    names = [*states[0]]
+    assert [*states[1]] == [*states[0]]
+    assert sorted(states[2]) == sorted(names)
+    kept = states[3]["1.weight"]
+    assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if kept == 4 else kept)
+
+
+def counted(optimizer_state):
+    """Return the number of steps that an optimizer counts for each parameter, or -1 where it counts none."""
+    return {name: int(state.get("step", -1)) for name, state in optimizer_state.items()}
+
+
+def test_names_that_the_model_lacks_are_refused_when_asked_for():
+    ctx = context()
+    for ask in (ctx.thaw_parameters, ctx.reset_optimizer_state):
+        with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
+            ask(["bias"])
+    assert ctx._commits.changes == []
 
 
 @pytest.mark.parametrize("mutates", [True, False])
@@ -53,6 +101,8 @@ UNDECLARED = {
     "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
     "add_to_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.add_to_gradients({}, torch.tensor(1.0))),
     "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
+    "thaw_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.thaw_parameters([])),
+    "reset_optimizer_state": (StatePart.PARAMETERS, lambda ctx: ctx.reset_optimizer_state([])),
 }
 
 
