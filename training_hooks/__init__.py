@@ -11,6 +11,7 @@ from training_hooks.fourier import Fourier
 from training_hooks.grad_clip import GradClip
 from training_hooks.gradient_flow import GradientFlow
 from training_hooks.gradient_noise_scale import GradientNoiseScale
+from training_hooks.gradient_overflow import GradientOverflow
 from training_hooks.gradient_projection import GradientProjection
 from training_hooks.hessian import Hessian
 from training_hooks.loss_spikes import LossSpikes
@@ -18,6 +19,7 @@ from training_hooks.lr_probe import LrProbe
 from training_hooks.measures.output_projection import ClipOptions, TiedGradientClipping
 from training_hooks.measures.smoothing import ModelSmoother, SmoothingConfig
 from training_hooks.measures.update_monitor import WeightUpdateMonitor
+from training_hooks.metis_split import MetisSplit
 from training_hooks.model_smoothing import ModelSmoothing
 from training_hooks.norms import Norms
 from training_hooks.output_projection_clip import OutputProjectionClip
@@ -47,10 +49,12 @@ __all__ = [
     "GradClip",
     "GradientFlow",
     "GradientNoiseScale",
+    "GradientOverflow",
     "GradientProjection",
     "Hessian",
     "LossSpikes",
     "LrProbe",
+    "MetisSplit",
     "ModelSmoother",
     "ModelSmoothing",
     "Norms",

@@ -1,0 +1,262 @@
+"""How many values leave the range of a narrow format: counted in quantised layers, or asked what if."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from framework.compilation import is_compiled
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import RunNotice, UnsuitableError, UsageError, unknown
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.lowbit.casts import Cast
+from framework.lowbit.formats import FormatRegistry
+from framework.lowbit.linear import BitLinear
+from framework.lowbit.roles import ROLES
+from framework.lowbit.scaling import RuleRegistry
+from framework.metrics import Metrics
+from framework.number_text import counted
+from framework.quantization_taps import QuantizationTap, quantized_modules
+from framework.registry import HookRegistry
+from framework.taps import GradientTap, Tap
+from training_hooks.measures.overflow_ledger import Ledger
+from training_hooks.measures.overflow_readings import infos
+from training_hooks.measures.overflow_report import Alarm, Values, summary, values_by_role, values_together
+from training_hooks.measures.what_if import SUBJECTS, WhatIf, label
+
+QUANTIZERS = "quantizers"
+
+
+def quantizing(model: nn.Module) -> list[str]:
+    """Return the modules that quantise; low-bit layers whose recipe leaves everything in full precision do not."""
+    modules = dict(model.named_modules())
+    plain_ones = {name for name, module in modules.items() if isinstance(module, BitLinear) and not module.recipe.casts}
+    return [name for name in quantized_modules(model) if name not in plain_ones]
+
+
+@HookRegistry.register
+class GradientOverflow(TrainingHook):
+    """Count how many values leave the range of a narrow format, or vanish in it, and how much noise the cast adds.
+
+    In a model with quantised layers (``quantize_model``) it reads what their quantisers counted, by layer and by role:
+    input and weight of the forward product, input and weight of the backward products, and the output's gradient. It
+    counts what was really done: each micro-batch and each use of a layer is a quantisation of its own, the parts of a
+    decomposed gradient (Metis) are too, and the output's gradients are as they arrive, which under a float16 loss
+    scaler is multiplied by its scale. In a model without, it asks what if: which share of the gradients, weights or
+    activations would leave each of the ``formats`` under each of the ``rules``, without changing a bit. Name
+    ``formats``, and it asks that of a model with quantised layers, too. Roles are then called
+    ``gradients/e2m1/nvfp4``. Gradients are those of POST_BACKWARD: of the whole batch, unscaled, before clipping.
+    Activations are the inputs of the layers with a matrix. Each tensor is cast whole, along its last dimension.
+
+    Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
+    PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
+    is added up over ranks; gradients and weights are taken to be the same on all of them. A table for the whole run is
+    told at its end. A warning names layers and roles when they begin to overflow, or to drown in noise, and a note says
+    when it is over.
+
+    Assumes that blocks lie along a tensor's last dimension as it is stored; hardware takes them along the dimension
+    that a product sums over. A compiled model can be counted only in a pass of its own, which costs as much as the
+    step. A delayed rule, asked what if, remembers the steps at which it was asked, not all steps.
+
+    Args:
+        interval: steps from one what-if to the next.
+        count_interval: steps from one step whose quantisers are counted to the next; by default every step, in a
+            compiled model every ``interval``-th.
+        formats: what-if formats, separated by commas; empty: e2m1 in a model without quantised layers, else none.
+        rules: what-if scaling rules, separated by commas.
+        of: what is asked about, separated by commas: gradients, weights, activations.
+        top_k: layers to report by name in each role, those with the worst overflow and noise.
+        overflow_threshold: warn of a layer and role if more than this share of its elements overflows.
+        noise_threshold: warn of gradients whose gradient_to_noise_ratio is below this; √3 is where training degrades.
+    """
+
+    name = "gradient_overflow"
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
+
+    def __init__(
+        self,
+        *,
+        interval: int = 100,
+        count_interval: int | None = None,
+        formats: str = "",
+        rules: str = "tensor,nvfp4,mx_floor",
+        of: str = "gradients",
+        top_k: int = 3,
+        overflow_threshold: float = 0.1,
+        noise_threshold: float = math.sqrt(3),
+    ) -> None:
+        _check_least("interval", interval, 1)
+        _check_least("count_interval", 1 if count_interval is None else count_interval, 1)
+        _check_least("top_k", top_k, 0)
+        _check_least("noise_threshold", noise_threshold, 0)
+        if not 0 < overflow_threshold <= 1:
+            raise UsageError(
+                f"gradient_overflow.overflow_threshold is {overflow_threshold}; it is a share above 0 and up to 1."
+            )
+        self._interval = interval
+        self._count_interval = count_interval
+        self._asks_always = bool(formats.strip())
+        self._what_if = WhatIf(
+            [
+                Cast(format_name, rule)
+                for format_name in _several("formats", formats.strip() or "e2m1", "format", FormatRegistry.names())
+                for rule in _several("rules", rules, "scaling rule", RuleRegistry.names())
+            ],
+            _several("of", of, "subject", SUBJECTS),
+        )
+        self._top_k = top_k
+        self._thresholds = overflow_threshold, noise_threshold
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self._plain_schedule: StepSchedule | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted and warned of."""
+        self._counts = self._asks = False
+        self._step = 0
+        self._what_if.reset()
+        self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._what_if.subjects)}
+        self._alarms = {subject: Alarm(*self._thresholds) for subject in self._ledgers}
+
+    def start(self, run: RunInfo) -> None:
+        """Decide between counting and asking; raises :class:`UnsuitableError` if there is nothing for either."""
+        if self._plain_schedule is not None:
+            self.step_schedule, self._plain_schedule = self._plain_schedule, None
+        ledgers = {QUANTIZERS: Ledger(quantizing(run.model), ROLES, shared=True)}
+        ledgers |= {subject: self._what_if.ledger(subject, run.model) for subject in self._what_if.subjects}
+        self._counts = bool(ledgers[QUANTIZERS].layers)
+        self._asks = self._asks_always or not self._counts
+        if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
+            raise UnsuitableError(
+                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(self._what_if.subjects)} of "
+                "parameters that are trained; the model has neither."
+            )
+        for subject, ledger in ledgers.items():
+            ledger.load_state_dict(self._ledgers[subject].state_dict())
+        self._ledgers = ledgers
+        if self._counts:
+            self._fit_schedule(run.model)
+        self._announce()
+
+    def _fit_schedule(self, model: nn.Module) -> None:
+        """Fire where quantisers are counted; what if is asked at some of these steps."""
+        every = self._count_interval or (self._interval if is_compiled(model) else 1)
+        if self._asks and self._interval % every:
+            raise UsageError(
+                f"gradient_overflow.interval is {self._interval}; where quantised layers are counted every {every} "
+                f"steps (count_interval), it must be a multiple of {every}."
+            )
+        self._plain_schedule = self.step_schedule
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
+
+    def _announce(self) -> None:
+        """Say what is counted and asked."""
+        if self._counts:
+            layers = counted(len(self._ledgers[QUANTIZERS].layers), "quantised layer")
+            often = _often(self.step_schedule.every_n_steps)
+            warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=3)
+        if self._asks:
+            ways, subjects = ", ".join(map(label, self._what_if.casts)), ", ".join(self._what_if.subjects)
+            often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
+            warnings.warn(
+                f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=3
+            )
+
+    def taps(self, model: nn.Module) -> Iterable[Tap]:
+        """Tap the quantisers, and the inputs of the layers whose activations are asked about."""
+        found: list[Tap] = [QuantizationTap(layer, counts) for layer, counts in self._ledgers[QUANTIZERS].open.items()]
+        if self._asks and "activations" in self._what_if.subjects:
+            layers = self._ledgers["activations"].layers
+            found += [GradientTap(layer, "input", partial(self._see, layer)) for layer in layers]
+        return found
+
+    def _see(self, layer: str, values: Tensor) -> None:
+        """Ask about an activation; numbers of tokens are none."""
+        if values.is_floating_point() and self._asks_at(self._step):
+            self._what_if.ask("activations", layer, values, self._ledgers["activations"])
+
+    def _asks_at(self, step: int) -> bool:
+        """Tell whether what if is asked at a step at which the hook fires."""
+        return self._asks and (not self._counts or (step - 1) % self._interval == 0)
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Begin the step's counts at PRE_STEP; at POST_BACKWARD return what they say."""
+        if ctx.hook_point is HookPoint.PRE_STEP:
+            self._step = ctx.step
+            for ledger in self._ledgers.values():
+                ledger.clear()
+            return {}
+        metrics: Values = {}
+        if self._counts:
+            metrics |= self._turn(QUANTIZERS, ctx)
+        if self._asks_at(ctx.step):
+            for subject in self._what_if.subjects:
+                self._what_if.ask_all(subject, ctx.model, self._ledgers[subject])
+                metrics |= self._turn(subject, ctx)
+        return metrics
+
+    def _turn(self, subject: str, ctx: RunDataContext) -> Values:
+        """Close the step of a ledger, and return what it says."""
+        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device)
+        if page is None or not page.heard():
+            return {}
+        self._alarms[subject].see(page, ctx.step)
+        together = values_together(page) if subject == QUANTIZERS else {}
+        return together | values_by_role(page, self._top_k)
+
+    def check(self, values: Mapping[str, Any], step: int) -> None:
+        """Warn of what is new up to ``step``."""
+        for alarm in self._alarms.values():
+            alarm.tell(step)
+
+    def end(self, status: str) -> None:
+        """Tell the table of the whole run, a line for each role."""
+        for ledger in self._ledgers.values():
+            if ledger.steps:
+                steps = counted(ledger.steps, "step")
+                for row in summary(ledger):
+                    warnings.warn(f"gradient_overflow, {steps}, {row}.", RunNotice, stacklevel=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of the run so far, the past of delayed rules, and what was warned of."""
+        return {
+            "ledgers": {subject: ledger.state_dict() for subject, ledger in self._ledgers.items()},
+            "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
+            "histories": self._what_if.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, as far as it is of what this hook counts and asks."""
+        for subject, ledger in self._ledgers.items():
+            if subject in state["ledgers"]:
+                ledger.load_state_dict(state["ledgers"][subject])
+                self._alarms[subject].load_state_dict(state["alarms"][subject])
+        self._what_if.load_state_dict(state["histories"])
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""
+        return infos()
+
+
+def _check_least(option: str, value: float, least: float) -> None:
+    if not least <= value < math.inf:
+        raise UsageError(f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
+
+
+def _several(option: str, text: str, kind: str, known: Sequence[str]) -> list[str]:
+    """Return the names in a text, each once; raises :class:`UsageError` for an unknown one, and for none."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UsageError(f"gradient_overflow.{option} names nothing; known: {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            raise UsageError(f"gradient_overflow.{option}: {unknown(kind, name, known)}")
+    return names
+
+
+def _often(every: int) -> str:
+    return "at every step" if every == 1 else f"at step 1 and every {every:,} steps after it"

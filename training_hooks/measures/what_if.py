@@ -1,0 +1,94 @@
+"""What narrow formats would lose of gradients, weights and inputs of layers that are in full precision."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.lowbit.casts import Cast, largest_magnitudes
+from framework.param_vectors import trainable, whole
+from training_hooks.measures.overflow_ledger import Ledger
+
+SUBJECTS = ("gradients", "weights", "activations")
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Return the modules with a trained matrix of their own, whose inputs are the activations."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(parameter.ndim > 1 and parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+
+
+def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
+    """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in trainable(model).items():
+        tensor = parameter.grad if subject == "gradients" else parameter
+        if tensor is not None and tensor.is_floating_point():
+            found[name] = whole(tensor.detach())
+    return found
+
+
+class WhatIf:
+    """Casts tensors in several ways, keeps what was lost and throws the results away.
+
+    Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
+
+    Args:
+        casts: the ways, each a format under a scaling rule.
+        subjects: some of ``SUBJECTS``.
+    """
+
+    def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
+        self.casts = list(casts)
+        self.subjects = list(subjects)
+        self._delay = max(cast.scaling_rule.history for cast in casts)
+        self._histories: dict[str, Tensor] = {}
+
+    def ledger(self, subject: str, model: nn.Module) -> Ledger:
+        """Return an empty ledger for the questions about a subject; activations differ from rank to rank."""
+        if subject == "activations":
+            return Ledger(layers_of(model), self.roles(subject), shared=True)
+        real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
+        return Ledger(real, self.roles(subject))
+
+    def roles(self, subject: str) -> list[str]:
+        """Return the names of the questions about a subject, ``<subject>/<format>/<rule>``."""
+        return [f"{subject}/{label(cast)}" for cast in self.casts]
+
+    def ask(self, subject: str, name: str, values: Tensor, ledger: Ledger) -> None:
+        """Count what each cast would lose of one tensor."""
+        dense = values.to_dense() if values.layout is not torch.strided else values
+        earlier = self._histories.get(f"{subject}/{name}")
+        for cast in self.casts:
+            ledger.add(name, f"{subject}/{label(cast)}", cast.counted(dense, earlier=earlier)[1])
+        if self._delay:
+            before = dense.new_zeros(self._delay) if earlier is None else earlier.to(dense.device)
+            newest = largest_magnitudes(dense, None).to(before.dtype)
+            self._histories[f"{subject}/{name}"] = torch.cat([before[1:], newest.reshape(1)])
+
+    def ask_all(self, subject: str, model: nn.Module, ledger: Ledger) -> None:
+        """Ask of all gradients or weights; activations were asked about while they passed."""
+        if subject != "activations":
+            for name, tensor in tensors_of(model, subject).items():
+                self.ask(subject, name, tensor, ledger)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the largest magnitudes of the past."""
+        return dict(self._histories)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back, of whatever length the histories are by now."""
+        self._histories = {name: history for name, history in state.items() if len(history) == self._delay}
+
+    def reset(self) -> None:
+        """Forget the past."""
+        self._histories.clear()
+
+
+def label(cast: Cast) -> str:
+    """Return ``<format>/<rule>``."""
+    return f"{cast.format}/{cast.rule}"
