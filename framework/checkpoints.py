@@ -1,4 +1,4 @@
-"""Durable checkpoints: the whole training state in one file that is written whole or not at all."""
+"""What a durable checkpoint holds: the whole training state as tensors and plain values, and how it is put back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.checkpoint_files import open_checkpoint, write_checkpoint
 from framework.durable_files import write_whole
 from framework.errors import UsageError
 from framework.random_streams import MT19937_BYTES, NumpyState, PythonState, StreamState
 from framework.training_state import TrainingState
 
-FORMAT = 1
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
-KEYS = {*PER_NAME, "format", "kinds", "optimizer", "scheduler", "scaler", "streams", "loop", "extras", "hooks"}
+KEYS = {*PER_NAME, "kinds", "optimizer", "scheduler", "scaler", "loop", "extras"}
 
 
 def save_tensors(content: Any, path: Path) -> None:
@@ -22,15 +22,10 @@ def save_tensors(content: Any, path: Path) -> None:
     write_whole(path, lambda file: torch.save(content, file))
 
 
-def save_checkpoint(path: Path, state: TrainingState, hooks: Mapping[str, Any], streams: StreamState) -> None:
-    """Write the training state, the run's random ``streams`` and the states of the hooks.
-
-    The file is readable with ``weights_only=True``. Written between two epochs (step loop: two steps), it is all that
-    the rest of the run needs; written within an epoch, of the epoch loop's batches it does not tell which are done.
-    """
+def captured(state: TrainingState) -> dict[str, Any]:
+    """Return the training state without its random streams, by reference: tensors and plain values."""
     model = state.model
-    content = {
-        "format": FORMAT,
+    return {
         "kinds": _kinds(state),
         "parameters": {name: value.detach() for name, value in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
@@ -40,45 +35,65 @@ def save_checkpoint(path: Path, state: TrainingState, hooks: Mapping[str, Any], 
         "optimizer": state.optimizer.state_dict(),
         "scheduler": None if state.scheduler is None else state.scheduler.state_dict(),
         "scaler": None if state.scaler is None else state.scaler.state_dict(),
-        "streams": _streams_to_plain(streams),
         "loop": state.loop.state_dict(),
         "extras": {name: extra.state_dict() for name, extra in state.extras.items()},
-        "hooks": dict(hooks),
     }
-    save_tensors(content, path)
 
 
-def load_checkpoint(path: Path, state: TrainingState) -> dict[str, Any]:
-    """Put a checkpoint into a freshly built training state, in place, and return the hooks' states.
+def captured_streams(streams: StreamState) -> dict[str, Any]:
+    """Return the states of the random generators as tensors and plain values."""
+    return {
+        "torch": streams.torch_cpu,
+        "python": _as_tensor(streams.python.key),
+        "python_gaussian": streams.python.cached_gaussian,
+        "numpy": _as_tensor(streams.numpy.key),
+        "numpy_gaussian": streams.numpy.cached_gaussian,
+        "accelerators": [state for _, state in streams.accelerators],
+        "owned": [state for _, state in streams.owned],
+    }
 
-    Never executes code from the file. Raises :class:`UsageError` for a file that cannot be read, is damaged, of
-    another format, or was written for another model, optimizer, scheduler or loader.
+
+def put_back(captured: Mapping[str, Any], state: TrainingState, where: Path) -> None:
+    """Put a captured training state into a freshly built one, in place.
+
+    Raises :class:`UsageError`, naming ``where`` it comes from, if it was captured from another model, optimizer,
+    scheduler or loader, or is not a captured state at all.
     """
-    content = _read(path)
+    if not isinstance(captured, Mapping) or captured.keys() < KEYS:
+        raise UsageError(f"{where} does not hold a whole training state.")
     try:
-        _refuse_another_run(path, content, state)
-        _restore(content, state)
+        _refuse_another_run(where, captured, state)
+        _restore(captured, state)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} does not fit this run: {_first_line(error)}") from error
+        raise _does_not_fit(where, error) from error
+
+
+def put_back_streams(captured: Mapping[str, Any], state: TrainingState, where: Path) -> None:
+    """Put the random generators back; raises :class:`UsageError` for states that are not theirs."""
+    try:
+        _streams_from_plain(captured, state).restore()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _does_not_fit(where, error) from error
+
+
+def save_checkpoint(folder: Path, state: TrainingState, hooks: Mapping[str, Any], streams: StreamState) -> None:
+    """Write training state, random streams and the states of hooks at once: for loops of one's own, and for tests."""
+    content = {"state": captured(state), "streams": captured_streams(streams), "hooks": dict(hooks)}
+    write_checkpoint(folder, content, {"step": state.loop.step, "score": None})
+
+
+def load_checkpoint(folder: Path, state: TrainingState) -> dict[str, Any]:
+    """Put back what :func:`save_checkpoint` wrote, and return the states of the hooks."""
+    content = open_checkpoint(folder).content()
+    put_back(content["state"], state, folder)
+    put_back_streams(content["streams"], state, folder)
     hooks: dict[str, Any] = content["hooks"]
     return hooks
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError as error:
-        raise UsageError(f"There is no checkpoint {path}.") from error
-    except Exception as error:
-        raise UsageError(f"{path} is not an intact checkpoint: {_first_line(error)}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != KEYS:
-        raise UsageError(f"{path} is not a checkpoint of format {FORMAT}, the one that this version reads.")
-    return content
-
-
-def _first_line(error: Exception) -> str:
+def _does_not_fit(where: Path, error: Exception) -> UsageError:
     text = str(error).strip().partition("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {text}."
+    return UsageError(f"{where} does not fit this run: {type(error).__name__}: {text}.")
 
 
 def _refuse_another_run(path: Path, content: Mapping[str, Any], state: TrainingState) -> None:
@@ -132,7 +147,6 @@ def _restore(content: Mapping[str, Any], state: TrainingState) -> None:
     for name, extra in state.extras.items():
         extra.load_state_dict(content["extras"][name])
     state.loop.load_state_dict(_on_device(content["loop"], next(state.model.parameters()).device))
-    _streams_from_plain(content["streams"], state).restore()
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
@@ -140,18 +154,6 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: _on_device(item, device) for name, item in value.items()}
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _streams_to_plain(streams: StreamState) -> dict[str, Any]:
-    return {
-        "torch": streams.torch_cpu,
-        "python": _as_tensor(streams.python.key),
-        "python_gaussian": streams.python.cached_gaussian,
-        "numpy": _as_tensor(streams.numpy.key),
-        "numpy_gaussian": streams.numpy.cached_gaussian,
-        "accelerators": [state for _, state in streams.accelerators],
-        "owned": [state for _, state in streams.owned],
-    }
 
 
 def _streams_from_plain(plain: Mapping[str, Any], state: TrainingState) -> StreamState:

@@ -52,7 +52,7 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()) -> int:
-    """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM.
+    """Run the command and return its exit status: 0, 1 for a failed run, 2 for bad input, 128 + n after signal n.
 
     ``packages`` are imported first; they fill the registries.
     """

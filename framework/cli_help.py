@@ -57,6 +57,12 @@ class HelpfulParser(ArgumentParser):
             if bool in _kinds(action):
                 action.nargs, action.const = "?", True
 
+    def let_do_without_value(self, option: str, meant: Any) -> None:
+        """Let an option stand alone, which then means the value ``meant``."""
+        for action in self._actions:
+            if action.dest == option:
+                action.nargs, action.const = "?", meant
+
     def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
         """Return the help text."""
         return re.sub(r"--[a-z][a-z_]*", lambda match: match[0].replace("_", "-"), super().format_help(formatter))

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -75,6 +75,15 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> tuple[HelpfulPars
         raise refusal(str(error), types, source) from error
 
 
+def parse_recorded(experiment: Experiment, options: Mapping[str, Any]) -> tuple[HelpfulParser, Namespace]:
+    """Parse the options that a run has recorded; raises :class:`UsageError` where this version knows them no more."""
+    try:
+        parser = run_parser(experiment, _known_preset(experiment, options.get("preset")))
+        return parser, parser.parse_object(dict(options))
+    except ArgumentError as error:
+        raise refusal(str(error), option_types(experiment), " in the recorded options") from error
+
+
 def option_types(experiment: Experiment) -> dict[str, Any]:
     """Return the options that flags and config files may set, with their types."""
     lists = dict.fromkeys(("strategy", "hooks", "hook_config"), list[str])
@@ -104,6 +113,7 @@ def run_parser(experiment: Experiment, preset: str | None) -> HelpfulParser:
             add(f"--{flag_name(sink)}", **kind, help=first_line)
     parser.add_options(CommandFlags)
     parser.add_options(experiment.config_class)
+    parser.let_do_without_value("save_checkpoints", 1 if experiment.loop == "epoch" else 100)
     if preset is not None:
         parser.set_defaults(dict(experiment.presets[preset]))
     return parser

@@ -30,7 +30,6 @@ class ExperimentConfig:
         log_every: steps between deliveries of step metrics; step loop only.
         eval_every: epochs (step loop: steps) between evaluations.
         snapshot_every: epochs (step loop: steps) between SNAPSHOT points.
-        checkpoint_every: epochs (step loop: steps) between durable checkpoints; 0 writes none.
     """
 
     seed: int = 0
@@ -42,14 +41,12 @@ class ExperimentConfig:
     log_every: int = 100
     eval_every: int = 1
     snapshot_every: int = 10
-    checkpoint_every: int = 0
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""
         self._check_types()
         require(0 <= self.seed < 2**63, f"seed is {self.seed}; it must lie in 0..2**63-1.")
         self.at_least(1, "batch_size", "accumulation_steps", "log_every", "eval_every", "snapshot_every")
-        self.at_least(0, "checkpoint_every")
 
     def _check_types(self) -> None:
         annotations = get_type_hints(type(self))
@@ -89,6 +86,12 @@ class RunFlags:
         hook_offload_state: keep what hooks remember on the CPU between their calls.
         reference: final weights, or the folder of a run, that hooks measure against.
         overwrite: write over a run that lies in the output directory.
+        save_checkpoints: epochs (step loop: steps) between checkpoints; 0 writes none.
+        checkpoint_every_steps: steps between checkpoints, in the middle of epochs too; 0 writes none.
+        keep_checkpoints: how many of the newest checkpoints stay, beside the best.
+        resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
+        validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
+        determinism: use deterministic algorithms.
     """
 
     with_hooks: str | None = None
@@ -99,6 +102,24 @@ class RunFlags:
     hook_offload_state: bool = False
     reference: Path | None = None
     overwrite: bool = False
+    save_checkpoints: int = 0
+    checkpoint_every_steps: int = 0
+    keep_checkpoints: int = 3
+    resume: bool = False
+    validate_checkpoints: bool = False
+    determinism: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every value; raises :class:`UsageError` that names the option and what it takes."""
+        for name, least in (("save_checkpoints", 0), ("checkpoint_every_steps", 0), ("keep_checkpoints", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"{name} is {value}; it must be at least {least}.")
+        alone = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
+        require(
+            len(alone) <= 1,
+            f"{' and '.join('--' + name.replace('_', '-') for name in alone)} exclude each other: a run goes on, is "
+            "written over, or is compared with.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +130,8 @@ class RunOptions(RunFlags):
     hooks: Sequence[str] = ()
     hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by hook name, as values of the annotated types."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the command, as plain values, with which the run can be started again."""
 
 
 def field_names(options: type[ExperimentConfig | RunFlags]) -> list[str]:

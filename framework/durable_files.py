@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     Raises :class:`LoopscopeError` where the file system refuses.
     """
     partial = path.with_name(path.name + ".partial")
-    try:
+    with refusal_of_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("wb") as file:
@@ -29,6 +30,13 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def refusal_of_disk(path: Path) -> Iterator[None]:
+    """Turn what the file system raises in the body into a :class:`LoopscopeError` that names ``path``."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
         refusal = error if isinstance(error, OSError) else error.__context__  # torch.save hides it behind its own
         if not isinstance(refusal, OSError):
@@ -38,16 +46,16 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON; non-finite numbers are the bare words ``NaN``, ``Infinity``, ``-Infinity``, as in JSONL."""
-    text = json.dumps(_plain(content), indent=2) + "\n"
+    text = json.dumps(plain_json(content), indent=2) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """Make a value JSON: keys and whatever has no form of its own become text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

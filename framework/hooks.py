@@ -109,3 +109,12 @@ class DebugInterventionHook(InterventionHook):
     """An intervention for validating other hooks: left out of every bulk selection, switched on by name."""
 
     debug: ClassVar[bool] = True
+
+
+def treatments(hooks: Iterable[TrainingHook]) -> dict[str, tuple[str, ...]]:
+    """Return the committing ones among hooks with what each of them changes."""
+    return {
+        hook.name: tuple(sorted(part.value for part in hook.commits))
+        for hook in hooks
+        if isinstance(hook, InterventionHook) and hook.commits
+    }

@@ -1,6 +1,5 @@
 """The two training loops: the only place where hook points are fired."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -36,22 +35,40 @@ class NoProgress:
         """Ignore an evaluation."""
 
 
+class Pauses(Protocol):
+    """What may be done where nothing is half done: a checkpoint written, the run ended."""
+
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
+        """Called after every step, and in the epoch loop after every epoch; ``unit_ended``: what the loop counts."""
+        ...
+
+
+class NoPauses:
+    """Does nothing."""
+
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
+        """Go on."""
+
+
 def epoch_loop(
     task: TrainingTask,
     hooks: HookManager,
     *,
     progress: Progress = NoProgress(),  # noqa: B008 - it has no state
-    checkpoint: Callable[[], None] = lambda: None,
+    pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
-    """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch on."""
+    """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
     loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
     while loop.epoch < task.length and not loop.stopped:
-        _begin_epoch(task, hooks, loop)
-        keeper.renew()
-        hooks.fire(HookPoint.PRE_EPOCH)
-        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch)):  # noqa: B020 - sets the position
+        first = loop.step - loop.epoch * len(task.loader)
+        if first == 0:
+            _begin_epoch(task, hooks, loop)
+            keeper.renew()
+            hooks.fire(HookPoint.PRE_EPOCH)
+        for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the place
             _training_step(task, hooks, keeper, loop, batch, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
+            _pause(hooks, pauses, loop, unit_ended=False)
         _end_of_batches(loop)
         hooks.flush_steps()
         if task.scheduler is not None and task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
@@ -64,8 +81,7 @@ def epoch_loop(
         if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
             _snapshot(hooks)
         loop.epoch += 1
-        if task.checkpoint_every and loop.epoch % task.checkpoint_every == 0:
-            hooks.isolated("checkpoint", checkpoint)
+        _pause(hooks, pauses, loop, unit_ended=True)
 
 
 def step_loop(
@@ -73,7 +89,7 @@ def step_loop(
     hooks: HookManager,
     *,
     progress: Progress = NoProgress(),  # noqa: B008 - it has no state
-    checkpoint: Callable[[], None] = lambda: None,
+    pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
     loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
@@ -84,7 +100,8 @@ def step_loop(
             progress.step(loop)
             if loop.step % task.log_every == 0:
                 keeper.renew()
-            _after_step(task, hooks, loop, progress, checkpoint)
+            _after_step(task, hooks, loop, progress)
+            _pause(hooks, pauses, loop, unit_ended=True)
             if loop.step >= task.length or loop.stopped:
                 break
         else:
@@ -92,9 +109,7 @@ def step_loop(
     _end_of_batches(loop)
 
 
-def _after_step(
-    task: TrainingTask, hooks: HookManager, loop: LoopState, progress: Progress, checkpoint: Callable[[], None]
-) -> None:
+def _after_step(task: TrainingTask, hooks: HookManager, loop: LoopState, progress: Progress) -> None:
     """Do what the step loop does between steps."""
     if _is_due(loop.step, task.eval_every, task.length):
         evaluate(task, hooks, loop)
@@ -106,8 +121,12 @@ def _after_step(
     if loop.step % task.snapshot_every == 0 or last:
         _snapshot(hooks)
         loop.series_steps = 0
-    if task.checkpoint_every and loop.step % task.checkpoint_every == 0:
-        hooks.isolated("checkpoint", checkpoint)
+
+
+def _pause(hooks: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
+    """Let others act between two steps; then end the run if a hook raised during the step."""
+    pauses.pause(loop, unit_ended=unit_ended)
+    hooks.failures.raise_pending()
 
 
 def _snapshot(hooks: HookManager) -> None:

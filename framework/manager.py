@@ -1,20 +1,20 @@
 """The hook manager: decides which hooks are due, calls them through the isolation and forwards their metrics."""
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from framework.borrowing import lent_buffers, lent_gradients, lent_modes
-from framework.commits import CommitRecord, StatePart, UndeclaredCommitError
+from framework.commits import CommitRecord, StatePart
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.dispatch import MetricDispatch
-from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError
+from framework.dispatch import MetricDispatch, Positions
+from framework.errors import LoopscopeError, StateMutationError, UnsuitableError
 from framework.guardian import Snapshot
+from framework.hook_failures import HookFailures
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import InterventionHook, TrainingHook
 from framework.isolation import Call, Isolation
@@ -26,7 +26,7 @@ from framework.profiler import Profiler
 from framework.random_streams import StreamState
 from framework.registry import without_duplicates
 from framework.sapi import ModelDataContext
-from framework.taps import GradientTap, TapOwner, TapSet
+from framework.taps import Tap, TapOwner, TapSet
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
@@ -66,18 +66,16 @@ class HookManager:
         self.task = task
         self.state = state
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
-        self.errors: list[dict[str, Any]] = []
-        self.left_out: dict[str, str] = {}
-        self._required = {hook.name for hook in self.hooks} if required is None else set(required)
+        names = {hook.name for hook in self.hooks}
+        self.failures = HookFailures(on_error, names if required is None else set(required))
         self._abandoned = self._ended = False
         self.profiler = Profiler(enabled=profile)
         self._offload = StateOffload() if offload_state else None
         self._loop = loop
-        self._on_error = on_error
         self._guardian_device = guardian_device
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self._taps = TapSet(task.model, audit=audit)
-        self._dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
+        self.dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
         self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics, reference_weights)
         self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
@@ -108,10 +106,10 @@ class HookManager:
             self.hooks = started
             raise
 
-    def start_sinks(self, run: RunInfo) -> None:
-        """Tell every sink that the strategy starts."""
+    def start_sinks(self, run: RunInfo, positions: Positions | None = None) -> None:
+        """Tell every sink that the strategy starts, or goes on from the ``positions`` of a checkpoint."""
         with self.isolation.visit():
-            self._dispatch.start(run)
+            self.dispatch.start(run, positions)
 
     def reset(self) -> None:
         """Let every hook forget the strategy that it served before."""
@@ -134,29 +132,22 @@ class HookManager:
         self._ended = True
         self._taps.remove()
         with self.isolation.visit(), ExitStack() as whatever_happens:
-            whatever_happens.callback(self._dispatch.end, status)
+            whatever_happens.callback(self.dispatch.end, status)
             for hook in reversed(self.hooks):
                 end = partial(hook.end, status)
                 whatever_happens.callback(self._guarded, hook, "end", self.state.loop.step, end)
-            self._dispatch.flush_steps(self.state.loop.epoch)
+            self.dispatch.flush_steps(self.state.loop.epoch)
+        self.failures.raise_pending()
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return every metric the hooks describe, by full name."""
         return {f"{hook.name}/{info.name}": info for hook in self.hooks for info in hook.describe_metrics()}
 
-    def treatments(self) -> dict[str, tuple[str, ...]]:
-        """Return the committing hooks with what each of them changes."""
-        return {
-            hook.name: tuple(sorted(part.value for part in hook.commits))
-            for hook in self.hooks
-            if isinstance(hook, InterventionHook) and hook.commits
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
         states: dict[str, Any] = {}
         for hook in list(self.hooks):
-            if all(error["hook"] != hook.name for error in self.errors):
+            if all(error["hook"] != hook.name for error in self.failures.errors):
                 try:
                     states[hook.name] = hook.state_dict()
                 except Exception as error:
@@ -168,6 +159,12 @@ class HookManager:
         for hook in self.hooks:
             if hook.name in state:
                 hook.load_state_dict(state[hook.name])
+
+    def goes_on(self, errors: Iterable[Mapping[str, Any]]) -> None:
+        """Do without the hooks that a run had gone on without before it was interrupted."""
+        gone = self.failures.of_before(errors)
+        for hook in [hook for hook in self.hooks if hook.name in gone]:
+            self._drop(hook)
 
     # What the loop asks
 
@@ -184,9 +181,9 @@ class HookManager:
 
     def snapshot_taken(self) -> None:
         """Tell the sinks that SNAPSHOT has fired, whether or not a hook listened there."""
-        if self._dispatch.follows_snapshots:
+        if self.dispatch.follows_snapshots:
             with self.isolation.visit():
-                self._dispatch.snapshot(self.state.loop.epoch, self.state.loop.step)
+                self.dispatch.snapshot(self.state.loop.epoch, self.state.loop.step)
 
     def wants(
         self, need: str, *, points: Iterable[HookPoint], epoch: int | None = None, step: int | None = None
@@ -204,15 +201,26 @@ class HookManager:
 
     def flush_steps(self) -> None:
         """Move the buffered step metrics to the host and deliver them as series."""
-        if self._dispatch.has_steps:
+        if self.dispatch.has_steps:
             with self.isolation.visit():
-                self._dispatch.flush_steps(self.state.loop.epoch)
+                self.dispatch.flush_steps(self.state.loop.epoch)
 
     def isolated(self, name: str, function: Callable[[], Result]) -> Result:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
         loop = self.state.loop
         with self.isolation.visit(), self._taps.silenced():
             return self.isolation.observe(Call(name, "the loop", loop.step, "The"), function)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the body look at the run between two steps, through :attr:`isolation`."""
+        with self.isolation.visit(), self._taps.silenced():
+            yield
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Tell whether the loop counts epochs; the step loop counts steps."""
+        return self._loop == "epoch"
 
     @property
     def run_streams(self) -> StreamState:
@@ -221,7 +229,7 @@ class HookManager:
 
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of one point or of all."""
-        return self._dispatch.last(point)
+        return self.dispatch.last(point)
 
     # One fire
 
@@ -234,7 +242,7 @@ class HookManager:
                 self._call(listener, context)
             isolation.settle()
             if point not in STEP_POINTS:
-                self._dispatch.deliver(point, self.state.loop.epoch, self.state.loop.step)
+                self.dispatch.deliver(point, self.state.loop.epoch, self.state.loop.step)
                 isolation.settle()
         finally:
             isolation.end()
@@ -270,7 +278,7 @@ class HookManager:
 
     def _keep(self, listener: Listener, metrics: Metrics) -> bool:
         """Store a call's metrics; copying their tensors here, before any rollback, is what makes them last."""
-        self._dispatch.add(listener.hook, listener.point, self.state.loop.step, metrics)
+        self.dispatch.add(listener.hook, listener.point, self.state.loop.step, metrics)
         return True
 
     def _guarded(
@@ -320,21 +328,8 @@ class HookManager:
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
-        if isinstance(error, UnsuitableError) and hook.name not in self._required:
-            self.left_out[hook.name] = str(error)
-            self._drop(hook)
-            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=2)
-            return
-        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
-        self.errors.append(
-            {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
-        )
-        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
-            raise error
-        if self._on_error == "raise":
-            raise HookError(message) from error
+        self.failures.treat(hook, where, step, error)
         self._drop(hook)
-        warnings.warn(f"{message}. The run goes on without it.", stacklevel=2)
 
     def _drop(self, hook: TrainingHook) -> None:
         self._listeners.drop(hook)
@@ -342,7 +337,7 @@ class HookManager:
 
     # Taps
 
-    def _declared_taps(self, hook: TrainingHook) -> list[GradientTap]:
+    def _declared_taps(self, hook: TrainingHook) -> list[Tap]:
         """Return the taps of a hook, none if it is left out of this loop."""
         return list(hook.taps(self.task.model)) if self._listeners.of(hook) else []
 

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from framework.checkpoint_files import checkpoints_in
 from framework.checkpoints import save_tensors
 from framework.config import RunOptions
 from framework.contexts import RunInfo
+from framework.determinism import settings
 from framework.durable_files import write_json
 from framework.errors import UsageError
 from framework.hook_config import ConfiguredHook
@@ -30,6 +32,7 @@ from framework.training_state import TrainingState
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
 AVERAGES = ("ema", "swa")
 """Kinds of averaged weights that a run may leave beside its final ones."""
 
@@ -91,7 +94,7 @@ class RunRecord:
         yield self.weights_path
         for kind in AVERAGES:
             yield self.directory / average_name(self.strategy, kind)
-        yield self.directory / "checkpoints"
+        yield self.checkpoints
         yield self.directory / SUMMARY
         yield self.directory / CONFIG
 
@@ -127,6 +130,7 @@ class RunRecord:
                 "audit_hooks": options.audit_hooks,
                 "reference": None if reference is None else str(reference),
             },
+            "options": dict(options.recorded),
             "versions": versions(),
             "environment": environment(run.model),
         }
@@ -168,8 +172,8 @@ class RunRecord:
             "metrics": newest(manager.get_last_metrics(), run.compared_metrics),
             "sample": sample,
             "treatments": dict(run.treatments),
-            "hook_errors": manager.errors,
-            "hooks_left_out": manager.left_out,
+            "hook_errors": manager.failures.errors,
+            "hooks_left_out": manager.failures.left_out,
             "hook_samples": manager.profiler.samples,
             "output_dir": str(self.directory),
         }
@@ -187,13 +191,30 @@ class RunRecord:
         """Write the final weights as a state dict."""
         save_tensors(model.state_dict(), self.weights_path)
 
-    def checkpoint_path(self, step: int) -> Path:
-        """Return where the checkpoint of ``step`` lies."""
-        return self.directory / "checkpoints" / f"step_{step:09d}.pt"
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.directory / CHECKPOINTS
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest checkpoint, if there is one."""
-        return max((self.directory / "checkpoints").glob("step_*.pt"), default=None)
+        return next(checkpoints_in(self.checkpoints), None)
+
+    def recorded(self) -> dict[str, Any] | None:
+        """Return what the configuration of a run that lies here says, if it can be read."""
+        try:
+            content: dict[str, Any] = json.loads((self.directory / CONFIG).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return content
+
+    def finished(self) -> dict[str, Any] | None:
+        """Return the summary of a run that is complete, if one lies here."""
+        try:
+            summary: dict[str, Any] = json.loads((self.directory / SUMMARY).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return summary if summary.get("status") == "completed" and self.weights_path.exists() else None
 
 
 def newest(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
@@ -238,5 +259,6 @@ def environment(model: nn.Module) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": str(next(model.parameters()).device),
         "threads": torch.get_num_threads(),
+        **settings(),
         "command": sys.argv[1:],
     }

@@ -14,9 +14,7 @@ from framework.errors import UsageError
 from framework.number_text import listed
 from framework.records import CONFIG, environment, versions, weights_name
 
-IRRELEVANT = frozenset(
-    {"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every", "checkpoint_every"}
-)
+IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
 """Options that may differ between a run and its reference without making them two problems."""
 IRRELEVANT_SURROUNDINGS = frozenset({"command", "platform"})
 

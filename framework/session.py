@@ -9,20 +9,24 @@ from typing import Any
 
 import torch
 
+from framework.checkpoint_files import Checkpoint
+from framework.checkpointing import CheckpointPlan
 from framework.compilation import compile_model
 from framework.config import RunOptions, require
 from framework.contexts import RunInfo
+from framework.determinism import deterministic
 from framework.display import Display
 from framework.errors import RunNotice, UsageError, unknown
 from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_options
-from framework.hooks import TrainingHook
+from framework.hooks import TrainingHook, treatments
 from framework.manager import HookManager
 from framework.metrics import MetricSink
 from framework.precision import Precision
 from framework.random_streams import RandomStreams, seed_everything
-from framework.records import RunRecord
+from framework.records import RunRecord, environment, versions
 from framework.reference import Reference, differences, find_reference, load_reference
 from framework.registry import HookRegistry, select_hooks
+from framework.resuming import described, newest_of, tell_of_environment
 from framework.runner import ExperimentRunner
 from framework.strategy_run import StrategyRun
 from framework.train_step import TrainingTask
@@ -39,28 +43,56 @@ class Session:
     display: Display = field(default_factory=Display)
 
     def run(self) -> list[dict[str, Any]]:
-        """Train every strategy and return their summaries.
+        """Train every strategy and return their summaries; one that is resumed and done is left as it is.
 
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        strategies = chosen_strategies(self.runner, self.options.strategies)
-        hooks = self._hooks(strategies)
-        guardian_device = check_device(self.options.guardian_device) if self.options.guardian_device else None
-        records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
-        for record in records.values():
-            record.refuse_to_overwrite(allowed=self.options.overwrite)
-        references = self._references(hooks, records)
-        summaries: list[dict[str, Any]] = []
-        fresh = deepcopy(self.runner.state_dict())
-        for strategy in strategies:
-            self.runner.load_state_dict(deepcopy(fresh))
-            run = self._prepare(strategy, hooks[strategy], records[strategy], guardian_device, references.get(strategy))
-            if summaries:
-                run.manager.reset()
-            summaries.append(run.run())
+        options, runner = self.options, self.runner
+        with deterministic(on=options.determinism):
+            strategies = chosen_strategies(runner, options.strategies)
+            hooks = self._hooks(strategies)
+            device = check_device(options.guardian_device) if options.guardian_device else None
+            records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
+            for record in records.values():
+                record.refuse_to_overwrite(allowed=options.overwrite or options.resume)
+            found = self._checkpoints(hooks, records) if options.resume else {}
+            references = self._references(hooks, records)
+            summaries: list[dict[str, Any]] = []
+            fresh = deepcopy(runner.state_dict())
+            for strategy in strategies:
+                finished = records[strategy].finished() if options.resume else None
+                if finished is None:
+                    runner.load_state_dict(deepcopy(fresh))
+                    run = self._prepare(strategy, hooks[strategy], records[strategy], device, references.get(strategy))
+                    run.resumed = found.get(strategy)
+                    if summaries:
+                        run.manager.reset()
+                    finished = run.run()
+                summaries.append(finished)
         self.display.ended(summaries)
         return summaries
+
+    def _checkpoints(
+        self, hooks: Mapping[str, Sequence[ConfiguredHook]], records: Mapping[str, RunRecord]
+    ) -> dict[str, Checkpoint | None]:
+        """Find where every strategy goes on."""
+        found: dict[str, Checkpoint | None] = {}
+        for strategy, record in records.items():
+            expected = self._described(strategy, hooks[strategy])
+            found[strategy] = newest_of(record, expected)
+        return found
+
+    def _described(self, strategy: str, hooks: Sequence[ConfiguredHook]) -> dict[str, Any]:
+        """Return what tells one strategy's run from another."""
+        runner = self.runner
+        return described(
+            runner.name,
+            strategy,
+            runner.config.as_dict(),
+            {item.hook.name: item.options for item in hooks},
+            treatments(item.hook for item in hooks),
+        )
 
     def directory(self, strategy: str) -> Path:
         """Return the folder of one strategy's run."""
@@ -155,16 +187,31 @@ class Session:
             optimizer_class=type(task.optimizer),
             reference_weights=weights,
             metric_infos=manager.metric_infos(),
-            treatments=manager.treatments(),
+            treatments=treatments(manager.hooks),
             compared_metrics=runner.compared_metrics,
         )
 
         def claim() -> None:
+            if session_run.resumed is not None:
+                tell_of_environment(session_run.resumed, {**versions(), **environment(task.model)})
+                return
             record.claim()
             path = None if reference is None else reference.path
             record.write_config(run, hooks, options, path, runner.describe_data())
 
-        return StrategyRun(run, task, state, manager, record, self.display, claim)
+        session_run = StrategyRun(
+            run,
+            task,
+            state,
+            manager,
+            record,
+            self.display,
+            claim,
+            plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
+            best_metric=runner.best_metric,
+            described=self._described(strategy, hooks),
+        )
+        return session_run
 
 
 def asks_for_reference(hook: type[TrainingHook]) -> bool:
@@ -219,7 +266,6 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         log_every=config.log_every,
         eval_every=config.eval_every,
         snapshot_every=config.snapshot_every,
-        checkpoint_every=config.checkpoint_every,
         accumulation_steps=config.accumulation_steps,
         config=config,
     )

@@ -1,7 +1,8 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -9,14 +10,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from framework.borrowing import lent_for_evaluation
-from framework.checkpoints import save_checkpoint
+from framework.checkpoint_files import Checkpoint
+from framework.checkpoint_writer import CheckpointWriter
+from framework.checkpointing import Checkpointing, CheckpointPlan
 from framework.commits import UndeclaredCommitError
 from framework.contexts import RunInfo
 from framework.display import Display
-from framework.errors import HookError, LoopscopeError, StateMutationError
+from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError
 from framework.loops import epoch_loop, step_loop
 from framework.manager import HookManager
-from framework.records import RunRecord
+from framework.records import RunRecord, environment, versions
+from framework.run_lock import run_lock
+from framework.run_state import RunState
+from framework.signals import Signals, StoppedError
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 
@@ -25,7 +31,11 @@ Result = TypeVar("Result")
 
 @dataclass
 class StrategyRun:
-    """A run of one strategy; ``claim`` is called once the hooks have started, before anything of it is written."""
+    """A run of one strategy; ``claim`` is called once the hooks have started, before anything of it is written.
+
+    ``resumed`` is the checkpoint from which it goes on; ``best_metric`` names the number of the evaluation whose lowest
+    value marks the best checkpoint.
+    """
 
     run_info: RunInfo
     task: TrainingTask
@@ -34,9 +44,25 @@ class StrategyRun:
     record: RunRecord
     display: Display
     claim: Callable[[], None]
+    plan: CheckpointPlan = CheckpointPlan()  # noqa: RUF009 - it is frozen
+    resumed: Checkpoint | None = None
+    best_metric: str = "val_loss"
+    described: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifests of checkpoints say of the run: configuration, hooks."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
     _initial: dict[str, float] = field(default_factory=dict)
+    _signals: Signals = field(default_factory=Signals)
+
+    def __post_init__(self) -> None:
+        """Make what writes the checkpoints."""
+        self._checkpointing = Checkpointing(
+            self.manager,
+            CheckpointWriter(self.record.checkpoints, self.plan.keep),
+            self.plan,
+            self._signals,
+            describe=self._describe,
+        )
 
     def run(self) -> dict[str, Any]:
         """Train, write final weights and summary, and return the summary.
@@ -44,38 +70,48 @@ class StrategyRun:
         However it ends, sinks are closed and the summary is written; an error is raised again after that. Only an
         error at the start, such as a hook that refuses the model, leaves the folder as it was.
         """
-        self._start()
-        try:
-            self.manager.start_sinks(self.run_info)
-            self._initial = self._evaluate()
-            self._train()
-            self.manager.end("completed")
-            final = self._evaluate()
-            sample = self._in_eval_mode("sample", self.task.sample)
-            self.record.write_weights(self.task.model)
-        except StateMutationError as error:
-            self.manager.abandon()
-            fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
-            self._fail("failed", fatal)
-            raise fatal from error
-        except (HookError, UndeclaredCommitError) as error:
-            _attempt(self._checkpoint)
-            self._fail("failed", error)
-            raise
-        except BaseException as error:
-            self._fail("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
-            raise
-        return self._summarise("completed", None, final, sample)
+        with ExitStack() as held:
+            self._start(held)
+            try:
+                if self.resumed is None:
+                    self.manager.start_sinks(self.run_info)
+                    self._initial = self._evaluate()
+                self._train()
+                self.manager.end("completed")
+                final = self._evaluate()
+                sample = self._in_eval_mode("sample", self.task.sample)
+                self.record.write_weights(self.task.model)
+            except StateMutationError as error:
+                self.manager.abandon()
+                fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
+                self._fail("failed", fatal)
+                raise fatal from error
+            except (HookError, UndeclaredCommitError) as error:
+                self._fail("failed", error)
+                raise
+            except BaseException as error:
+                stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
+                self._fail("interrupted" if stopped else "failed", error)
+                raise
+            return self._summarise("completed", None, final, sample)
 
-    def _start(self) -> None:
+    def _start(self, held: ExitStack) -> None:
+        """Lock the folder, put back the state of a run that goes on, and start the hooks."""
         self.record.make_folder()
         try:
+            held.enter_context(run_lock(self.record.directory))
+            if self.resumed is not None:
+                RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
             self.manager.start_hooks(self.run_info)
+            self.run_info = replace(self.run_info, metric_infos=self.manager.metric_infos())
+            if self.resumed is not None:
+                self.manager.start_sinks(self.run_info, self.resumed.manifest["sinks"])
+                self._initial = dict(self.resumed.manifest["initial"])
         except BaseException:
+            held.close()
             _attempt(lambda: self.manager.end("failed"))
             self.record.give_back()
             raise
-        self.run_info = replace(self.run_info, metric_infos=self.manager.metric_infos())
         self.claim()
 
     def _train(self) -> None:
@@ -83,9 +119,27 @@ class StrategyRun:
         loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:
-            loop(self.task, self.manager, progress=progress, checkpoint=self._checkpoint)
+            with self._signals.caught():
+                loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
         finally:
             self._trained = perf_counter() - begin
+            self._checkpointing.finish()
+
+    def _describe(self) -> dict[str, Any]:
+        """Return what a checkpoint that is written now says of itself."""
+        loop = self.state.loop
+        return {
+            **self.described,
+            "experiment": self.run_info.experiment,
+            "strategy": self.run_info.strategy,
+            "epoch": loop.epoch,
+            "step": loop.step,
+            "evaluation": loop.evaluation,
+            "score": loop.evaluation.get(self.best_metric),
+            "initial": self._initial,
+            "versions": versions(),
+            "environment": environment(self.task.model),
+        }
 
     def _evaluate(self) -> dict[str, float]:
         return self._in_eval_mode("evaluation", self.task.evaluate)
@@ -103,6 +157,9 @@ class StrategyRun:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         self._summarise(status, error, dict(self.state.loop.evaluation))
+        if self.record.newest_checkpoint() is not None:
+            sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.record.directory}"
+            warnings.warn(sentence, RunNotice, stacklevel=2)
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
@@ -121,11 +178,6 @@ class StrategyRun:
         )
         self.display.strategy_ended(summary)
         return summary
-
-    def _checkpoint(self) -> None:
-        manager = self.manager
-        path = self.record.checkpoint_path(self.state.loop.step)
-        save_checkpoint(path, self.state, manager.state_dict(), manager.run_streams)
 
     def _last_checkpoint(self) -> str:
         newest = self.record.newest_checkpoint()

@@ -41,7 +41,6 @@ class TrainingTask:
     """Epochs of the epoch loop, steps of the step loop."""
     eval_every: int = 1
     snapshot_every: int = 10
-    checkpoint_every: int = 0
     log_every: int = 100
     accumulation_steps: int = 1
     config: Any = None

@@ -16,8 +16,8 @@ from experiments.mod_arithmetic.model import GrokkingTransformer
 from framework.contexts import MetricInfo, RunInfo
 from framework.data import TensorLoader, random_order
 from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.loops import NoProgress, epoch_loop, step_loop
+from framework.hooks import InterventionHook, TrainingHook, treatments
+from framework.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from framework.manager import HookManager
 from framework.metrics import MetricSink, Series
 from framework.random_streams import RandomStreams, seed_everything
@@ -195,6 +195,20 @@ class RecordingSink(MetricSink):
         return sorted(found, key=lambda row: row[:3])
 
 
+class Saving(NoPauses):
+    """Calls ``save`` every so many epochs (step loop: steps), isolated like a checkpoint; 0: never."""
+
+    def __init__(self, manager: HookManager, every: int, save: Callable[[], None]) -> None:
+        self._manager = manager
+        self._every = every
+        self._save = save
+
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
+        done = loop.epoch if self._manager.counts_epochs else loop.step
+        if unit_ended and self._every and done % self._every == 0:
+            self._manager.isolated("checkpoint", self._save)
+
+
 @dataclass
 class Run:
     """What came out of a run: its digests after every step and at the end, and everything it was made of."""
@@ -233,6 +247,7 @@ def train(
     reference_weights: Mapping[str, Tensor] | None = None,
     offload_state: bool = False,
     introduce: Callable[[TrainingTask, TrainingState], None] = lambda task, state: None,
+    checkpoint_every: int = 0,
     **options: Any,
 ) -> Run:
     """Run a loop with ``hooks``; an error of the kinds in ``raises`` is returned, any other passes.
@@ -265,7 +280,7 @@ def train(
     loop = epoch_loop if case.loop == "epoch" else step_loop
     try:
         manager.start(replace(run_info(task, manager, case.loop), reference_weights=reference_weights))
-        loop(task, manager, progress=trace, checkpoint=checkpoint)
+        loop(task, manager, progress=trace, pauses=Saving(manager, checkpoint_every, checkpoint))
     except raises as error:
         run.error = error
     finally:
@@ -289,7 +304,7 @@ def run_info(task: TrainingTask, manager: HookManager, loop: str) -> RunInfo:
         steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
         metric_infos=manager.metric_infos(),
-        treatments=manager.treatments(),
+        treatments=treatments(manager.hooks),
     )
 
 

@@ -18,7 +18,7 @@ from framework.manager import HookManager
 from framework.random_streams import seed_everything
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState, of_the_run
-from tests.support import CASES, LOOPS, STEPS_PER_EPOCH, Case, build, differences
+from tests.support import CASES, LOOPS, STEPS_PER_EPOCH, Case, Saving, build, differences
 
 EPOCHS = 4
 HALF = 2
@@ -52,14 +52,13 @@ def noisy_build(case: Case, seed: int = 3) -> tuple[TrainingTask, TrainingState]
 def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None = None) -> dict[str, int]:
     """Train to the end, with a checkpoint at every half if there is a path, and return the final digest."""
     manager = HookManager([], task, state, loop=case.loop)
-    if path is not None:
-        task.checkpoint_every = HALF * (STEPS_PER_EPOCH if case.loop == "step" else 1)
+    every = HALF * (STEPS_PER_EPOCH if case.loop == "step" else 1) if path is not None else 0
 
     def checkpoint() -> None:
         save_checkpoint(path.with_suffix(f".{state.loop.step}"), state, manager.state_dict(), manager.run_streams)
 
     loop = epoch_loop if case.loop == "epoch" else step_loop
-    loop(task, manager, checkpoint=checkpoint)
+    loop(task, manager, pauses=Saving(manager, every, checkpoint))
     return of_the_run(state.digest())
 
 

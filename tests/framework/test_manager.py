@@ -13,7 +13,7 @@ from framework.commits import StatePart
 from framework.contexts import MetricInfo
 from framework.errors import HookError, StateMutationError, UsageError
 from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from framework.hooks import InterventionHook, TrainingHook
+from framework.hooks import InterventionHook, TrainingHook, treatments
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.metrics import MetricSink
@@ -406,7 +406,7 @@ def test_described_metrics_and_treatments_are_known_before_the_run():
     committing = at(ReadOnlyHook, POST_BACKWARD, commits=frozenset(StatePart))(raising)
     manager = HookManager([described, committing], *build(Case()))
     assert manager.metric_infos() == {"spy/size": info}
-    assert manager.treatments() == {"read_only": ("gradients", "parameters")}
+    assert treatments(manager.hooks) == {"read_only": ("gradients", "parameters")}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from framework.commits import StatePart
 from framework.errors import HookError, StateMutationError, UsageError
 from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook, TrainingHook
+from framework.hooks import InterventionHook, TrainingHook, treatments
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.taps import GradientTap, TapOwner, TapSet
@@ -263,7 +263,7 @@ def test_a_replaced_gradient_is_what_the_optimizer_uses():
     hooks = [Tapper(log.tap("0.weight", "parameter")), Replacer(halve), gradients_of("0.weight", gradients)]
     run = train(Case(), hooks)
     assert all(torch.equal(seen / 2, used) for seen, used in zip(log.seen, gradients, strict=True))
-    assert run.manager.treatments() == {"replacer": ("gradients",)}
+    assert treatments(run.manager.hooks) == {"replacer": ("gradients",)}
 
 
 def test_a_replaced_output_gradient_changes_everything_upstream_and_nothing_downstream():

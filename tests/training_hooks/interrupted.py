@@ -10,7 +10,7 @@ from framework.hooks import TrainingHook
 from framework.loops import epoch_loop, step_loop
 from framework.manager import HookManager
 from framework.training_state import of_the_run
-from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, build, run_info
+from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, Saving, build, run_info
 
 EPOCHS = 4
 
@@ -35,7 +35,7 @@ def in_one_and_two(case: Case, make: Callable[[], TrainingHook], folder: Path) -
 
 def _run(case: Case, hook: TrainingHook, path: Path, *, write: bool) -> Half:
     task, state = build(case, length=EPOCHS * (STEPS_PER_EPOCH if case.loop == "step" else 1))
-    task.checkpoint_every = EPOCHS // 2 * (STEPS_PER_EPOCH if case.loop == "step" else 1) if write else 0
+    every = EPOCHS // 2 * (STEPS_PER_EPOCH if case.loop == "step" else 1) if write else 0
     sink = RecordingSink()
     manager = HookManager([hook], task, state, loop=case.loop, sinks=[sink], audit=True)
     if not write:
@@ -47,6 +47,6 @@ def _run(case: Case, hook: TrainingHook, path: Path, *, write: bool) -> Half:
             save_checkpoint(path, state, manager.state_dict(), manager.run_streams)
 
     loop = epoch_loop if case.loop == "epoch" else step_loop
-    loop(task, manager, checkpoint=checkpoint)
+    loop(task, manager, pauses=Saving(manager, every, checkpoint))
     manager.end("completed")
     return Half(sink.rows(), of_the_run(state.digest()))

@@ -1,0 +1,239 @@
+"""Checkpoints on the disk: folders that are written whole or not at all, checked byte by byte before they are used."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+
+from framework.durable_files import plain_json, refusal_of_disk
+from framework.errors import UsageError
+
+FORMAT = 2
+STATE, MANIFEST = "state.pt", "manifest.json"
+PARTIAL, REMOVED = ".partial", ".removed"
+
+
+class DamagedCheckpointError(UsageError):
+    """A checkpoint that is not what was written; an older one may be used in its place."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest is intact; the state is checked when it is read."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps that were done."""
+        return int(self.manifest["step"])
+
+    @property
+    def score(self) -> float | None:
+        """By which checkpoints are compared, the lowest being the best; ``None`` before the first evaluation."""
+        score = self.manifest["score"]
+        return None if score is None else float(score)
+
+    def check(self) -> None:
+        """Raise :class:`DamagedCheckpointError` unless every file has the size and the bytes that were written."""
+        for name, expected in self.manifest["files"].items():
+            path = self.folder / name
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    raise DamagedCheckpointError(
+                        f"{path} has {size} bytes instead of {expected['bytes']}: it is damaged."
+                    )
+                found = _digest_of(path)
+            except OSError as error:
+                raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+            if found != expected["xxh3_128"]:
+                raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those that were written.")
+
+    def content(self) -> dict[str, Any]:
+        """Check the files and read the state; executes no code from them."""
+        self.check()
+        path = self.folder / STATE
+        try:
+            content = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:
+            reason = " ".join(str(error).split(".")[0].split())
+            raise DamagedCheckpointError(
+                f"{path} cannot be loaded without executing code from it: {reason}."
+            ) from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{path} holds a {type(content).__name__} instead of a training state.")
+        return content
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint; names sort by step."""
+    return f"step_{step:09d}"
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open one checkpoint; raises :class:`DamagedCheckpointError`, or :class:`UsageError` for one of a newer format."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        what = "is not a checkpoint" if folder.is_dir() else "does not exist"
+        raise DamagedCheckpointError(f"{folder} {what}: there is no {path.name} in it.")
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        digest = manifest.pop("digest")
+        intact = digest == _digest_of_manifest(manifest)
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}.") from error
+    if not intact:
+        raise DamagedCheckpointError(f"{path} is damaged: its text is not the one that was written.")
+    if version != FORMAT:
+        age = "newer" if version > FORMAT else "older"
+        raise DamagedCheckpointError(
+            f"{folder} is a checkpoint of format {version}, written by a{'n' * (age == 'older')} {age} loopscope; this "
+            f"one reads format {FORMAT}."
+        )
+    return Checkpoint(folder, manifest)
+
+
+def checkpoints_in(folder: Path) -> Iterator[Path]:
+    """Yield the folders of a run's checkpoints, the newest first."""
+    found = [path for path in folder.glob("step_*") if path.suffix not in (PARTIAL, REMOVED)]
+    yield from sorted(found, key=lambda path: path.name, reverse=True)
+
+
+def newest_intact(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint that is intact, and ``tell`` of every newer one why it is not used."""
+    for path in checkpoints_in(folder):
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.check()
+        except DamagedCheckpointError as error:
+            tell(str(error))
+        else:
+            return checkpoint
+    return None
+
+
+def write_checkpoint(
+    folder: Path, content: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path] = ()
+) -> Checkpoint:
+    """Write a checkpoint under a temporary name, force it onto the disk, and only then give it its name.
+
+    Args:
+        folder: its name in the end; one that is there already is replaced.
+        content: tensors and plain values, for ``torch.save``.
+        manifest: plain values that describe it, without ``format``, ``files`` and ``digest``.
+        before: files that must be on the disk before the checkpoint counts: those of the sinks.
+
+    Raises :class:`LoopscopeError` where the file system refuses; nothing that was there is lost then.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    with refusal_of_disk(folder):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            with (partial / STATE).open("wb") as file:
+                digesting = _Digesting(file)
+                _save(content, digesting)
+                _sync(file)
+            full = {**plain_json(manifest), "format": FORMAT, "files": {STATE: digesting.summary()}}
+            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+                json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=2)
+                _sync(file)
+            for path in (*before, partial):
+                sync_path(path)
+            removed = _set_aside(folder)
+            partial.rename(folder)
+            sync_path(folder.parent)
+            shutil.rmtree(removed, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return Checkpoint(folder, full)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint; one that a crash interrupts is not taken for a checkpoint any more."""
+    shutil.rmtree(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Take a checkpoint's name from it, if it is there, and return the new one."""
+    removed = folder.with_name(folder.name + REMOVED)
+    shutil.rmtree(removed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(removed)
+    return removed
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a crash left of checkpoints half written or half removed."""
+    for kind in (PARTIAL, REMOVED):
+        for path in folder.glob(f"step_*{kind}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_path(path: Path) -> None:
+    """Force what was written to a file, or the names in a folder, onto the disk; one that is gone is left out."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _Digesting:
+    """A file that digests what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        written = self._file.write(data)
+        self._bytes += written
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def summary(self) -> dict[str, Any]:
+        return {"bytes": self._bytes, "xxh3_128": self._digest.hexdigest()}
+
+
+def _save(content: Mapping[str, Any], file: _Digesting) -> None:
+    """Write with ``torch.save``, without checksums of its own: they take longer than all the rest."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, file)  # type: ignore[arg-type]  # it needs write and flush
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _digest_of(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest_of_manifest(manifest: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())

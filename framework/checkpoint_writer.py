@@ -1,0 +1,149 @@
+"""Writes checkpoints beside the training: from a copy of its own, in a thread of its own, keeping but a few."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.checkpoint_files import (
+    Checkpoint,
+    DamagedCheckpointError,
+    checkpoint_name,
+    checkpoints_in,
+    open_checkpoint,
+    remove_checkpoint,
+    remove_leftovers,
+    write_checkpoint,
+)
+
+
+class Staging:
+    """Copies nested values with their tensors, on the CPU; the buffers are reused where shape and type still fit."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def copy(self, content: Any) -> Any:
+        """Return a copy that shares nothing with the original, nor with it after its next change."""
+        free = {key: list(buffers) for key, buffers in self._spare.items()}
+        used: dict[tuple[Any, ...], list[Tensor]] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        copied = _copied(content, free, used, pairs)
+        self._spare = used
+        if pairs:
+            buffers, originals = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(buffers), list(originals))
+        return copied
+
+
+Buffers = dict[tuple[Any, ...], list[Tensor]]
+
+
+def _copied(value: Any, free: Buffers, used: Buffers, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copy the containers, and note which tensor is to be copied into which buffer."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        key = (value.shape, value.stride(), value.dtype)
+        spare = free.get(key)
+        buffer = spare.pop() if spare else torch.empty_like(value, device="cpu")
+        used.setdefault(key, []).append(buffer)
+        pairs.append((buffer, value))
+        return buffer
+    if isinstance(value, Mapping):
+        return {name: _copied(item, free, used, pairs) for name, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(item, free, used, pairs) for item in value)
+    return value
+
+
+@dataclass
+class Kept:
+    """Which checkpoints of a run stay: the newest ``number``, and the best."""
+
+    number: int
+    _scores: dict[Path, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, number: int) -> "Kept":
+        """Take over those that lie in a folder, and remove what a crash left half done."""
+        remove_leftovers(folder)
+        kept = cls(number)
+        for path in reversed([*checkpoints_in(folder)]):
+            with suppress(DamagedCheckpointError):
+                kept._scores[path] = open_checkpoint(path).score
+        return kept
+
+    def add(self, checkpoint: Checkpoint) -> list[Path]:
+        """Take in a new one, and return those that go."""
+        self._scores.pop(checkpoint.folder, None)
+        self._scores[checkpoint.folder] = checkpoint.score
+        newest = sorted(self._scores, key=lambda path: path.name)[-self.number :]
+        scored = {path: score for path, score in self._scores.items() if score is not None and score == score}
+        best = {min(scored, key=scored.__getitem__)} if scored else set()
+        going = [path for path in self._scores if path not in newest and path not in best]
+        for path in going:
+            del self._scores[path]
+        return going
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time into a folder."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._kept: Kept | None = None
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._failures: list[str] = []
+        self.step = 0
+        """The step of the last one that was begun."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether the last one is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stage(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Copy what is to be written, which may change from then on; not while the writer is busy."""
+        staged: Mapping[str, Any] = self._staging.copy(content)
+        return staged
+
+    def write(self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]) -> None:
+        """Begin to write, and return; ``before`` are files that must be on the disk before."""
+        folder, self.step = self._folder / checkpoint_name(step), step
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, staged, manifest, before), name="loopscope checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def failures(self) -> list[str]:
+        """Return, once, why checkpoints could not be written or removed."""
+        told, self._failures = self._failures, []
+        return told
+
+    def _write(
+        self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
+    ) -> None:
+        try:
+            written = write_checkpoint(folder, staged, manifest, before)
+        except Exception as error:
+            self._failures.append(str(error))
+            return
+        try:
+            self._kept = self._kept or Kept.of(self._folder, self._keep)
+            for path in self._kept.add(written):
+                remove_checkpoint(path)
+        except OSError as error:
+            self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {error.strerror}.")

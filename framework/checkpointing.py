@@ -1,0 +1,103 @@
+"""When a checkpoint is written: every so many epochs or steps, on a signal, after a hook raised."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from framework.checkpoint_writer import CheckpointWriter
+from framework.errors import RunNotice
+from framework.manager import HookManager
+from framework.run_state import RunState
+from framework.signals import Signals, StoppedError
+from framework.training_state import LoopState
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """How often checkpoints are written, and how many are kept.
+
+    Args:
+        every: epochs (step loop: steps) between checkpoints; 0 for none.
+        every_steps: steps between checkpoints, within epochs too; 0 for none.
+        keep: how many of the newest are kept, beside the best.
+    """
+
+    every: int = 0
+    every_steps: int = 0
+    keep: int = 3
+
+    def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
+        """Tell whether one is due now."""
+        step_ended = unit_ended != counts_epochs
+        if step_ended and self.every_steps and loop.step % self.every_steps == 0:
+            return True
+        done = loop.epoch if counts_epochs else loop.step
+        return bool(unit_ended and self.every and done % self.every == 0)
+
+
+class Checkpointing:
+    """Writes the checkpoints of one run, and ends it where a signal asks for that.
+
+    Args:
+        plan: when.
+        describe: makes the manifest of a checkpoint that is written now.
+    """
+
+    def __init__(
+        self,
+        manager: HookManager,
+        writer: CheckpointWriter,
+        plan: CheckpointPlan,
+        signals: Signals,
+        *,
+        describe: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.writer = writer
+        self._manager = manager
+        self._run_state = RunState(manager)
+        self._plan = plan
+        self._signals = signals
+        self._describe = describe
+
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
+        """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
+        self._tell_failures()
+        signals = self._signals
+        asked = signals.take_checkpoint_request()
+        ending = signals.stop is not None or self._manager.failures.pending is not None
+        if asked or ending:
+            self.take(wait=True)
+        elif self._plan.is_due(loop, counts_epochs=self._manager.counts_epochs, unit_ended=unit_ended):
+            self.take(wait=False)
+        if signals.stop is not None:
+            raise StoppedError(signals.stop)
+
+    def take(self, *, wait: bool) -> None:
+        """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
+        step = self._manager.state.loop.step
+        if self.writer.is_busy and not wait and self.writer.step != step:
+            warnings.warn(
+                f"The checkpoint of step {step} is left out, since the one before is still "
+                "being written; the disk is slower than the interval.",
+                RunNotice,
+                stacklevel=3,
+            )
+            return
+        self.writer.wait()
+        content = self._run_state.take()
+        with self._manager.between_steps():
+            dispatch = self._manager.dispatch
+            manifest, sink_files = {**self._describe(), "sinks": dispatch.positions()}, dispatch.files()
+        self.writer.write(step, content, manifest, sink_files)
+        if wait:
+            self.writer.wait()
+
+    def finish(self) -> None:
+        """Wait until the last one is written."""
+        self.writer.wait()
+        self._tell_failures()
+
+    def _tell_failures(self) -> None:
+        for sentence in self.writer.failures():
+            warnings.warn(f"{sentence} Training goes on.", stacklevel=3)

@@ -1,0 +1,68 @@
+"""What becomes of a run when a hook raises: it ends, at once or after the step, or goes on without the hook."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from framework.commits import UndeclaredCommitError
+from framework.errors import HookError, RunNotice, UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.hooks import InterventionHook, TrainingHook
+
+
+@dataclass
+class HookFailures:
+    """Treats what hooks raise, and remembers it.
+
+    Args:
+        on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
+        required: names of the hooks that must run; any other is left out if it does not suit the model.
+    """
+
+    on_error: Literal["raise", "skip"]
+    required: set[str]
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    pending: HookError | None = None
+    """What a hook raised during the step that is under way, which is finished before the run ends."""
+
+    def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+        """Raise what ends the run now; otherwise the caller goes on without the hook."""
+        if isinstance(error, UnsuitableError) and hook.name not in self.required:
+            self.left_out[hook.name] = str(error)
+            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
+            return
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
+        self.errors.append(
+            {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
+        )
+        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
+            raise error
+        if self.on_error == "skip":
+            warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
+            return
+        failure = HookError(message)
+        failure.__cause__ = error
+        if not _may_finish_step(hook, where):
+            raise failure
+        self.pending = self.pending or failure
+
+    def raise_pending(self) -> None:
+        """Raise what a hook raised meanwhile, once."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending
+
+    def of_before(self, errors: Iterable[Mapping[str, Any]]) -> set[str]:
+        """Take over the errors of a run that was interrupted; return the names of hooks that it had gone on without."""
+        if self.on_error == "raise":
+            return set()
+        self.errors += map(dict, errors)
+        return {error["hook"] for error in self.errors}
+
+
+def _may_finish_step(hook: TrainingHook, where: str) -> bool:
+    """Tell whether the step at which a hook raised is the same without it: then it is finished, and can be saved."""
+    within = where in HookPoint.__members__ or where == "check" or where.startswith("tap on")
+    return within and not (isinstance(hook, InterventionHook) and hook.commits)

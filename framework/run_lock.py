@@ -1,0 +1,63 @@
+"""One process writes a run: a lock on its folder, which the system releases when the process is gone."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from framework.errors import RunNotice, UsageError
+
+LOCK = "run.lock"
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock on a run's folder, which must exist; children that start programs of their own do not inherit it.
+
+    Raises :class:`UsageError` that names the process which holds it. The lock of a process that is gone is taken over
+    with a notice; where the file system has no locks, a notice says that nothing is locked.
+    """
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{folder} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            _notice(f"{folder} lies on a file system without locks: nothing keeps a second process from writing it.")
+        if path.stat().st_size:
+            _notice(f"The lock on {folder} was left by {_owner(path)}, which is gone; it is taken over.")
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _owner(path: Path) -> str:
+    """Name the process that a lock file tells of."""
+    try:
+        owner: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _notice(sentence: str) -> None:
+    warnings.warn(sentence, RunNotice, stacklevel=4)
