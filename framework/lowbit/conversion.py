@@ -37,15 +37,24 @@ def quantize_model(
             low-bit already, or a rank of Metis above a weight that it splits.
     """
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
+    chosen = layers_to_quantize(model, found, include=include, exclude=exclude)
+    alone = _with_a_weight_of_their_own(model)
+    generator = torch.Generator().manual_seed(seed)
+    for name in chosen:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        equip(layer, found, generator, may_split=name in alone)
+    return chosen
+
+
+def layers_to_quantize(
+    model: nn.Module, recipe: Recipe, *, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
+) -> list[str]:
+    """Return the names of the layers that :func:`quantize_model` would change, or raise what it would raise."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear) or _plain(module)}
     chosen = _chosen(layers, include, exclude)
     alone = _with_a_weight_of_their_own(model)
-    _check_ranks(found, {name: layers[name] for name in chosen if name in alone})
-    generator = torch.Generator().manual_seed(seed)
-    for name in chosen:
-        layer = layers[name]
-        assert isinstance(layer, nn.Linear)
-        equip(layer, found, generator, may_split=name in alone)
+    _check_ranks(recipe, {name: layers[name] for name in chosen if name in alone})
     return chosen
 
 
