@@ -1,6 +1,7 @@
 """Event files as TensorBoard's own loader reads them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,10 +23,14 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
+def values(path: Path) -> list[tuple[int, Any]]:
+    """Return the ``Summary.Value`` messages with their steps, in the order of the file."""
+    return [(event.step, value) for event in LegacyEventFileLoader(str(path)).Load() for value in event.summary.value]
+
+
 def written(path: Path) -> list[tuple[str, int, float]]:
     """Return every scalar as (tag, step, value), in the order of the file."""
-    values = [(event.step, value) for event in LegacyEventFileLoader(str(path)).Load() for value in event.summary.value]
-    return [(value.tag, step, value.simple_value) for step, value in values if value.HasField("simple_value")]
+    return [(value.tag, step, value.simple_value) for step, value in values(path) if value.HasField("simple_value")]
 
 
 def lines(path: Path) -> str:

@@ -1,0 +1,150 @@
+"""How sinks are asked for their positions, and told to go on at those of a checkpoint."""
+
+import random
+
+import pytest
+
+from framework.dispatch import MetricDispatch
+from framework.errors import RunNotice, UsageError
+from framework.hook_points import HookPoint
+from framework.isolation import Isolation
+from framework.metrics import MetricSink
+from sinks import CSVSink, JSONLSink, WandbSink, read_jsonl
+from tests.sinks.emits import run_info
+from tests.support import Case, RecordingSink, build
+
+
+class Keeping(MetricSink):
+    """Counts, and knows how often it was begun and where it was told to go on."""
+
+    name = "keeping"
+
+    def __init__(self, name="keeping", includes=(), count=0):
+        self.name, self.includes, self.count = name, includes, count
+        self.told = []
+
+    def set_run_context(self, run):
+        self.told.append("begin")
+
+    def position(self):
+        return {"count": self.count}
+
+    def files(self):
+        return [f"{self.name}.txt"]
+
+    def resume(self, run, position):
+        self.told.append(position["count"])
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        self.count += 1
+
+
+class Full(Keeping):
+    """Finds no room for its position."""
+
+    def position(self):
+        raise OSError("No space left on device")
+
+
+class Refusing(Keeping):
+    """Misses its files."""
+
+    def resume(self, run, position):
+        raise UsageError("keeping.txt is missing.")
+
+
+class Drawing(Keeping):
+    """Draws from the generator of the run."""
+
+    def position(self):
+        return {"count": random.random()}
+
+
+@pytest.fixture
+def isolation():
+    """Visit a run that these sinks may not change."""
+    isolation = Isolation(build(Case())[1])
+    with isolation.visit():
+        yield isolation
+
+
+def started(isolation, positions, *sinks, folder=None):
+    dispatch = MetricDispatch(isolation, sinks, lambda *arguments: None)
+    dispatch.start(run_info(folder), positions)
+    return dispatch
+
+
+def positions_of(isolation, *sinks):
+    return MetricDispatch(isolation, sinks, lambda *arguments: None).positions()
+
+
+def test_every_sink_is_asked_for_its_position_by_name(isolation):
+    sinks = [Keeping("a", count=3), Keeping("b", count=5), RecordingSink()]
+    assert positions_of(isolation, *sinks) == {"a": {"count": 3}, "b": {"count": 5}, "recording": {}}
+
+
+def test_without_positions_every_sink_begins(isolation):
+    started(isolation, None, sink := Keeping())
+    assert sink.told == ["begin"]
+
+
+def test_each_sink_goes_on_at_its_own_position_and_a_new_one_begins(isolation):
+    sinks = [Keeping("a"), Keeping("b"), Keeping("new"), recording := RecordingSink()]
+    started(isolation, {"a": {"count": 3}, "b": {"count": 5}, "gone": {"count": 7}, "recording": {}}, *sinks)
+    assert [sink.told for sink in sinks[:3]] == [[3], [5], ["begin"]]
+    assert recording.events == ["start"]
+
+
+def test_a_sink_goes_on_in_the_files_of_one_that_it_includes_and_the_other_way_round(isolation):
+    assert positions_of(isolation, Keeping("a", includes=("b",), count=3)) == {"a": {"count": 3}, "b": {"count": 3}}
+    started(isolation, {"b": {"count": 5}}, sink := Keeping("a", includes=("b",)))
+    assert sink.told == [5]
+
+
+def test_a_sink_that_fails_at_its_position_is_switched_off_and_said_to_have_failed(isolation):
+    with pytest.warns(UserWarning, match="Sink 'full' failed and is switched off.*No space left"):
+        found = positions_of(isolation, Full("full"), Keeping("a", count=3))
+    assert found == {"full": None, "a": {"count": 3}}
+
+
+def test_a_sink_that_had_failed_stays_off_and_is_still_said_to_have_failed(isolation):
+    with pytest.warns(RunNotice, match="Sink 'full' had failed before the checkpoint, and stays off"):
+        dispatch = started(isolation, {"full": None, "a": {"count": 3}}, full := Keeping("full"), a := Keeping("a"))
+    assert (full.told, a.told) == ([], [3])
+    assert dispatch.positions()["full"] is None
+    assert dispatch.files() == ["a.txt"]
+
+
+def test_a_sink_that_misses_its_files_is_not_dropped_but_stops_the_resume(isolation):
+    with pytest.raises(UsageError, match=r"keeping\.txt is missing"):
+        started(isolation, {"keeping": {"count": 3}}, Refusing())
+
+
+def test_a_sink_that_cannot_be_opened_again_is_switched_off(isolation, tmp_path):
+    (tmp_path / "only.jsonl").mkdir()
+    with pytest.warns(UserWarning, match="Sink 'jsonl' failed and is switched off.*IsADirectory"):
+        dispatch = started(isolation, {"jsonl": {"size": 0}}, JSONLSink(), csv := CSVSink(), folder=tmp_path)
+    assert dispatch.files() == csv.files() == [tmp_path / "only.csv"]
+    csv.close("completed")
+
+
+def test_a_sink_that_draws_for_its_position_does_not_touch_the_run():
+    isolation = Isolation(build(Case())[1])
+    before = random.getstate()
+    with isolation.visit():
+        positions_of(isolation, Drawing())
+        assert random.getstate() != before
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(("before", "after"), [(JSONLSink, WandbSink), (WandbSink, JSONLSink)])
+def test_the_record_goes_on_under_the_other_sink_that_writes_it(isolation, tmp_path, monkeypatch, before, after):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    first = started(isolation, None, earlier := before(), folder=tmp_path)
+    earlier.emit({"h/number": 7001}, 0, HookPoint.POST_EPOCH, step=1)
+    positions = first.positions()
+    earlier.close("failed")
+    started(isolation, positions, later := after(), folder=tmp_path)
+    later.emit({"h/number": 7002}, 0, HookPoint.POST_EPOCH, step=2)
+    later.close("completed")
+    assert [record.metrics["h/number"] for record in read_jsonl(tmp_path / "only.jsonl")] == [7001, 7002]

@@ -1,0 +1,131 @@
+"""Files that go on after a kill, wherever it fell and wherever their last checkpoint was."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.errors import UsageError
+from framework.hook_points import HookPoint
+from sinks import CSVSink, JSONLSink, TensorBoardSink
+from tests.framework.small_experiment import SmallConfig
+from tests.sinks.emits import Emit, emits, run_info
+from tests.sinks.event_files import values
+
+FILES = {
+    CSVSink: "only.csv",
+    JSONLSink: "only.jsonl",
+    TensorBoardSink: "tensorboard/events.out.tfevents.only",
+}
+DESCRIBED = ["h/a", "h/norm/<parameter>"]
+NAMES = st.sampled_from(["h/a", "h/norm/0.weight", "h/norm/0.bias", "h/surprise", "g/ü,;:[]"])
+
+
+def begun(sink_class, folder, rows, **run):
+    folder.mkdir(exist_ok=True)
+    sink = sink_class()
+    sink.set_run_context(run_info(folder, described=DESCRIBED, **run))
+    for row in rows:
+        row.to(sink)
+    return sink
+
+
+def resumed(sink_class, folder, position, rows, **run):
+    sink = sink_class()
+    sink.resume(run_info(folder, described=DESCRIBED, **run), position)
+    for row in rows:
+        row.to(sink)
+    return sink
+
+
+def content(path):
+    """Return the bytes of a file, of events the values with their steps: all but the times."""
+    if "tfevents" not in path.name:
+        return path.read_bytes()
+    return [(step, value.SerializeToString()) for step, value in values(path) if "_hparams_" not in value.tag]
+
+
+@pytest.mark.parametrize("sink_class", FILES)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), rows=st.lists(emits(NAMES), max_size=6))
+def test_wherever_the_kill_falls_the_resumed_file_is_the_one_of_an_uninterrupted_run(sink_class, data, rows):
+    at = data.draw(st.integers(0, len(rows)), label="emits before the checkpoint")
+    with tempfile.TemporaryDirectory() as name:
+        whole, killed = Path(name, "whole"), Path(name, "killed")
+        begun(sink_class, whole, rows).close("completed")
+        sink = begun(sink_class, killed, rows[:at])
+        position = sink.position()
+        for row in rows[at:]:
+            row.to(sink)
+        sink.close("failed")
+        path = killed / FILES[sink_class]
+        os.truncate(path, data.draw(st.integers(position["size"], path.stat().st_size), label="bytes at the kill"))
+        resumed(sink_class, killed, position, rows[at:]).close("completed")
+        assert content(path) == content(whole / FILES[sink_class])
+        assert path.stat().st_size == (whole / FILES[sink_class]).stat().st_size
+
+
+@pytest.mark.parametrize("sink_class", FILES)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), rows=st.lists(emits(NAMES), min_size=1, max_size=3))
+def test_a_file_that_lost_what_the_checkpoint_knows_is_refused_and_left_as_it_is(sink_class, data, rows):
+    with tempfile.TemporaryDirectory() as name:
+        sink = begun(sink_class, Path(name), rows)
+        position, path = sink.position(), Path(name, FILES[sink_class])
+        sink.close("failed")
+        left = data.draw(st.integers(0, position["size"] - 1), label="bytes left")
+        os.truncate(path, left)
+        with pytest.raises(UsageError, match=f"has {left:,} bytes, but the checkpoint knows {position['size']:,} of"):
+            resumed(sink_class, Path(name), position, [])
+        assert path.stat().st_size == left
+
+
+@pytest.mark.parametrize("sink_class", FILES)
+def test_a_run_may_be_killed_and_resumed_any_number_of_times(tmp_path, sink_class):
+    rows = [Emit({"h/a": number / 8}, number, HookPoint.POST_EPOCH, number) for number in range(8)]
+    begun(sink_class, tmp_path / "whole", rows).close("completed")
+    sink = begun(sink_class, tmp_path / "killed", [])
+    for row in rows:
+        position = sink.position()
+        Emit({"h/a": -1.0}, 99, HookPoint.POST_EPOCH, 99).to(sink)
+        sink.close("interrupted")
+        sink = resumed(sink_class, tmp_path / "killed", position, [row])
+    sink.close("completed")
+    path = FILES[sink_class]
+    assert content(tmp_path / "killed" / path) == content(tmp_path / "whole" / path)
+
+
+def test_a_csv_file_of_other_columns_is_refused_and_left_as_it_is(tmp_path):
+    sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
+    position, before = sink.position(), (tmp_path / "only.csv").read_bytes()
+    sink.close("failed")
+    with pytest.raises(UsageError, match=r"only\.csv is not the file that the checkpoint knows: its first line is not"):
+        CSVSink().resume(run_info(tmp_path, described=["h/b"]), position)
+    assert (tmp_path / "only.csv").read_bytes() == before
+
+
+def test_the_hyper_parameters_are_written_once_and_the_newest_end_counts(tmp_path):
+    config = SmallConfig(lr=0.25, output_dir=tmp_path)
+    sink = begun(TensorBoardSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 3)], config=config)
+    position = sink.position()
+    sink.close("interrupted")
+    resumed(TensorBoardSink, tmp_path, position, [], config=config).close("completed")
+    path = tmp_path / FILES[TensorBoardSink]
+    tags = [value.tag for _, value in values(path)]
+    assert [tags.count(f"_hparams_/session_{moment}_info") for moment in ("start", "end")] == [1, 1]
+    assert [step for step, value in values(path) if value.tag.endswith("end_info")] == [3]
+
+
+def test_an_event_file_that_was_altered_in_the_length_of_an_event_is_refused(tmp_path):
+    sink = begun(TensorBoardSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 3)])
+    position, path = sink.position(), tmp_path / FILES[TensorBoardSink]
+    sink.close("failed")
+    damaged = bytearray(path.read_bytes())
+    damaged[0] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UsageError, match="no event ends at byte"):
+        resumed(TensorBoardSink, tmp_path, position, [])
+    assert path.read_bytes() == damaged
