@@ -1,9 +1,8 @@
 """A linear layer whose matrix products see its matrices as narrow floating-point formats would hold them."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +11,15 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from framework.errors import LoopscopeError
+from framework.lowbit.calls import Calls, LayerCall
 from framework.lowbit.casts import Cast, largest_magnitudes
 from framework.lowbit.counts import Counts
 from framework.lowbit.linear_function import QuantizedLinear
 from framework.lowbit.metis import low_rank_cast
 from framework.lowbit.recipes import Recipe
-from framework.lowbit.roles import FORWARD_ROLES, ROLES, Role
+from framework.lowbit.roles import FORWARD_ROLES, Role
 from framework.lowbit.splitting import LowRankFactors, SplitLinear, split_product
-
-SEEDS = 2**62
-_numbers = count(1)
+from framework.param_vectors import is_sharded
 
 
 class QuantizationListener(Protocol):
@@ -34,44 +32,6 @@ class QuantizationListener(Protocol):
     def record(self, role: str, counts: Counts) -> None:
         """Take the counts of one cast."""
         ...
-
-
-@dataclass
-class LayerCall:
-    """One forward call of a layer.
-
-    Args:
-        number: tells it from every other call of this process; 0 if none needs to be told.
-        seed: of the random numbers of its casts.
-        with_gradient: autograd recorded it.
-        earlier: by role, the largest magnitude that a rule with a history was given.
-        repeated: it is the recomputation of that call by activation checkpointing.
-    """
-
-    number: int = 0
-    seed: int = 0
-    with_gradient: bool = False
-    earlier: dict[str, Tensor] = field(default_factory=dict)
-    repeated: bool = False
-
-    def mark(self) -> Tensor | None:
-        """Return the number as a tensor, or ``None`` without one."""
-        return torch.tensor(self.number) if self.number else None
-
-    def is_marked(self, mark: Tensor | None) -> bool:
-        """Tell whether a mark is that of this call."""
-        return mark is None or int(mark) == self.number
-
-    def generator(self, role: Role, device: torch.device) -> torch.Generator:
-        """Return a fresh generator for the cast of one matrix."""
-        return torch.Generator(device).manual_seed(self.seed + ROLES.index(role))
-
-
-class LastCall:
-    """Holds the newest call of each part of a layer until its backward pass; at the end of a step it has served."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, LayerCall] = {}
 
 
 class BitLinear(SplitLinear):
@@ -94,7 +54,7 @@ class BitLinear(SplitLinear):
 
     recipe: Recipe
     generator: torch.Generator
-    last_call: LastCall
+    calls: Calls
     _quantization_hooks: dict[int, QuantizationListener]
 
     def __init__(
@@ -122,10 +82,12 @@ class BitLinear(SplitLinear):
         return handle
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
-        if self.factors is None or not self.is_split:
-            return self.product(x, self.weight, self.bias)
-        return split_product(x, self.factors.decomposition, self.weight, self.bias, self.product)
+        """Map (..., in_features) to (..., out_features); a compiled model runs it between its graphs."""
+        if not self.recipe.casts and self.factors is None:
+            return functional.linear(x, self.weight, self.bias)
+        if "torch._dynamo" in sys.modules:
+            return _between_graphs(self, x)
+        return _mapped(self, x)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "weight") -> Tensor:
         """Return x Wᵀ + b by the layer's recipe, for any weight; ``part`` names the products of one forward."""
@@ -136,25 +98,9 @@ class BitLinear(SplitLinear):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
             bias = None if bias is None else _narrowed(bias, dtype)
-        found: Tensor = QuantizedLinear.apply(x, weight, bias, self, self._begin(part))  # type: ignore[no-untyped-call]
+        call = self.calls.begin(part, self.recipe, self.generator)
+        found: Tensor = QuantizedLinear.apply(x, weight, bias, self, call)  # type: ignore[no-untyped-call]
         return found
-
-    def _begin(self, part: str) -> LayerCall:
-        """Return the call that begins: a new one, or under recomputation the newest one again."""
-        varies = self.recipe.draws or any(_history(cast) for cast in self.recipe.casts.values())
-        if not varies:
-            return LayerCall(repeated=_within_backward())
-        if _within_backward():
-            last = self.last_call.calls.get(part, LayerCall())
-            if not last.with_gradient:
-                raise LoopscopeError(
-                    "Reentrant activation checkpointing cannot repeat stochastic rounding or delayed scaling of a "
-                    "low-bit layer; pass use_reentrant=False to torch.utils.checkpoint."
-                )
-            return LayerCall(last.number, last.seed, True, last.earlier, repeated=True)
-        seed = int(torch.randint(SEEDS, (), generator=self.generator)) if self.recipe.draws else 0
-        call = self.last_call.calls[part] = LayerCall(next(_numbers), seed, torch.is_grad_enabled())
-        return call
 
     def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return a matrix after the cast of its role, and let the listeners know."""
@@ -203,6 +149,23 @@ class BitLinear(SplitLinear):
         return earlier
 
 
+def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
+    """Return what a layer makes of its input."""
+    if is_sharded(layer.weight):
+        raise LoopscopeError(
+            "A low-bit layer needs its whole weight, but finds a DTensor: tensor parallelism cannot be simulated; "
+            "use FSDP2 (fully_shard), which gathers weights before they are used."
+        )
+    if layer.factors is None or not layer.is_split:
+        return layer.product(x, layer.weight, layer.bias)
+    return split_product(x, layer.factors.decomposition, layer.weight, layer.bias, layer.product)
+
+
+_between_graphs = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
+"""The same where something may be compiled: ``torch.compiler.disable``, which imports the compiler when it is called
+only. The import takes seconds."""
+
+
 def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> BitLinear:
     """Make a linear layer a :class:`BitLinear`, in place: the same object with the same parameters.
 
@@ -211,7 +174,7 @@ def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_s
     layer.__class__ = BitLinear
     assert isinstance(layer, BitLinear)
     layer.recipe, layer.generator = recipe, generator
-    layer.last_call = LastCall()
+    layer.calls = Calls()
     splits = may_split and recipe.metis is not None and recipe.metis.forward
     rank = recipe.metis.rank_of(layer.weight.shape) if splits and recipe.metis is not None else 0
     layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
@@ -226,7 +189,7 @@ def strip(layer: BitLinear) -> nn.Linear:
     for name in _histories(layer.recipe):
         delattr(layer, name)
     layer.weight.data.copy_(layer.merged_weight())
-    for name in ("recipe", "generator", "last_call", "_quantization_hooks", "factors"):
+    for name in ("recipe", "generator", "calls", "_quantization_hooks", "factors"):
         delattr(layer, name)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
     return layer
@@ -239,11 +202,6 @@ def _histories(recipe: Recipe) -> Mapping[str, int]:
 
 def _history(cast: Cast) -> int:
     return cast.scaling_rule.history
-
-
-def _within_backward() -> bool:
-    """Tell whether a backward pass is under way in this thread: a forward in it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

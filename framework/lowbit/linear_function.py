@@ -55,9 +55,9 @@ class QuantizedLinear(torch.autograd.Function):
         x, weight, mark = ctx.saved_tensors
         if not ctx.call.is_marked(mark):
             raise LoopscopeError(
-                "Activation checkpointing repeated another call of a low-bit layer than the one it needs, so its "
-                "stochastic rounding or delayed scaling would differ from the forward pass; run backward before the "
-                "layer is called again, or use nearest rounding and current scaling."
+                "Activation checkpointing repeats the newest call of a low-bit layer only, but here an earlier one was "
+                "needed, whose stochastic rounding or delayed scaling was another; run backward before the layer is "
+                "called again, or use nearest rounding and a rule without a history in the forward pass."
             )
         x_is_wanted, weight_is_wanted, bias_is_wanted = ctx.needs_input_grad[:3]
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -90,9 +90,14 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _through(ctx: Any, role: Role, values: Tensor) -> Tensor:
-    """Cast a matrix in the backward pass, differentiably where that is itself differentiated."""
+    """Cast a matrix in the backward pass, differentiably where that is itself differentiated.
+
+    What is not finite in a float16 gradient passes: saturated, it would hide from the scaler that the step is lost.
+    """
     with torch.no_grad():
         rounded: Tensor = ctx.quantiser.quantize(role, values.detach(), ctx.call)
+        if role == "output_grad" and values.dtype is torch.float16:
+            rounded = torch.where(values.isfinite(), rounded, values)
     if not torch.is_grad_enabled():
         return rounded
     through: Tensor = StraightThrough.apply(values, rounded)  # type: ignore[no-untyped-call]

@@ -1,12 +1,13 @@
 """Recipes: which cast each of the five matrices of a linear layer goes through."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from framework.errors import UsageError, unknown
 from framework.lowbit.casts import Cast
 from framework.lowbit.metis import MetisOptions
-from framework.lowbit.roles import ROLES, Role
+from framework.lowbit.roles import FORWARD_ROLES, ROLES, Role
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,16 @@ class Recipe:
     output_grad: Cast | None = None
     metis: MetisOptions | None = None
 
-    @property
+    def __post_init__(self) -> None:
+        """Refuse Metis with a rule that has a history: raises :class:`UsageError`."""
+        with_history = [role for role, cast in self.casts.items() if cast.scaling_rule.history]
+        if self.metis is not None and with_history:
+            raise UsageError(
+                f"Recipe {self.name!r} casts several matrices as one {with_history[0]} (Metis), so that they have no "
+                f"common history; choose a scaling rule other than {self.casts[with_history[0]].rule!r}."
+            )
+
+    @cached_property
     def casts(self) -> Mapping[Role, Cast]:
         """The casts by role, without the roles that stay in full precision."""
         every: tuple[Cast | None, ...] = (
@@ -45,11 +55,17 @@ class Recipe:
         )
         return {role: cast for role, cast in zip(ROLES, every, strict=True) if cast is not None}
 
-    @property
+    @cached_property
     def draws(self) -> bool:
-        """Whether random numbers are drawn."""
+        """Whether random numbers are drawn, forward or backward."""
         decomposes = self.output_grad is not None and self.metis is not None and self.metis.backward
         return decomposes or any(cast.rounding == "stochastic" for cast in self.casts.values())
+
+    @cached_property
+    def varies(self) -> bool:
+        """Whether the same matrices may be cast otherwise at another forward call."""
+        forward = [self.casts[role] for role in FORWARD_ROLES if role in self.casts]
+        return any(cast.rounding == "stochastic" or cast.scaling_rule.history for cast in forward)
 
     def with_every(self, **options: str | float | None) -> "Recipe":
         """Return the recipe with other options, fields of :class:`Cast`, for all of its casts."""
@@ -79,11 +95,49 @@ RECIPES: Mapping[str, Recipe] = {
 of the four MX rules that has the smallest error in e2m1 on Gaussian, Laplace, Student t and log-normal values."""
 
 
-def find_recipe(name: str) -> Recipe:
-    """Return the recipe called ``name``; raises :class:`UsageError` with the nearest name."""
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    return RECIPES[name]
+def find_recipe(text: str) -> Recipe:
+    """Return the recipe called ``text``, or the one that it describes.
+
+    A description is a recipe's name or a cast for all roles, and what single roles have instead: ``role=cast`` or
+    ``role=none``, separated by commas. A cast is ``format/rule``, and after further slashes a rounding, ``block=N``,
+    ``q_scalar=X``. Raises :class:`UsageError` for a part that does not exist, with the nearest name.
+
+    >>> find_recipe("e2m1/block,output_grad=e5m2/current/stochastic").output_grad.rounding
+    'stochastic'
+    >>> find_recipe("nvfp4,forward_input=none").forward_input is None
+    True
+    """
+    first, *rest = [part.strip() for part in text.split(",")]
+    if "=" in first.partition("/")[0]:
+        first, rest = "fp32", [first, *rest]
+    if first not in RECIPES and "/" not in first:
+        raise unknown("recipe", first, RECIPES)
+    base = RECIPES[first] if first in RECIPES else uniform(first, parse_cast(first))
+    changes: dict[str, Cast | None] = {}
+    for part in rest:
+        role, _, cast = part.partition("=")
+        if role not in ROLES:
+            raise unknown("role", role, ROLES)
+        changes[role] = None if cast == "none" else parse_cast(cast)
+    return replace(base, name=text, **changes) if changes else base  # type: ignore[arg-type]
 
 
-__all__ = ["RECIPES", "Recipe", "UsageError", "find_recipe", "uniform"]
+def parse_cast(text: str) -> Cast:
+    """Return the cast that ``format/rule[/rounding][/block=N][/q_scalar=X]`` describes."""
+    number_format, *parts = text.split("/")
+    if not parts:
+        raise UsageError(f"The cast {text!r} has no scaling rule; write format/rule, such as e2m1/block.")
+    options: dict[str, str | int | float] = {}
+    for part in parts[1:]:
+        name, _, value = part.partition("=") if "=" in part else ("rounding", "", part)
+        if name not in OPTIONS:
+            raise unknown("option of a cast", name, OPTIONS)
+        try:
+            options[name] = OPTIONS[name](value)
+        except ValueError as error:
+            raise UsageError(f"The {name} of the cast {text!r} is {value!r}; it must be a number.") from error
+    return Cast(number_format, parts[0], **options)  # type: ignore[arg-type]
+
+
+OPTIONS: Mapping[str, Callable[[str], str | int | float]] = {"rounding": str, "block": int, "q_scalar": float}
+"""What a cast has beside format and rule, and how it is read from a text."""

@@ -112,7 +112,7 @@ def test_the_output_gradient_is_decomposed_before_it_enters_both_products():
 
 def layer_seeds(layer: BitLinear) -> list[int]:
     """Return the seeds that the layer's newest call can have used, one for each role."""
-    return [layer.last_call.calls["weight"].seed + role for role in range(len(ROLES))]
+    return [layer.calls.newest["weight"].seed + role for role in range(len(ROLES))]
 
 
 def test_the_decomposition_of_gradients_draws_from_the_models_generator_only():
