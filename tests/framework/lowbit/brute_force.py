@@ -45,63 +45,75 @@ def nearest(value: float, grid: Sequence[float]) -> float:
     return math.copysign(low if down < up or (down == up and even) else high, value)
 
 
-def blocks_of(values: Tensor, block: int | None) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Yield the indices of the values that share a scale."""
-    indices = list(np.ndindex(*values.shape))
+def blocks_of(values: Tensor, block: int | None) -> Iterator[range]:
+    """Yield, as positions in the flattened tensor, the values that share a scale."""
     if block is None:
-        yield indices
+        yield range(values.numel())
         return
     length = values.shape[-1] if values.ndim else 1
-    for row in range(0, len(indices), length or 1):
+    for row in range(0, values.numel(), length or 1):
         for start in range(row, row + length, block):
-            yield indices[start : min(start + block, row + length)]
+            yield range(start, min(start + block, row + length))
 
 
-def largest(values: Tensor, block: int | None) -> Tensor:
+def flat(values: Tensor) -> list[float]:
+    """Return the values as Python's floats, which are exact."""
+    found: list[float] = values.double().reshape(-1).tolist()
+    return found
+
+
+def largest(values: Tensor, block: int | None) -> list[float]:
     """Return the largest finite magnitude of every block."""
-    exact = values.double()
-    magnitudes = [
-        max((abs(exact[index].item()) for index in block if exact[index].isfinite()), default=0.0)
+    exact = flat(values)
+    return [
+        max((abs(exact[index]) for index in block if math.isfinite(exact[index])), default=0.0)
         for block in blocks_of(values, block)
     ]
-    return torch.tensor(magnitudes, dtype=torch.float64)
+
+
+def narrowed(magnitude: float) -> float:
+    """Return the smallest float32 number that is not below, or the largest there is."""
+    end = float(np.finfo(np.float32).max)
+    if magnitude >= end:
+        return end
+    near = np.float32(magnitude)
+    return float(near if float(near) >= magnitude else np.nextafter(near, np.float32(np.inf)))
 
 
 def scales_of(cast: Cast, values: Tensor, earlier: Tensor | None = None) -> list[float]:
     """Return the scales of the blocks in turn, from the largest magnitudes by the registered rule."""
     rule = RuleRegistry.get(cast.rule)
-    magnitudes = largest(values, cast.block or rule.block)
+    magnitudes = torch.tensor([narrowed(magnitude) for magnitude in largest(values, cast.blocks())])
     if rule.history and earlier is not None and earlier.max() > 0:
-        magnitudes = earlier.max().double().reshape(1)
-    given = magnitudes.float() if cast.blocks() else magnitudes.float().reshape(())
-    return (rule().scales(given, cast.number_format) * cast.q_scalar).reshape(-1).tolist()
+        magnitudes = earlier.max().reshape(1)
+    given = magnitudes if cast.blocks() else magnitudes.reshape(())
+    return flat(rule().scales(given, cast.number_format) * cast.q_scalar)
 
 
 def cast_by_hand(cast: Cast, values: Tensor, scales: Sequence[float]) -> Tensor:
     """Quantise and dequantise to nearest: quotient and product in float32, or float64 for float64 tensors."""
     wide = np.float64 if values.dtype == torch.float64 else np.float32
-    grid = decoded(FormatRegistry.get(cast.format))
-    end = torch.finfo(values.dtype).max
-    found = values.clone()
-    for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
-        for index in block:
-            value = values[index].item()
-            with np.errstate(over="ignore"):
-                quotient = float(wide(value) / wide(scale)) if scale else value
-            product = float(wide(nearest(quotient, grid)) * wide(scale))
-            found[index] = product if math.isnan(product) else min(max(product, -end), end)
-    return found
+    grid, end = decoded(FormatRegistry.get(cast.format)), torch.finfo(values.dtype).max
+    exact = flat(values)
+    with np.errstate(over="ignore"):
+        for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
+            for index in block:
+                quotient = float(wide(exact[index]) / wide(scale)) if scale else exact[index]
+                product = float(wide(nearest(quotient, grid)) * wide(scale))
+                exact[index] = product if math.isnan(product) else min(max(product, -end), end)
+    return torch.tensor(exact, dtype=torch.float64).to(values.dtype).reshape(values.shape)
 
 
 def counts_by_hand(cast: Cast, values: Tensor, rounded: Tensor, scales: Sequence[float]) -> dict[str, float]:
     """Count what was lost, one number after the other, in float64."""
     sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
+    before, after = flat(values), flat(rounded)
     for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
         maxima["scale_max"] = max(maxima["scale_max"], scale if block else 0.0)
         maxima["inverse_scale_max"] = max(maxima["inverse_scale_max"], 1 / scale if block and scale else 0.0)
         limit = scale * cast.number_format.maximum or math.inf
         for index in block:
-            _count_one(values[index].item(), rounded[index].item(), limit, sums, maxima)
+            _count_one(before[index], after[index], limit, sums, maxima)
     sums["quantizations"] = 1
     sums["overflow_count"] = float(sums["total_overflow_elements"] > 0)
     return {**sums, **maxima}
@@ -119,5 +131,5 @@ def _count_one(value: float, rounded: float, limit: float, sums: dict[str, float
         maxima["excess_max"] = max(maxima["excess_max"], excess)
     sums["upper_half_elements"] += excess > 0.5
     sums["underflow_elements"] += value != 0 and rounded == 0
-    sums["squared_error"] += (rounded - value) ** 2
-    sums["squared_norm"] += value**2
+    sums["squared_error"] += (rounded - value) * (rounded - value)
+    sums["squared_norm"] += value * value
