@@ -61,7 +61,8 @@ def load_reference(path: Path, model: nn.Module) -> Reference:
     except Exception as error:
         raise UsageError(f"The reference {path} is not a file of weights ({type(error).__name__}).") from error
     found = content.get("parameters", content) if isinstance(content, dict) else {}
-    parameters = dict(model.named_parameters())
+    saved = set(model.state_dict())  # which leaves out the factors of a low-bit layer: there it is its merged weight
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved}
     wrong = [
         f"{name} ({_shape(found.get(name))} there, {_shape(parameter)} here)"
         for name, parameter in parameters.items()

@@ -6,9 +6,10 @@ from typing import Any
 
 from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UsageError
+from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
+from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
 from framework.number_text import listed
 from framework.param_vectors import norm, trainable
@@ -57,6 +58,12 @@ class ModelSmoothing(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Copy the weights that the strategy begins with, unless it goes on from a checkpoint."""
+        apart = layers_with_factors(run.model)
+        if apart:
+            raise UnsuitableError(
+                f"Hook {self.name!r} blends weights of different steps, but a Metis split makes other quantities of the weights of "
+                f"{listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+            )
         if not self._copies.shards:
             self._copies.take(run.model, trainable(run.model))
             return

@@ -12,7 +12,9 @@ from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.errors import UnsuitableError, UsageError, unknown
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
+from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
+from framework.number_text import listed
 from framework.param_vectors import is_sharded, norm, trainable
 from framework.records import average_name
 from framework.registry import HookRegistry
@@ -93,6 +95,12 @@ class WeightAverage(TrainingHook):
         """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
         if not trainable(run.model):
             raise UnsuitableError("Hook 'weight_average' needs trained parameters; the model has none.")
+        apart = layers_with_factors(run.model)
+        if apart:
+            raise UnsuitableError(
+                f"Hook {self.name!r} averages weights of different steps, but a Metis split makes other quantities of the weights of "
+                f"{listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+            )
         self._run = run
         self._swa_from = math.ceil(self.swa_start * run.steps) if self.swa_start < 1 else int(self.swa_start)
         try:

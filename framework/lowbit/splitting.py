@@ -81,6 +81,11 @@ class SplitLinear(nn.Linear):
             self.factors.clear()
 
 
+def layers_with_factors(model: nn.Module) -> list[str]:
+    """Name the layers that are split or may be: their ``weight`` is not the same quantity throughout a run."""
+    return [name for name, module in model.named_modules() if isinstance(module, SplitLinear) and module.factors]
+
+
 def split_weight(weight: Tensor, rank: int, niter: int, generator: torch.Generator) -> tuple[Decomposition, Tensor]:
     """Return factors and residual of a weight, in its own type, whose merged weight is the weight within rounding.
 
