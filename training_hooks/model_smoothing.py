@@ -61,8 +61,8 @@ class ModelSmoothing(InterventionHook):
         apart = layers_with_factors(run.model)
         if apart:
             raise UnsuitableError(
-                f"Hook {self.name!r} blends weights of different steps, but a Metis split makes other quantities of the "
-                f"weights of {listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+                f"Hook {self.name!r} blends weights of different steps, but a Metis split makes other quantities of "
+                f"those of {listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
             )
         if not self._copies.shards:
             self._copies.take(run.model, trainable(run.model))

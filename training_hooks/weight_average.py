@@ -98,8 +98,8 @@ class WeightAverage(TrainingHook):
         apart = layers_with_factors(run.model)
         if apart:
             raise UnsuitableError(
-                f"Hook {self.name!r} averages weights of different steps, but a Metis split makes other quantities of the "
-                f"weights of {listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+                f"Hook {self.name!r} averages weights of different steps, but a Metis split makes other quantities of "
+                f"those of {listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
             )
         self._run = run
         self._swa_from = math.ceil(self.swa_start * run.steps) if self.swa_start < 1 else int(self.swa_start)

@@ -1,0 +1,71 @@
+"""A penalty that holds weights away from both ends of a narrow format's range: from large values and from zero."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from framework.errors import UsageError, nearest
+
+OFFSET = 1e-6
+"""Added to a weight before its inverse square is taken; the penalty has its pole at −1e-6."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangePenalty:
+    """λ·mean(α₁·w² + α₂·(w + 1e-6)⁻²), one mean over every element of all matrices (Metis, arXiv 2509.00404).
+
+    The published code adds up the means of the single matrices instead, so that there λ weighs more the more matrices
+    a model has, and an element of a small matrix more than one of a large matrix.
+
+    Args:
+        weight: λ; at 0 there is no penalty, and nothing is computed.
+        large: α₁, against large weights.
+        small: α₂, against small ones. The inverse square of a weight of 0.001 is a million: λ has to be small.
+    """
+
+    weight: float = 0.0
+    large: float = 1.0
+    small: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every value; raises :class:`UsageError`."""
+        for name, value in (("weight", self.weight), ("large", self.large), ("small", self.small)):
+            if not 0 <= value < float("inf"):
+                raise UsageError(f"The {name} of the range penalty is {value}; it must be a number of at least 0.")
+
+    def __call__(self, matrices: Mapping[str, Tensor]) -> Tensor:
+        """Return the penalty, zero-dimensional float32 (float64 if a matrix is), differentiable in the matrices."""
+        values = list(matrices.values())
+        if not (self.weight and values):
+            return torch.zeros((), device=values[0].device if values else None)
+        total = torch.stack([self._sum(matrix) for matrix in values]).sum()
+        return self.weight * total / sum(matrix.numel() for matrix in values)
+
+    def _sum(self, matrix: Tensor) -> Tensor:
+        """Return the sum over one matrix, computed in float32 or wider."""
+        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        return self.large * wide.square().sum() + self.small * (wide + OFFSET).reciprocal().square().sum()
+
+
+def penalised(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:
+    """Return the trained matrices (two dimensions, so no norm and no bias) whose name matches, by name.
+
+    After a Metis split the factors U and V are among them, beside the residual. Raises :class:`UsageError` if the
+    pattern matches no matrix of the model.
+    """
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    chosen = {name: parameter for name, parameter in matrices.items() if fnmatchcase(name, pattern)}
+    if not chosen:
+        raise UsageError(
+            f"The range penalty is for the matrices whose name matches {pattern!r}, and none does."
+            f"{nearest(pattern, matrices)}"
+        )
+    return {name: parameter for name, parameter in chosen.items() if parameter.requires_grad}
+
+
+def share(penalty: Tensor, loss: Tensor) -> Tensor:
+    """Return the penalty's share of the sum of both, in [0, 1] for a loss of at least 0; NaN where both are 0."""
+    return penalty / (loss + penalty)

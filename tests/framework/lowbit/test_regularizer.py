@@ -1,0 +1,95 @@
+"""The range penalty against its closed form in float64, value and gradient."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from framework.errors import UsageError
+from framework.lowbit.conversion import quantize_model
+from framework.lowbit.regularizer import OFFSET, RangePenalty, penalised, share
+
+
+def matrices(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(1)
+    shapes = {"small": (2, 3), "large": (20, 30)}
+    drawn = {name: torch.randn(shape, generator=source, dtype=torch.float64) for name, shape in shapes.items()}
+    return {name: value.sign().mul(0.1 + value.abs()).to(dtype).requires_grad_() for name, value in drawn.items()}
+
+
+@pytest.mark.parametrize(("large", "small"), [(1.0, 1.0), (0.5, 0.0), (0.0, 2.0)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_value_and_gradient_are_those_of_the_closed_form(dtype, tolerance, large, small):
+    given, weight = matrices(dtype), 0.25
+    penalty = RangePenalty(weight=weight, large=large, small=small)(given)
+    penalty.backward()
+    every = torch.cat([value.detach().double().flatten() for value in given.values()])
+    expected = weight * (large * every**2 + small / (every + OFFSET) ** 2).mean()
+    slope = weight * (2 * large * every - 2 * small / (every + OFFSET) ** 3) / len(every)
+    found = torch.cat([value.grad.double().flatten() for value in given.values()])
+    torch.testing.assert_close(penalty.double(), expected, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found, slope, rtol=tolerance, atol=1e-5 * tolerance)
+
+
+def test_it_is_one_mean_over_all_elements_and_no_sum_of_means():
+    given = matrices()
+    penalty = RangePenalty(weight=1.0)(given)
+    apart = [RangePenalty(weight=1.0)({name: value}) for name, value in given.items()]
+    sizes = [value.numel() for value in given.values()]
+    weighted = sum(each * size for each, size in zip(apart, sizes, strict=True)) / sum(sizes)
+    torch.testing.assert_close(penalty, weighted)
+    assert not math.isclose(penalty.item(), sum(apart).item(), rel_tol=0.1)
+
+
+def test_half_precision_is_summed_in_float32():
+    given = {"w": torch.full((400, 400), 0.01, dtype=torch.float16)}
+    assert RangePenalty(weight=1.0)(given).item() == pytest.approx(1e4, rel=2e-3)
+
+
+def test_without_weight_it_is_zero_and_leaves_no_gradient():
+    given = matrices()
+    penalty = RangePenalty()(given)
+    assert penalty == 0
+    assert not penalty.requires_grad
+
+
+def test_a_step_against_it_moves_weights_away_from_both_ends():
+    given = {"w": torch.tensor([[4.0, 0.2, -4.0, -0.2]], requires_grad=True)}
+    RangePenalty(weight=1.0)(given).backward()
+    moved = given["w"] - 1e-3 * given["w"].grad
+    assert ((moved.abs() < given["w"].abs()) == torch.tensor([[True, False, True, False]])).all()
+
+
+def test_the_share_is_that_of_the_sum():
+    assert share(torch.tensor(1.0), torch.tensor(3.0)) == 0.25
+    assert share(torch.tensor(0.0), torch.tensor(3.0)) == 0
+
+
+def test_the_matrices_of_a_model_are_those_without_norms_biases_and_frozen_ones():
+    model = nn.ModuleDict(
+        {"a": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "b": nn.Linear(4, 4), "c": nn.Embedding(5, 3)}
+    )
+    model["b"].weight.requires_grad_(False)
+    assert [*penalised(model)] == ["a.weight", "c.weight"]
+    assert [*penalised(model, "a.*")] == ["a.weight"]
+
+
+def test_factors_are_penalised_once_they_are_trained():
+    model = nn.Sequential(nn.Linear(8, 8))
+    quantize_model(model, "fp4_metis")
+    assert [*penalised(model)] == ["0.weight"]
+    model[0].factors.requires_grad_(True)
+    assert [*penalised(model)] == ["0.weight", "0.factors.u", "0.factors.v"]
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(UsageError, match="matches 'blocks', and none does"):
+        penalised(nn.Linear(3, 4), "blocks")
+
+
+@pytest.mark.parametrize("option", ["weight", "large", "small"])
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_options_that_make_no_sense_are_refused(option, value):
+    with pytest.raises(UsageError, match=f"The {option} of the range penalty is {value}"):
+        RangePenalty(**{option: value})
