@@ -1,5 +1,6 @@
 """Compiled models: the training steps run compiled, everything else eagerly."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ def compile_model(model: nn.Module) -> None:
     """
     if next(model.parameters()).device.type == "cpu":
         _check_compiler()
+    # torch looks at the gradient of whatever enters a graph behind a break, and warns of its own look
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     model.compile(dynamic=False)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
@@ -138,8 +139,11 @@ class BitLinear(SplitLinear):
         return [listener for listener in self._quantization_hooks.values() if listener.is_heard()]
 
     def _earlier(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
-        """Return the largest magnitude of earlier tensors, zero-dimensional, and in training note the present one."""
-        if call.repeated and role in call.earlier:
+        """Return the largest magnitude of earlier tensors, zero-dimensional.
+
+        In training the present one is noted, once a call, whether it is repeated or differentiated twice.
+        """
+        if role in call.earlier:
             return call.earlier[role]
         history = self.get_buffer(f"{role}_history")
         earlier = call.earlier[role] = history.max()
@@ -162,8 +166,10 @@ def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
 
 
 _between_graphs = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
-"""The same where something may be compiled: ``torch.compiler.disable``, which imports the compiler when it is called
-only. The import takes seconds."""
+"""The same where something may be compiled: ``torch.compiler.disable``, but that the compiler, whose import takes
+seconds, is imported when this is called only."""
+set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+"""A compiler that began a graph here would look at the gradient of what enters it, and warn of its own look."""
 
 
 def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> BitLinear:

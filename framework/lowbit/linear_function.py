@@ -36,13 +36,16 @@ class QuantizedLinear(torch.autograd.Function):
 
     Straight through: the derivative of every cast is taken to be one. db is the sum of g as it arrives, since no matrix
     product, and so no narrow format, is part of it. Kept for backward are x and W themselves, which live anyway, and of
-    them only what the wanted gradients need. The gradient can itself be differentiated, straight through once more.
+    them only what the wanted gradients need.
+
+    The gradient can itself be differentiated, straight through once more; the pass that does so casts no output
+    gradients, so that Hessian-vector products are linear in the vector and the Hessian is symmetric.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantiser: Quantiser, call: Call) -> Tensor:
         """Return y of shape (..., out) for x (..., in), W (out, in), b (out)."""
-        ctx.quantiser, ctx.call = quantiser, call
+        ctx.quantiser, ctx.call, ctx.is_differentiated = quantiser, call, False
         x_is_wanted, weight_is_wanted = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, call.mark())
         return functional.linear(
@@ -60,10 +63,12 @@ class QuantizedLinear(torch.autograd.Function):
                 "called again, or use nearest rounding and a rule without a history in the forward pass."
             )
         x_is_wanted, weight_is_wanted, bias_is_wanted = ctx.needs_input_grad[:3]
+        second_pass = ctx.is_differentiated
+        ctx.is_differentiated = second_pass or torch.is_grad_enabled()
         rows = gradient.reshape(-1, gradient.shape[-1])
         dx = dw = db = None
         if x_is_wanted or weight_is_wanted:
-            rounded = _through(ctx, "output_grad", rows)
+            rounded = rows if second_pass else _through(ctx, "output_grad", rows)
         if x_is_wanted:
             dx = rounded.mm(_through(ctx, "backward_weight", weight))
             dx = dx.reshape(*gradient.shape[:-1], weight.shape[1])
