@@ -26,6 +26,7 @@ from training_hooks.output_projection_clip import OutputProjectionClip
 from training_hooks.parameter_delta import ParameterDelta
 from training_hooks.path_length import PathLength
 from training_hooks.phases import Phases
+from training_hooks.range_penalty import RangePenaltyReport
 from training_hooks.sharpness import Sharpness
 from training_hooks.subspace_gradient_info import SubspaceGradientInfo
 from training_hooks.token_gradient import TokenGradient
@@ -62,6 +63,7 @@ __all__ = [
     "ParameterDelta",
     "PathLength",
     "Phases",
+    "RangePenaltyReport",
     "Sharpness",
     "SmoothingConfig",
     "SubspaceGradientInfo",

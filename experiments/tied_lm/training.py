@@ -238,9 +238,15 @@ class LanguageModelRunner(ExperimentRunner[Config]):
         return LambdaLR(optimizer, share)
 
     def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the next token, with the z-loss if it is on."""
+        """Return the mean cross-entropy of the next token, with the z-loss and the penalty if they are on."""
         inputs, targets = batch
-        return language_model_loss(model(inputs), targets, self.config.z_loss)
+        loss = language_model_loss(model(inputs), targets, self.config.z_loss)
+        penalty = self.penalty(model)
+        return loss if penalty is None else loss + penalty
+
+    def penalty(self, model: nn.Module) -> Tensor | None:
+        """Return what the loss holds beside that of the data, zero-dimensional; by default nothing."""
+        return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return ``val_loss`` and, beside it, the ``unigram_entropy`` (nats), and the mean norm of an embedding."""

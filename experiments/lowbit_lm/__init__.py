@@ -1,0 +1,1 @@
+"""A decoder language model trained with 4- and 8-bit numbers."""

@@ -1,0 +1,153 @@
+"""lowbit_lm: strategies differ in the casts alone, bad options are refused in a sentence before the run."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import experiments
+import sinks
+import training_hooks
+from experiments.lowbit_lm.runner import LowbitLMConfig, LowbitLMRunner
+from framework.cli import main
+from framework.lowbit.linear import BitLinear
+from framework.session import build_run
+from sinks import read_jsonl
+from tests.framework.small_experiment import read_json
+
+FILLED = (experiments, sinks, training_hooks)
+TINY: dict[str, Any] = {
+    **{"steps": 4, "vocabulary": 300, "context": 16, "width": 16, "layers": 1, "heads": 2, "batch_size": 4},
+    **{"evaluation_windows": 4, "warmup_steps": 1, "sample_tokens": 5, "log_every": 2},
+    **{"forward_warmup_steps": 1, "merge_steps": 2},
+}
+WORDS = " ".join(f"--{name} {value}" for name, value in TINY.items())
+QUANTISED = [strategy for strategy in LowbitLMRunner.strategies if strategy != "fp32"]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of tokens, which unlike a text need no tokenizer."""
+    path = tmp_path_factory.mktemp("data") / "tokens.u16"
+    np.random.default_rng(1).zipf(1.5, 5000).clip(max=299).astype("<u2").tofile(path)
+    return path
+
+
+def tiny(tokens: Path, **options: Any) -> LowbitLMRunner:
+    return LowbitLMRunner(LowbitLMConfig(**(TINY | {"data": tokens} | options)))
+
+
+def run(folder: Path, tokens: Path, words: str = "") -> int:
+    return main(f"run lowbit_lm {WORDS} --data {tokens} --output-dir {folder} --hook-jsonl {words}".split())
+
+
+def test_strategies_have_the_same_data_and_initial_weights(tokens: Path) -> None:
+    built = [build_run(tiny(tokens), strategy)[0] for strategy in LowbitLMRunner.strategies]
+    for task in built[1:]:
+        assert task.model.state_dict().keys() == built[0].model.state_dict().keys()
+        assert all(torch.equal(weight, built[0].model.state_dict()[name])
+                   for name, weight in task.model.state_dict().items())  # fmt: skip
+        assert torch.equal(built[0].loader.batch(3)[0], task.loader.batch(3)[0])
+
+
+@pytest.mark.parametrize("strategy", QUANTISED)
+def test_the_linear_layers_of_the_blocks_are_cast_and_nothing_else(tokens: Path, strategy: str) -> None:
+    model = build_run(tiny(tokens, layers=2), strategy)[0].model
+    cast = {name for name, module in model.named_modules() if isinstance(module, BitLinear)}
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linear - cast == {"head"}
+    assert len(cast) == 2 * 7
+
+
+def test_patterns_choose_the_layers(tokens: Path) -> None:
+    model = build_run(tiny(tokens, include="blocks.0.ff.*, head", exclude="*.up_proj"), "fp8")[0].model
+    cast = [name for name, module in model.named_modules() if isinstance(module, BitLinear)]
+    assert cast == ["blocks.0.ff.gate_proj", "blocks.0.ff.down_proj", "head"]
+
+
+def test_options_reach_the_casts() -> None:
+    config = LowbitLMConfig(**TINY, q_scalar=0.5, stochastic_output_grad=True, rank=3, gains="long_tail")
+    recipe = config.recipe("fp4_metis")
+    assert recipe.metis is not None
+    assert recipe.output_grad is not None
+    assert {cast.q_scalar for cast in recipe.casts.values()} == {0.5}
+    assert [role for role, cast in recipe.casts.items() if cast.rounding == "stochastic"] == ["output_grad"]
+    assert (recipe.metis.rank, recipe.metis.gains, recipe.metis.merge_steps) == (3, "long_tail", 2)
+    assert config.recipe("fp32").casts == {}
+    assert config.recipe("fp4_block").metis is None
+
+
+def test_the_two_published_recipes_are_presets() -> None:
+    published = [LowbitLMConfig(**LowbitLMRunner.presets[name]) for name in ("gpt2", "llama")]
+    assert [(config.rank, config.max_norm) for config in published] == [(60, 2.0), (64, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[Path, str]:
+    """The folder of all strategies, and what was shown."""
+    folder = tmp_path_factory.mktemp("all")
+    with redirect_stdout(StringIO()) as shown:
+        assert run(folder, tokens, "--strategy all") == 0
+    return folder / "lowbit_lm", shown.getvalue()
+
+
+def test_the_command_compares_all_strategies(trained: tuple[Path, str]) -> None:
+    words = ("val_loss − fp32", "cumulative_element_overflow_rate", "cumulative_underflow_rate", "output_grad")
+    assert all(word in trained[1] for word in words)
+
+
+def test_quantised_strategies_are_counted_and_all_are_clipped(trained: tuple[Path, str]) -> None:
+    for strategy in LowbitLMRunner.strategies:
+        config, summary = (
+            read_json(trained[0] / strategy / name) for name in ("experiment_config.json", "summary.json")
+        )
+        assert (summary["status"], summary["steps"]) == ("completed", 4)
+        assert ("gradient_overflow" in config["hooks"]) == (strategy in QUANTISED)
+        assert [*summary["treatments"]] == (["metis_split"] * (strategy == "fp4_metis")) + ["grad_clip"]
+        assert len(summary["metrics"]) == (4 if strategy in QUANTISED else 0)
+
+
+def test_the_casts_alone_part_the_strategies(trained: tuple[Path, str], tokens: Path) -> None:
+    first = {}
+    for strategy in LowbitLMRunner.strategies:
+        records = read_jsonl(trained[0] / strategy / f"{strategy}.jsonl")
+        first[strategy] = next(found for record in records if (found := record.metrics.get("training_metrics/loss")))
+    losses = {strategy: series.values[0] for strategy, series in first.items()}
+    runner = tiny(tokens)
+    task = build_run(runner, "fp32")[0]
+    assert losses["fp32"] == runner.compute_loss(task.model, task.loader.batch(0)).item()
+    assert losses["fp4_metis"] == losses["fp4_block"]
+    assert first["fp4_metis"].values[1] != first["fp4_block"].values[1]
+    assert len(set(losses.values())) == 6
+    assert all(abs(losses[strategy] - losses["fp32"]) < 0.05 for strategy in QUANTISED)
+
+
+BAD = {
+    "--include blocks.9.*": "No linear layer's name matches 'blocks.9.*'",
+    "--include ,": "include is empty; name layers by patterns, such as blocks.*",
+    "--exclude nothing": "No linear layer's name matches 'nothing'",
+    "--exclude blocks.*": "No linear layer is left",
+    "--rank 17": "The rank of Metis is 17, but the weight of 'blocks.0.attention.q_proj' is a 16 x 16 matrix; choose",
+    "--rank 0": "The rank of Metis is 0; it must be a whole number of at least 1, or as a share",
+    "--rank 1.5": "The rank of Metis is 1.5; it must be a whole number",
+    "--niter -1": "niter of Metis is -1; it must be at least 0",
+    "--q-scalar 0": "q_scalar is 0",
+    "--max-norm -1": "max_norm is -1.0; it must be at least 0",
+    "--reg-lambda -1": "reg_lambda is -1.0; it must be at least 0",
+    "--metis-forward false --metis-backward false": "that is fp4_block",
+    "--strategy fp4_metiss": "Did you mean 'fp4_metis'?",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_sentence_before_the_run(
+    tmp_path: Path, tokens: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert run(tmp_path, tokens, f"--no-console-output {words}") == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert BAD[words] in sentence
+    assert [*tmp_path.iterdir()] == []

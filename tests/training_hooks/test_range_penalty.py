@@ -1,0 +1,70 @@
+"""range_penalty: means by brute force, the penalty that the loss holds, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint
+from framework.lowbit.regularizer import RangePenalty, penalised
+from tests.sinks.emits import run_info
+from tests.training_hooks.epoch_end import epoch_end
+from training_hooks.range_penalty import RangePenaltyReport, mean_squares
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def report(net: nn.Module, loss: Tensor | None = None, **options: float | str) -> dict[str, Tensor]:
+    return dict(RangePenaltyReport(**options).compute(epoch_end(net, hook_point=HookPoint.POST_BACKWARD, loss=loss)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_means_are_those_of_every_element_together(dtype: torch.dtype) -> None:
+    net = model(dtype)
+    values = [value for index in (0, 2) for value in net.get_parameter(f"{index}.weight").flatten().tolist()]
+    square, inverse = mean_squares(list(penalised(net).values()))
+    assert square.item() == pytest.approx(sum(value**2 for value in values) / 56, rel=1e-5)
+    assert inverse.item() == pytest.approx(sum((value + 1e-6) ** -2 for value in values) / 56, rel=1e-5)
+
+
+def test_the_penalty_is_what_the_loss_holds_and_the_rest_is_the_data() -> None:
+    net = model()
+    options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
+    penalty = RangePenalty(**options)(penalised(net)).detach()
+    found = report(net, torch.tensor(2.0) + penalty, **options)
+    assert torch.allclose(found["penalty"], penalty, rtol=1e-5)
+    assert found["data_loss"].item() == pytest.approx(2.0, rel=1e-5)
+    assert found["share"].item() == pytest.approx(penalty.item() / (2 + penalty.item()), rel=1e-5)
+
+
+def test_without_a_penalty_only_the_means_are_reported() -> None:
+    assert report(model(), torch.tensor(2.0)).keys() == {"mean_square", "mean_inverse_square"}
+
+
+def test_a_pattern_chooses_the_matrices_and_frozen_ones_do_not_count() -> None:
+    net = model()
+    net.get_parameter("0.weight").requires_grad_(False)
+    assert torch.equal(report(net)["mean_square"], report(net, pattern="2.*")["mean_square"])
+
+
+def test_a_weight_at_the_pole_makes_the_mean_infinite() -> None:
+    net = nn.Linear(2, 2)
+    nn.init.constant_(net.weight, -1e-6)
+    assert report(net)["mean_inverse_square"].item() == torch.inf
+
+
+def test_models_and_options_that_do_not_suit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsuitableError, match="needs trained matrices whose name matches"):
+        RangePenaltyReport().start(run_info(tmp_path, model=nn.Conv2d(1, 1, 3)))
+    with pytest.raises(UsageError, match="matches 'blocks"):
+        RangePenaltyReport(pattern="blocks.*").start(run_info(tmp_path, model=model()))
+    for option in ("weight", "large", "small"):
+        with pytest.raises(UsageError, match=f"range_penalty.{option} is -1"):
+            RangePenaltyReport(**{option: -1})
+    with pytest.raises(UsageError, match=r"range_penalty.every_n_steps is 0"):
+        RangePenaltyReport(every_n_steps=0)

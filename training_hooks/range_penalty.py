@@ -1,0 +1,127 @@
+"""How near weights come to both ends of a narrow format's range, and what a penalty on that adds to the loss."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from framework.contexts import MetricInfo, RunDataContext, RunInfo
+from framework.errors import UnsuitableError, UsageError
+from framework.hook_points import HookPoint, StepSchedule
+from framework.hooks import TrainingHook
+from framework.lowbit.regularizer import OFFSET, RangePenalty, penalised, share
+from framework.metrics import Metrics
+from framework.param_vectors import joint_norm
+from framework.registry import HookRegistry
+
+
+def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the means of w² and of (w + 1e-6)⁻² over all elements, zero-dimensional, float32 or wider.
+
+    One matrix after another, so that never more than one of them is copied.
+    """
+    elements = sum(matrix.numel() for matrix in matrices)
+    inverse = [joint_norm([_wide(matrix).add(OFFSET).reciprocal_()]) for matrix in matrices]
+    first = inverse[0].device
+    inverse_norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in inverse]))
+    return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
+
+
+@HookRegistry.register
+class RangePenaltyReport(TrainingHook):
+    """Measure how near weights come to zero and to large values, and the share of a penalty on both in the loss.
+
+    Two means over every element of the trained matrices: that of w², which large weights rule, and that of
+    (w + 1e-6)⁻², which a few weights next to zero rule. The experiment ``lowbit_lm`` can add
+    λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``); it switches this hook on then, with the same
+    numbers, and the hook reports the penalty, its share and the loss without it.
+
+    Assumes, with a ``weight`` above 0, that the loss of the run holds this penalty with these numbers, on these
+    matrices: the hook adds nothing to the loss.
+
+    Args:
+        weight: λ, the weight of the penalty in the loss; at 0 the run has none.
+        large: α₁, the weight of the mean of w² in it.
+        small: α₂, the weight of the mean of (w + 1e-6)⁻².
+        pattern: names of the matrices, with wildcards.
+        every_n_steps: steps from one report to the next.
+    """
+
+    name = "range_penalty"
+    hook_points = frozenset({HookPoint.POST_BACKWARD})
+
+    def __init__(
+        self,
+        *,
+        weight: float = 0.0,
+        large: float = 1.0,
+        small: float = 1.0,
+        pattern: str = "*",
+        every_n_steps: int = 100,
+    ) -> None:
+        for option, value in (("weight", weight), ("large", large), ("small", small)):
+            if not 0 <= value < float("inf"):
+                raise UsageError(f"range_penalty.{option} is {value}; it must be a number of at least 0.")
+        if every_n_steps < 1:
+            raise UsageError(f"range_penalty.every_n_steps is {every_n_steps}; it must be at least 1.")
+        self._penalty = RangePenalty(weight=weight, large=large, small=small)
+        self._pattern = pattern
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse a model without such matrices."""
+        matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
+        if not (matrices and penalised(run.model, self._pattern)):
+            raise UnsuitableError(
+                f"Hook {self.name!r} needs trained matrices whose name matches {self._pattern!r}; the model has none."
+            )
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return both means, and the penalty that they make."""
+        square, inverse_square = mean_squares(list(penalised(ctx.model, self._pattern).values()))
+        means = {"mean_square": square, "mean_inverse_square": inverse_square}
+        if not self._penalty.weight or not isinstance(ctx.loss, Tensor):
+            return means
+        penalty = self._penalty.weight * (self._penalty.large * square + self._penalty.small * inverse_square)
+        data_loss = ctx.loss - penalty
+        return {**means, "penalty": penalty, "data_loss": data_loss, "share": share(penalty, data_loss)}
+
+    def describe_metrics(self) -> Sequence[MetricInfo]:
+        """Describe both means and the penalty."""
+        return [
+            MetricInfo(
+                "mean_square",
+                "mean of w² over every element of the matrices",
+                "[0, ∞)",
+                "Grows with the weights; weight decay and α₁ hold it.",
+            ),
+            MetricInfo(
+                "mean_inverse_square",
+                "mean of (w + 1e-6)⁻² over every element of the matrices",
+                "(0, ∞]",
+                "Ruled by the weights nearest to −1e-6: of a million Gaussian ones with σ = 0.02 the nearest alone "
+                "gives about 1e9. Jumps are single weights that cross zero.",
+            ),
+            MetricInfo(
+                "penalty",
+                "λ·(α₁·mean_square + α₂·mean_inverse_square)",
+                "[0, ∞]",
+                "What the loss holds beside that of the data; reported where λ > 0.",
+            ),
+            MetricInfo(
+                "data_loss",
+                "loss of the step − penalty",
+                "[0, ∞) for cross-entropy",
+                "training_metrics/loss without the penalty. Its last digits are lost where the penalty is much larger.",
+            ),
+            MetricInfo(
+                "share",
+                "penalty / loss of the step",
+                "[0, 1]",
+                "Above a few percent the penalty, not the data, decides where weights go: choose a smaller λ.",
+            ),
+        ]
