@@ -40,6 +40,7 @@ class MetricDispatch:
         self._run_hook = run_hook
         self._now: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
+        self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
         self.follows_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
@@ -148,6 +149,8 @@ class MetricDispatch:
 
     def positions(self) -> dict[str, Position | None]:
         """Return how far the sinks have come, by their names and those they include; ``None`` for one that failed."""
+        if self._at_end is not None:
+            return self._at_end
         found: dict[str, Position | None] = {}
         self._each(0, lambda sink: found.update(dict.fromkeys(_names(sink), sink.position())))
         return {name: None for sink in self._failed for name in _names(sink)} | found
@@ -155,12 +158,14 @@ class MetricDispatch:
     def files(self) -> list[Path]:
         """Return the files that are to be on the disk before a checkpoint with the :meth:`positions` counts."""
         found: list[Path] = []
-        self._each(0, lambda sink: found.extend(sink.files()))
+        if self._at_end is None:
+            self._each(0, lambda sink: found.extend(sink.files()))
         return found
 
     def end(self, status: str) -> None:
         """Close the sinks."""
         self._each(0, lambda sink: sink.flush())
+        self._at_end = self.positions()
         self._each(0, lambda sink: sink.close(status))
 
     def snapshot(self, epoch: int, step: int) -> None:

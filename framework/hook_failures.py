@@ -64,5 +64,5 @@ class HookFailures:
 
 def _may_finish_step(hook: TrainingHook, where: str) -> bool:
     """Tell whether the step at which a hook raised is the same without it: then it is finished, and can be saved."""
-    within = where in HookPoint.__members__ or where == "check" or where.startswith("tap on")
+    within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
     return within and not (isinstance(hook, InterventionHook) and hook.commits)

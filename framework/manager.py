@@ -329,7 +329,10 @@ class HookManager:
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         self.failures.treat(hook, where, step, error)
-        self._drop(hook)
+        if self.failures.pending is None:
+            self._drop(hook)
+        else:  # the run ends after the step, and the hook is told of that
+            self._listeners.drop(hook)
 
     def _drop(self, hook: TrainingHook) -> None:
         self._listeners.drop(hook)

@@ -13,7 +13,6 @@ from framework.borrowing import lent_for_evaluation
 from framework.checkpoint_files import Checkpoint
 from framework.checkpoint_writer import CheckpointWriter
 from framework.checkpointing import Checkpointing, CheckpointPlan
-from framework.commits import UndeclaredCommitError
 from framework.contexts import RunInfo
 from framework.display import Display
 from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError
@@ -51,6 +50,7 @@ class StrategyRun:
     """What the manifests of checkpoints say of the run: configuration, hooks."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
+    _is_trained: bool = False
     _initial: dict[str, float] = field(default_factory=dict)
     _signals: Signals = field(default_factory=Signals)
 
@@ -86,7 +86,9 @@ class StrategyRun:
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
                 self._fail("failed", fatal)
                 raise fatal from error
-            except (HookError, UndeclaredCommitError) as error:
+            except HookError as error:
+                if self._is_trained:
+                    _attempt(lambda: self._checkpointing.take(wait=True))
                 self._fail("failed", error)
                 raise
             except BaseException as error:
@@ -121,6 +123,7 @@ class StrategyRun:
         try:
             with self._signals.caught():
                 loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
+                self._is_trained = True
         finally:
             self._trained = perf_counter() - begin
             self._checkpointing.finish()

@@ -22,8 +22,13 @@ from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)
 REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry)
-SMALL = "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1 --ff-dim 8"
-SHORT = "--epochs 2 --max-epochs 2 --snapshot-every 1"
+SMALL = {
+    "mod_arithmetic": "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1"
+    " --ff-dim 8 --epochs 2 --max-epochs 2 --snapshot-every 1 --overwrite",
+    "tied_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 8 --warmup-steps 1"
+    " --evaluation-windows 4 --sample-tokens 5 --overwrite",
+}
+"""How an experiment that a page runs is made small."""
 LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
 
 
@@ -48,10 +53,10 @@ def status_of(command: Callable[[], Any]) -> int:
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a command of a console block and return its exit status; runs of mod_arithmetic are made small."""
+    """Run a command of a console block and return its exit status; runs of experiments that are here are made small."""
     program, *words = shlex.split(command)
-    if words[:2] == ["run", "mod_arithmetic"] or words[1:3] == ["run", "mod_arithmetic"]:
-        words += f"{SMALL} {SHORT} --overwrite".split()
+    if "run" in words[:2] and (name := words[words.index("run") + 1]) in ExperimentRegistry.names():
+        words += SMALL[name].split()
     if program == "loopscope":
         return status_of(lambda: main(words))
     if program == "python" and words[0].endswith(".py"):

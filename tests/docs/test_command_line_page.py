@@ -9,10 +9,10 @@ import pytest
 
 from framework.cli import main
 from tests.docs.markdown import ROOT, blocks, code, table_with, tables
-from tests.docs.running import SHORT, SMALL, status_of
+from tests.docs.running import SMALL, status_of
 
 PAGE = ROOT / "docs/command-line.md"
-RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL} {SHORT}".split()
+RUN = f"run mod_arithmetic --strategy random --no-console-output {SMALL['mod_arithmetic']}".split()
 HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--hook-tensorboard", "--profile-hooks"]
 
 

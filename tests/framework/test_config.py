@@ -1,6 +1,7 @@
 """Options of experiments: every value is checked, by type and by range, when a config is made."""
 
 import math
+import re
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"accumulation_steps": 0}, "accumulation_steps is 0; it must be at least 1."),
     ({"eval_every": 0}, "eval_every is 0; it must be at least 1."),
     ({"snapshot_every": 0}, "snapshot_every is 0; it must be at least 1."),
-    ({"checkpoint_every": -1}, "checkpoint_every is -1; it must be at least 0."),
     ({"output_dir": None}, "output_dir is None; it must be a path."),
     ({"epochs": 0}, "epochs is 0; it must be at least 1."),
     ({"max_epochs": 0}, "max_epochs is 0; it must be at least 1."),
@@ -84,7 +84,7 @@ def test_a_subclass_checks_its_own_fields_too() -> None:
 def test_every_experiment_has_these_options_and_every_run_those() -> None:
     assert field_names(ExperimentConfig) == [
         *("seed", "output_dir", "batch_size", "accumulation_steps", "amp", "with_compile", "log_every"),
-        *("eval_every", "snapshot_every", "checkpoint_every"),
+        *("eval_every", "snapshot_every"),
     ]
     assert set(field_names(RunFlags)) < set(field_names(RunOptions))
 
@@ -109,3 +109,17 @@ def test_annotations_are_said_in_words() -> None:
     assert in_words(Path | None) == "a path or null"
     assert in_words(bool) == "true or false"
     assert in_words(dict[str, int]) == "dict[str, int]"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"save_checkpoints": -1}, "save_checkpoints is -1; it must be at least 0."),
+        ({"checkpoint_every_steps": -1}, "checkpoint_every_steps is -1; it must be at least 0."),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0; it must be at least 1."),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
+    ],
+)
+def test_options_of_checkpoints_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        RunOptions(**options)

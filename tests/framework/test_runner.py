@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import training_hooks
+from framework.checkpoint_files import open_checkpoint
 from framework.hook_checks import hook_kind
 from framework.registry import GROUPS, HookRegistry
 from framework.runner import GrokkingRunner
@@ -111,11 +112,11 @@ def test_an_experiment_s_own_state_is_kept_through_interventions_and_checkpoints
     weights = []
     for hooks in ([], ["hessian", "counterfactual"]):
         folder = tmp_path / str(len(hooks))
-        session(folder, Counting, strategies=["plain"], hooks=hooks, audit_hooks=True, checkpoint_every=1).run()
+        session(folder, Counting, strategies=["plain"], hooks=hooks, audit_hooks=True, save_checkpoints=1).run()
         weights.append((folder / "counting/plain/plain_final.pt").read_bytes())
     assert weights[0] == weights[1]
-    content = torch.load(folder / "counting/plain/checkpoints/step_000000006.pt", weights_only=True)
-    assert content["extras"]["experiment"] == {"batches": 6}
+    content = open_checkpoint(folder / "counting/plain/checkpoints/step_000000006").content()
+    assert content["state"]["extras"]["experiment"] == {"batches": 6}
 
 
 def test_an_experiment_s_own_state_starts_afresh_in_every_strategy(tmp_path: Path) -> None:
