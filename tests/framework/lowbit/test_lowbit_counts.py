@@ -1,0 +1,132 @@
+"""Counts: what Gaussian tensors lose under the published rules, and that counts add up."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from framework.lowbit.casts import Cast
+from framework.lowbit.counts import MAXIMA, SUMS, Counts
+
+
+def gaussian(rows: int, columns: int = 960) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def counted(format_: str, rule: str, values: Tensor, **options: float) -> dict[str, float]:
+    return {key: value.item() for key, value in Cast(format_, rule, **options).counted(values)[1].by_name().items()}
+
+
+def test_mxfp4_floor_clips_two_in_a_hundred_of_a_gaussian():
+    counts = counted("e2m1", "mx_floor", gaussian(64))
+    assert counts["total_overflow_elements"] / counts["total_elements"] == pytest.approx(0.023, abs=0.002)
+    assert 1.3 < counts["excess_max"] <= 8 / 6
+
+
+@pytest.mark.parametrize("rule", ["tensor", "block", "current", "mx_ceil", "mx_rceil"])
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
+def test_rules_that_cover_the_range_clip_nothing_of_a_gaussian(name, rule):
+    counts = counted(name, rule, gaussian(64))
+    assert counts["total_overflow_elements"] == counts["overflow_count"] == counts["excess_max"] == 0
+
+
+def test_half_of_the_gaussian_blocks_of_nvfp4_exceed_the_range_by_a_sixteenth_at_most():
+    blocks = gaussian(4000, 16)
+    cast = Cast("e2m1", "nvfp4")
+    beyond = blocks.abs().amax(-1, keepdim=True).double() > cast.limits(cast.scales(blocks))
+    counts = counted("e2m1", "nvfp4", blocks)
+    assert beyond.double().mean().item() == pytest.approx(0.5, abs=0.05)
+    assert counts["total_overflow_elements"] >= beyond.sum()
+    assert 1.05 < counts["excess_max"] <= 1 + 1 / 16
+
+
+def test_the_published_rule_calls_a_third_of_a_gaussian_block_overflowing_where_nothing_is():
+    counts = counted("e2m1", "block", gaussian(64))
+    assert counts["upper_half_elements"] / counts["total_elements"] == pytest.approx(0.32, abs=0.02)
+    assert counts["total_overflow_elements"] == 0
+
+
+def test_even_clips_less_than_floor_and_rceil_uses_more_of_the_range_than_ceil():
+    clipped = {rule: counted("e2m1", rule, gaussian(64))["total_overflow_elements"] for rule in ("mx_floor", "mx_even")}
+    assert 0 < clipped["mx_even"] < clipped["mx_floor"]
+    errors = {rule: counted("e2m1", rule, gaussian(64))["squared_error"] for rule in ("mx_ceil", "mx_rceil")}
+    assert errors["mx_rceil"] < errors["mx_ceil"]
+
+
+def test_a_number_exactly_at_the_limit_does_not_overflow_and_the_next_one_does():
+    cast, scale = Cast("e2m1", "current"), torch.tensor(1.0)
+    at = torch.tensor([6.0, -6.0])
+    assert (at.double().abs() <= cast.limits(scale)).all()
+    assert counted("e2m1", "delayed", at)["total_overflow_elements"] == 0
+    beyond = torch.nextafter(at, at * 2)
+    earlier = cast.counted(torch.cat([beyond, at]))[1].by_name()["total_overflow_elements"]
+    late = Cast("e2m1", "delayed").counted(beyond, earlier=torch.tensor([6.0]))[1].by_name()
+    assert (earlier, late["total_overflow_elements"], late["overflow_count"]) == (0, 2, 1)
+
+
+def test_blocks_whose_scale_is_zero_are_lost_to_underflow_alone():
+    values = torch.cat([torch.full((1, 16), 2688.0 * 1024), torch.full((1, 16), 1.0)], dim=-1)
+    counts = counted("e2m1", "nvfp4", values)
+    assert counts["underflow_elements"] == counts["upper_half_elements"] == 16
+    assert counts["total_overflow_elements"] == 0
+    assert counts["squared_error"] == 16
+
+
+def test_underflow_is_what_becomes_zero_and_was_not():
+    counts = counted("e2m1", "current", torch.tensor([6.0, 0.25, -0.25, 0.26, 0.0, -0.0, 1e-30]))
+    assert counts["underflow_elements"] == 3
+
+
+def test_numbers_that_are_not_finite_are_counted_before_the_cast_and_nowhere_else():
+    values = torch.tensor([6.0, torch.inf, -torch.inf, torch.nan])
+    counts = counted("e2m1", "current", values)
+    assert (counts["non_finite_elements"], counts["total_elements"]) == (3, 4)
+    assert counts["total_overflow_elements"] == counts["squared_error"] == 0
+    assert (counts["squared_norm"], counts["upper_half_elements"], counts["scale_max"]) == (36, 1, 1)
+
+
+def test_counts_add_up_over_quantisations_and_keep_the_largest():
+    parts = [Cast("e2m1", "mx_floor").counted(gaussian(8, 64) * size)[1] for size in (1.0, 3.0, 100.0)]
+    total = Counts.zeros()
+    for part in parts:
+        total.add(part)
+    assert torch.equal(total.sums, sum(part.sums for part in parts))
+    assert torch.equal(total.maxima, torch.stack([part.maxima for part in parts]).amax(0))
+    assert total.by_name()["quantizations"] == 3
+    total.reset()
+    assert not total.sums.any()
+    assert not total.maxima.any()
+
+
+def test_adding_nothing_changes_nothing():
+    counts = Cast("e2m1", "mx_floor").counted(gaussian(2))[1]
+    total = Counts.zeros()
+    total.add(counts)
+    total.add(Counts.zeros())
+    assert torch.equal(total.sums, counts.sums)
+    assert torch.equal(total.maxima, counts.maxima)
+
+
+def test_counts_of_several_layers_are_held_in_leading_dimensions():
+    found = Counts.zeros(3, 2)
+    assert (found.sums.shape, found.maxima.shape) == ((3, 2, len(SUMS)), (3, 2, len(MAXIMA)))
+    assert found.sums.dtype == found.maxima.dtype == torch.float64
+    assert set(found.by_name()) == {*SUMS, *MAXIMA}
+    assert found.by_name()["excess_max"].shape == (3, 2)
+
+
+def test_the_smallest_scale_leaves_out_scales_of_zero():
+    values = torch.tensor([[12.0] * 16 + [0.0] * 16 + [3.0] * 16])
+    cast = Cast("e2m1", "nvfp4")
+    counts, scales = counted("e2m1", "nvfp4", values), cast.scales(values)
+    assert scales[0, 1] == 0
+    assert 1 / counts["inverse_scale_max"] == pytest.approx(scales[0, 2].item())
+    assert counts["scale_max"] == scales[0, 0].item()
+    assert counted("e2m1", "nvfp4", torch.zeros(1, 16))["inverse_scale_max"] == 0
+
+
+def test_sums_are_those_of_float64():
+    values = gaussian(64) * 1e-4
+    rounded, counts = Cast("e4m3", "current").counted(values)
+    error = (rounded.double() - values.double()).square().sum().item()
+    assert counts.by_name()["squared_error"].item() == pytest.approx(error, rel=1e-9)
+    assert counts.by_name()["squared_norm"].item() == pytest.approx(values.double().square().sum().item(), rel=1e-9)
