@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from framework.errors import UsageError, unknown
+from framework.lowbit.compiled import COMPILER
 from framework.lowbit.counts import Counts, count
-from framework.lowbit.formats import FloatFormat, FormatRegistry, stochastic, to_continued_grid, to_grid
+from framework.lowbit.formats import FloatFormat, FormatRegistry
+from framework.lowbit.kernels import Arithmetic, cast, largest_in, scales_for, scales_of
+from framework.lowbit.layout import Layout
 from framework.lowbit.scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
@@ -72,12 +75,7 @@ class Cast:
 
         ``earlier`` holds the largest magnitudes of earlier tensors, for rules with a history; zeros are none yet.
         """
-        largest = as_float32(largest_magnitudes(refuse_other_types(values), self.blocks()))
-        if self.scaling_rule.history and earlier is not None:
-            before = earlier.max().to(largest)
-            largest = torch.where(before > 0, before, largest)
-        scales = self.scaling_rule().scales(largest, self.number_format) * self.q_scalar
-        return scales.clamp_max(torch.finfo(torch.float32).max)
+        return self._scales_of(Layout.of(refuse_other_types(values), self.blocks()), earlier)
 
     def __call__(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
@@ -87,32 +85,23 @@ class Cast:
         Raises :class:`UsageError` for integers and complex numbers, and for stochastic rounding without a generator.
         Shapes without values come back as they are.
         """
-        return self.with_scales(values, self.scales(values, earlier), generator)
+        layout = Layout.of(refuse_other_types(values), self.blocks())
+        return self._cast(layout, self._scales_of(layout, earlier), generator)
 
     def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Do the same with scales that are given; where a scale is 0, all but NaN becomes 0."""
-        divisors = torch.where(scales > 0, scales, 1.0)
-        scaled = computable(values) / spread_over(divisors, values, self.blocks())
-        rounded = self.rounded(scaled, generator) * spread_over(scales, values, self.blocks())
-        return saturated(rounded, values.dtype).to(values.dtype)
-
-    def rounded(self, scaled: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return numbers of the format (of its continuation, if soft) for values that were divided by their scales."""
-        if self.rounding == "soft":
-            return to_continued_grid(saturated(scaled, scaled.dtype), self.number_format)
-        if self.rounding == "nearest":
-            return to_grid(scaled, self.number_format)
-        if generator is None:
-            raise UsageError("Stochastic rounding draws from a generator of its own; pass generator=torch.Generator().")
-        return to_grid(scaled, self.number_format, stochastic(generator))
+        return self._cast(Layout.of(values, self.blocks()), scales, generator)
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
     ) -> tuple[Tensor, Counts]:
         """Return the same tensor with counts of what was lost."""
-        scales = self.scales(values, earlier)
-        rounded = self.with_scales(values, scales, generator)
-        return rounded, count(values, rounded, spread_over(self.limits(scales), values, self.blocks()), scales)
+        layout = Layout.of(refuse_other_types(values), self.blocks())
+        scales = self._scales_of(layout, earlier)
+        rounded = self._cast(layout, scales, generator)
+        limits = self.limits(scales).reshape(scales.numel(), 1) if scales.ndim else self.limits(scales)
+        of_blocks = Layout.of(rounded, self.blocks())
+        return rounded, count(layout.blocks, of_blocks.blocks, limits, scales, values.numel())
 
     def limits(self, scales: Tensor) -> Tensor:
         """Return the largest magnitudes that do not overflow, exact in float64.
@@ -120,6 +109,30 @@ class Cast:
         Where the scale is 0 there is no limit: what is lost there is lost to underflow.
         """
         return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
+
+    def _arithmetic(self) -> Arithmetic:
+        return Arithmetic(self.number_format, self.scaling_rule, self.rounding, self.q_scalar)
+
+    def _scales_of(self, layout: Layout, earlier: Tensor | None) -> Tensor:
+        if layout.per_row is not None:
+            return layout.scales(COMPILER.run(scales_of, layout.blocks, self._arithmetic()))
+        largest = COMPILER.run(largest_in, layout.blocks)
+        if self.scaling_rule.history and earlier is not None:
+            before = earlier.max().to(largest)
+            largest = torch.where(before > 0, before, largest)
+        return scales_for(largest, self._arithmetic())
+
+    def _cast(self, layout: Layout, scales: Tensor, generator: torch.Generator | None) -> Tensor:
+        draws = self._draws(layout, generator) if self.rounding == "stochastic" else None
+        of_blocks = scales if layout.per_row is None else scales.reshape(-1)
+        rounded: Tensor = COMPILER.run(cast, layout.blocks, of_blocks, draws, self._arithmetic())
+        return layout.values(rounded)
+
+    def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor:
+        if generator is None:
+            raise UsageError("Stochastic rounding draws from a generator of its own; pass generator=torch.Generator().")
+        draws = torch.rand(layout.shape, generator=generator, device=layout.blocks.device, dtype=torch.float32)
+        return Layout.of(draws, self.blocks()).blocks
 
 
 def refuse_other_types(values: Tensor) -> Tensor:
@@ -129,46 +142,7 @@ def refuse_other_types(values: Tensor) -> Tensor:
     return values
 
 
-def computable(values: Tensor) -> Tensor:
-    """Return the tensor in the type in which casts compute: float32, or float64 if that is its own."""
-    return values if values.dtype in (torch.float32, torch.float64) else values.float()
-
-
 def largest_magnitudes(values: Tensor, block: int | None) -> Tensor:
     """Return the largest finite magnitude of each block of a row, or of all (zero-dimensional); 0 where is none."""
-    finite = torch.where(values.isfinite(), values, 0.0).abs()
-    if block is None:
-        return finite.amax() if finite.numel() else finite.new_zeros(())
-    return in_blocks(finite, block).amax(-1)
-
-
-def in_blocks(values: Tensor, block: int) -> Tensor:
-    """View rows as blocks, the last one filled up with zeros; a zero-dimensional tensor is a row of one."""
-    rows = values.reshape(1) if not values.ndim else values
-    missing = -rows.shape[-1] % block
-    padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
-    return padded.reshape(*rows.shape[:-1], padded.shape[-1] // block, block)
-
-
-def spread_over(scales: Tensor, values: Tensor, block: int | None) -> Tensor:
-    """Repeat each block's scale for its values."""
-    if block is None:
-        return scales
-    length = values.shape[-1] if values.ndim else 1
-    return scales.repeat_interleave(block, -1)[..., :length].reshape(values.shape)
-
-
-def as_float32(largest: Tensor) -> Tensor:
-    """Round magnitudes up to float32, but to its largest number at most; narrower ones are exact."""
-    if largest.dtype != torch.float64:
-        return largest.float()
-    narrow = largest.float()
-    short = narrow.double() < largest
-    covering = torch.where(short, torch.nextafter(narrow, torch.full_like(narrow, torch.inf)), narrow)
-    return covering.clamp_max(torch.finfo(torch.float32).max)
-
-
-def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values, clamped to the finite numbers of a type; NaN stays NaN."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit)
+    layout = Layout.of(values, block)
+    return layout.scales(COMPILER.run(largest_in, layout.blocks))

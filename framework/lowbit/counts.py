@@ -59,7 +59,7 @@ class Counts:
         }
 
 
-def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor) -> Counts:
+def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor, total: int) -> Counts:
     """Count what one quantisation lost.
 
     Args:
@@ -68,6 +68,7 @@ def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor) -> Co
         limits: scale · largest number of the format, float64 (exact), broadcastable to ``values``; inf where the scale
             is 0, since what is lost there is lost to underflow.
         scales: the scales, one a block.
+        total: elements; zeros that fill up a block are not among them.
 
     Overflow means that a finite magnitude exceeds its limit; the excess is magnitude / limit. Underflow means that a
     number other than 0 became 0. Values in the upper half, above half the limit, are counted under that name only.
@@ -83,10 +84,10 @@ def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor) -> Co
     sums = (
         one,
         overflowing > 0,
-        one * values.numel(),
+        one * total,
         overflowing,
         ((rounded == 0) & (magnitude > 0)).sum(),
-        values.numel() - finite.sum(),
+        (~finite).sum(),
         (magnitude > limits / 2).sum(),
         excess.sum(),
         error.square().sum(),

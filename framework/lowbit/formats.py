@@ -145,9 +145,18 @@ def stochastic(generator: torch.Generator) -> Round:
     """
 
     def round_(values: Tensor) -> Tensor:
+        draws = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
+        return by_draws(draws)(values)
+
+    return round_
+
+
+def by_draws(draws: Tensor) -> Round:
+    """Return the same rounding by given numbers, uniform in [0, 1): away from 0 where one is below the fraction."""
+
+    def round_(values: Tensor) -> Tensor:
         magnitude = values.abs()
         below = magnitude.floor()
-        draws = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
         return torch.copysign(below + (draws < magnitude - below).to(values.dtype), values)
 
     return round_

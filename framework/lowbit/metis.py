@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from framework.errors import UsageError, unknown
-from framework.lowbit.casts import computable, refuse_other_types
+from framework.lowbit.casts import refuse_other_types
+from framework.lowbit.kernels import computable
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = ("none", "long_tail")

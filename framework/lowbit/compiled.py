@@ -1,0 +1,114 @@
+"""Compiles the arithmetic of casts where a compiler exists; elsewhere, and for small tensors, it runs as it is."""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from framework.flags import entered_modes
+
+SWITCH = "LOOPSCOPE_COMPILE_CASTS"
+"""Environment variable; 0 lets nothing be compiled."""
+SMALLEST = 2**16
+"""Elements from which a compiled call is faster than several uncompiled operations."""
+LARGEST = 2**31 - 1
+"""Elements that 32-bit counts can tell."""
+VARIANTS = 32
+"""Modes of torch (autocast, threads, determinism...) for which one function may be compiled anew."""
+
+Function = Callable[..., Any]
+SAME_BITS: dict[str, str | int | bool | Function] = {
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+}
+
+
+class Compiler:
+    """Functions on tensors in their compiled form, by what they were compiled for.
+
+    Compiled and uncompiled results have the same bits: both are elementwise IEEE arithmetic in the same order, and
+    maxima. What cannot be compiled runs uncompiled, without a word: the difference is time.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Function | None] = {}
+        self._lock = threading.Lock()
+
+    def run(self, function: Function, *arguments: Any) -> Any:
+        """Return ``function(*arguments)``; the first argument is a tensor in blocks (n, b) or flat (n).
+
+        Tensors may differ in n from call to call; everything else that is passed is compiled in, and must be hashable.
+        """
+        if not suits(arguments[0]):
+            return function(*arguments)
+        tensors = tuple(argument for argument in arguments if isinstance(argument, Tensor))
+        key = (function, *(_kind(argument) for argument in arguments))
+        made = self._made[key] if key in self._made else self._make(key, function, arguments, tensors)
+        if made is None:
+            return function(*arguments)
+        try:
+            with torch.no_grad():
+                return made(*tensors)
+        except RuntimeError:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
+            return function(*arguments)
+
+    def _make(
+        self, key: Hashable, function: Function, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]
+    ) -> Function | None:
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = _compiled(function, arguments, tensors)
+        return self._made[key]
+
+
+def suits(blocks: Tensor) -> bool:
+    """Tell whether a tensor is one for which the compiled arithmetic pays, and is known to be right."""
+    return (
+        SMALLEST <= blocks.numel() <= LARGEST
+        and len(blocks) > 1
+        and blocks.device.type == "cpu"
+        and blocks.dtype is not torch.float64
+        and type(blocks) in (Tensor, Parameter)
+        and not (blocks.requires_grad and torch.is_grad_enabled())
+        and not torch.compiler.is_compiling()
+        and entered_modes() == (0, 0)
+        and os.environ.get(SWITCH) != "0"
+    )
+
+
+def _kind(argument: Any) -> Hashable:
+    return (argument.dtype, argument.shape[1:]) if isinstance(argument, Tensor) else argument
+
+
+def _compiled(function: Function, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Function | None:
+    """Compile for arguments like these, or return ``None`` where that is impossible."""
+
+    def on_tensors(*given: Tensor) -> Any:
+        remaining = iter(given)
+        return function(*(next(remaining) if isinstance(value, Tensor) else value for value in arguments))
+
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            made: Function = torch.compile(  # type: ignore[call-overload]
+                on_tensors, fullgraph=True, isolate_recompiles=True, recompile_limit=VARIANTS, options=SAME_BITS
+            )
+            made(*(_of_any_length(tensor) for tensor in tensors))
+    except Exception:  # whatever is missing or broken in a compiler, there is another way
+        return None
+    return made
+
+
+def _of_any_length(tensor: Tensor) -> Tensor:
+    view = tensor.detach().view(tensor.shape)
+    if view.ndim:
+        torch._dynamo.mark_dynamic(view, 0)
+    return view
+
+
+COMPILER = Compiler()

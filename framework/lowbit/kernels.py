@@ -1,0 +1,79 @@
+"""The arithmetic of casts on tensors laid out in blocks: what the compiler fuses, and what runs uncompiled as it is."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from framework.lowbit.formats import FloatFormat, Round, by_draws, to_continued_grid, to_grid
+from framework.lowbit.scaling import ScalingRule
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the functions here need to know of a cast: classes in the place of names."""
+
+    number_format: type[FloatFormat]
+    rule: type[ScalingRule]
+    rounding: str
+    q_scalar: float
+
+
+def largest_in(blocks: Tensor) -> Tensor:
+    """Return the largest finite magnitude of each row of ``blocks`` (n, b), or of all of (n); 0 where is none."""
+    magnitude = blocks.abs()
+    finite = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    return finite.amax(-1) if finite.numel() else finite.new_zeros(finite.shape[:-1])
+
+
+def scales_for(largest: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return the float32 scales for largest magnitudes of any shape."""
+    scales = arithmetic.rule().scales(as_float32(largest), arithmetic.number_format)
+    if arithmetic.q_scalar != 1:
+        scales = scales * arithmetic.q_scalar
+    return scales.clamp_max(FLOAT32_MAX)
+
+
+def scales_of(blocks: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return the scales (n) of blocks (n, b)."""
+    return scales_for(largest_in(blocks), arithmetic)
+
+
+def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    """Return blocks (n, b) after the cast with scales (n), or values (n) after that with one scale.
+
+    ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
+    """
+    spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
+    scaled = computable(blocks) / torch.where(spread > 0, spread, 1.0)
+    return saturated(_rounded(scaled, draws, arithmetic) * spread, blocks.dtype).to(blocks.dtype)
+
+
+def _rounded(scaled: Tensor, draws: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+    if arithmetic.rounding == "soft":
+        return to_continued_grid(saturated(scaled, scaled.dtype), arithmetic.number_format)
+    round_: Round = torch.round if draws is None else by_draws(draws)
+    return to_grid(scaled, arithmetic.number_format, round_)
+
+
+def computable(values: Tensor) -> Tensor:
+    """Return the tensor in the type in which casts compute: float32, or float64 if that is its own."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values, clamped to the finite numbers of a type; NaN stays NaN."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit)
+
+
+def as_float32(largest: Tensor) -> Tensor:
+    """Round magnitudes up to float32, but to its largest number at most; narrower ones are exact."""
+    if largest.dtype != torch.float64:
+        return largest.float()
+    narrow = largest.float()
+    short = narrow.double() < largest
+    covering = torch.where(short, torch.nextafter(narrow, torch.full_like(narrow, torch.inf)), narrow)
+    return covering.clamp_max(FLOAT32_MAX)
