@@ -11,12 +11,13 @@ import math
 import netrc
 import os
 import shlex
+import struct
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,14 @@ PAUSE = 0.3
 NICENESS = 10
 GAVE_UP = 3
 LONGEST_TAG = 64
+LOG_BEGIN = 7
+"""Bytes before the first block's first chunk of a log."""
+BLOCK = 32768
+CHUNK = struct.Struct("<IHB")
+ENDS = (1, 4)
+"""Types of a chunk that ends a record: it is whole, or the last of several."""
+STEP = "_step"
+"""W&B's own number of a row, from 0."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,11 @@ class Ending:
 
     status: str
     size: int | None = None
+
+
+def new_run_id() -> str:
+    """Return the name by which W&B is to know a new run; drawn by the system, not from a generator of the run."""
+    return os.environ.get("WANDB_RUN_ID") or os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,8 @@ class Job:
     """Seconds that the client may take after the end of the run; ``None``: as many as it likes."""
     pid: int = field(default_factory=os.getpid)
     """The process that trains."""
-    run_id: str | None = None
-    """By which W&B knows the run; ``None``: one that W&B makes up."""
+    run_id: str = field(default_factory=new_run_id)
+    """By which W&B knows the run."""
     resumed: bool = False
     """Whether rows of the record may have been sent before, under the same ``run_id``."""
 
@@ -219,26 +233,68 @@ def has_login(host: str) -> bool:
 
 
 @contextmanager
-def alone(job: Job) -> Iterator[None]:
-    """Wait for the end of an earlier client of the same W&B run, and let no later one begin.
+def alone(job: Job) -> Iterator[Any]:
+    """Wait for the end of an earlier client of the same W&B run, let no later one begin, and yield its note.
 
-    The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed.
+    The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed. The
+    note is the number of rows that W&B had at the end of the newest client that got there.
     """
-    if job.run_id is None:
-        yield
-        return
-    with (Path(job.folder) / "wandb" / "client.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    with (Path(job.folder) / "wandb" / f"{job.run_id}.rows").open("a+") as note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        yield note
 
 
-def send(job: Job, listener: Listener) -> str:
-    """Send the record to its W&B run, and return where that is.
+def logs_of(job: Job) -> list[Path]:
+    """Return the logs that W&B's clients wrote of the run, oldest first."""
+    logs = (Path(job.folder) / "wandb").glob(f"*run-*-{job.run_id}/run-{job.run_id}.wandb")
+    return sorted(logs, key=lambda path: path.parent.name.removeprefix("offline-"))
 
-    A resumed run writes the same lines again, so its rows that W&B has already, as many as the first step that it
-    gives, are the first ones of the record, and are passed over. Offline there is nobody to ask: there the whole
-    record goes to a new folder of the same run, which when it is sent takes the place of the earlier ones.
+
+def rows_in(log: Path) -> int:
+    """Return how many rows W&B's history has up to the last one in a log, of which a crash may have cut off the end."""
+    from wandb.proto import wandb_internal_pb2
+
+    generated: Any = wandb_internal_pb2
+    items = (item for data in log_records(log) for item in generated.Record.FromString(data).history.item)
+    return max((json.loads(item.value_json) + 1 for item in items if STEP in (item.key, *item.nested_key)), default=0)
+
+
+def log_records(log: Path) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format: blocks of chunks, each with checksum, length and type."""
+    message = b""
+    with log.open("rb") as file:
+        file.seek(LOG_BEGIN)
+        while True:
+            left = BLOCK - file.tell() % BLOCK
+            file.seek(left if left < CHUNK.size else 0, os.SEEK_CUR)
+            header = file.read(CHUNK.size)
+            if len(header) < CHUNK.size:
+                return
+            checksum, length, part = CHUNK.unpack(header)
+            data = file.read(length)
+            if len(data) < length or zlib.crc32(data, zlib.crc32(bytes([part]))) != checksum:
+                return
+            message += data
+            if part in ENDS:
+                yield message
+                message = b""
+
+
+def rows_there(job: Job, run: Any, note: Any) -> int:
+    """Return how many rows W&B has of a run: the server knows, and offline the logs, or the note if they were removed.
+
+    A resumed run writes the same lines again, so these are the first rows of its record.
     """
+    if not job.resumed:
+        return 0
+    if not run.offline:
+        return int(run.starting_step)
+    note.seek(0)
+    return max([int(note.read() or 0), *map(rows_in, logs_of(job))])
+
+
+def send(job: Job, listener: Listener, note: Any) -> str:
+    """Send the rows of the record that W&B does not have yet, and return where they are."""
     import numpy as np
     import wandb
 
@@ -248,11 +304,9 @@ def send(job: Job, listener: Listener) -> str:
         except ValueError:  # values too near or too far for bins of equal width
             return wandb.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
 
-    chosen = mode(wandb.setup().settings)
-    goes_on = job.resumed and chosen != "offline"
     run = wandb.init(
         id=job.run_id,
-        resume="allow" if goes_on else None,
+        resume="allow" if job.resumed else None,
         project=job.project,
         group=job.experiment,
         name=job.strategy,
@@ -265,21 +319,34 @@ def send(job: Job, listener: Listener) -> str:
             "treatments": {name: list(parts) for name, parts in job.treatments.items()},
         },
         dir=job.folder,
-        mode=chosen,
+        mode=mode(wandb.setup().settings),
         settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=job.pid),
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    lines = records(Path(job.record), listener)
-    every = chain.from_iterable(rows(record, job.step_points, histogram) for record in lines)
-    for row in islice(every, run.starting_step if goes_on else 0, None):
-        run.log(row)
+    begin, end = rows_there(job, run, note), 0
+    for record in records(Path(job.record), listener):
+        for row in rows(record, job.step_points, histogram):
+            if end >= begin:
+                run.log(row, step=end if job.resumed else None, commit=True)
+            end += 1
     status = listener.ending.status
     run.summary["status"] = status
     run.finish(exit_code=0 if status == "completed" else 1)
-    if run.offline:
-        return f"The W&B run was recorded offline; to send it: wandb sync {shlex.quote(str(Path(run.dir).parent))}"
-    return f"The W&B run is at {run.url}."
+    note.truncate(0)
+    note.write(str(max(begin, end)))
+    return outcome_of(job, run)
+
+
+def outcome_of(job: Job, run: Any) -> str:
+    """Say where the run is; rows that were recorded offline and have been sent now are not to be sent again."""
+    logs = [path for path in logs_of(job) if path.parent.name.startswith("offline-")]
+    if not run.offline:
+        for path in logs:
+            path.with_name(f"{path.name}.synced").touch()
+        return f"The W&B run is at {run.url}."
+    folders = [str(path.parent) for path in logs if not path.with_name(f"{path.name}.synced").exists()]
+    return f"The W&B run was recorded offline; to send it: wandb sync {shlex.join(folders)}"
 
 
 def _report(sentence: str) -> None:
@@ -295,8 +362,8 @@ def main() -> int:
     with suppress(OSError):
         os.nice(NICENESS)
     try:
-        with alone(job):
-            outcome = send(job, listener)
+        with alone(job) as note:
+            outcome = send(job, listener, note)
     except Exception as error:
         _report(f"{type(error).__name__}: {error}")
         raise

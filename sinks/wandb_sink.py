@@ -18,7 +18,7 @@ from sinks.jsonl import JSONLSink
 from sinks.optional import require_package
 from sinks.recorded_run import record_of
 from sinks.wandb_client import Client, job_of
-from sinks.wandb_process import Ending
+from sinks.wandb_process import Ending, new_run_id
 
 FORBIDDEN = "/\\#?%:"
 LONGEST_NAME = 128
@@ -161,11 +161,6 @@ class WandbSink(ReplaySink):
             return outcome
 
         return send
-
-
-def new_run_id() -> str:
-    """Return the name by which W&B is to know a new run; drawn by the system, not from a generator of the run."""
-    return os.environ.get("WANDB_RUN_ID") or os.urandom(8).hex()
 
 
 def _is_disabled() -> bool:
