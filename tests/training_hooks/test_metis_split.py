@@ -1,0 +1,304 @@
+"""The split of low-bit weights in a run: when, from what, what it leaves alone, and what other hooks make of it."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.checkpoints import load_checkpoint, save_checkpoint
+from framework.digest import described
+from framework.errors import HookError, UnsuitableError, UsageError
+from framework.hook_points import EVERY_STEP, HookPoint
+from framework.hooks import InterventionHook, TrainingHook
+from framework.lowbit.casts import Cast
+from framework.lowbit.conversion import quantize_model
+from framework.lowbit.linear import BitLinear
+from framework.lowbit.metis import MetisOptions
+from framework.lowbit.recipes import Recipe, uniform
+from framework.manager import HookManager
+from framework.param_vectors import copied
+from framework.reference import load_reference
+from framework.registry import HookRegistry
+from tests import support
+from tests.support import (
+    LOOPS,
+    OPTIMIZERS,
+    ActingHook,
+    Case,
+    ReadOnlyHook,
+    Run,
+    SpyHook,
+    at,
+    build,
+    data_for,
+    run_info,
+    train,
+)
+from tests.training_hooks.interrupted import in_one_and_two
+from training_hooks.metis_split import MetisSplit, schedule
+
+OPTIONS = MetisOptions(rank=0.5, forward_warmup_steps=2, merge_steps=3)
+RECIPES = {
+    "exact": Recipe("exact", metis=OPTIONS),
+    "lowbit": replace(uniform("lowbit", Cast("e2m1", "block", "stochastic")), metis=OPTIONS),
+}
+BASES = {"mlp": "batchnorm_mlp", "transformer": "transformer", "tied": "tied"}
+STEPS = 7
+QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
+SOME = ("norms", "weight_updates", "training_diagnostics", "weight_tracking", "path_length", "gradient_overflow")
+
+
+def low_bit(base: str, recipe: Recipe) -> nn.Module:
+    model = support.MODELS[base]()
+    quantize_model(model, recipe)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _low_bit_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, base in BASES.items():
+        for kind, recipe in RECIPES.items():
+            make = lambda base=base, recipe=recipe: low_bit(base, recipe)
+            monkeypatch.setitem(support.MODELS, f"{kind}_{name}", make)
+    monkeypatch.setattr(support, "data_for", lambda model: data_for(BASES.get(model.partition("_")[2], model)))
+
+
+@pytest.fixture(autouse=True)
+def _without_notices() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "weight_updates checks|weight_updates has checked|Step [0-9,]+")
+        yield
+
+
+def layers(model: nn.Module) -> dict[str, BitLinear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, BitLinear) and m.factors is not None}
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    return {name: layer.merged_weight().clone() for name, layer in layers(model).items()}
+
+
+@cache
+def split_run(case: Case) -> Run:
+    return train(case, [MetisSplit()], steps=STEPS)
+
+
+# When, and what
+
+
+def test_weights_are_split_after_the_warm_up_and_then_every_merge_steps():
+    rows = split_run(Case("lowbit_mlp")).sink.rows("metis_split/layers")
+    assert rows == [("metis_split/layers", HookPoint.PRE_STEP, step, 2) for step in (3, 6, 9)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", ["exact_mlp", "exact_transformer", "lowbit_tied"])
+def test_each_split_leaves_every_merged_weight_what_it_was_and_the_factors_new(model, optimizer):
+    class Watching(HookManager):
+        def fire(self, point: HookPoint) -> None:
+            before, old = merged(self.task.model), copied(dict(self.task.model.named_parameters()))
+            super().fire(point)
+            if point is HookPoint.PRE_STEP and self.state.loop.step in (3, 6):
+                for name, layer in layers(self.task.model).items():
+                    torch.testing.assert_close(layer.merged_weight(), before[name], rtol=1e-5, atol=1e-6)
+                    assert layer.is_split
+                    assert not torch.equal(layer.factors.s, old[f"{name}.factors.s"])
+                    checked.append(name)
+
+    checked: list[str] = []
+    train(Case(model, optimizer), [MetisSplit()], steps=STEPS, manager_class=Watching, audit=False, every_step=False)
+    assert len(checked) == 2 * len(set(checked)) > 0
+
+
+def test_the_loss_without_casts_is_that_of_the_run_without_splits_until_the_factors_have_moved():
+    """The step that follows the split sees the same function; the one after it was reached by other updates."""
+    losses = lambda hooks: [loss for _, _, _, loss in train(Case("exact_mlp"), hooks, steps=6).sink.rows("spy/loss")]
+    watch = lambda: at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: {"loss": ctx.loss})
+    plain, parted = losses([watch()]), losses([MetisSplit(), watch()])
+    torch.testing.assert_close(torch.tensor(parted[:3]), torch.tensor(plain[:3]), rtol=1e-5, atol=1e-6)
+    assert abs(parted[5] - plain[5]) > 1e-4
+
+
+def test_only_the_optimizers_memory_of_the_factors_begins_anew():
+    steps = {}
+
+    def watch(run_ctx, ctx):
+        steps[run_ctx.step] = {name: int(state["step"]) for name, state in ctx.optimizer_state.items()}
+
+    train(Case("lowbit_mlp"), [MetisSplit(), at(ReadOnlyHook, HookPoint.POST_STEP)(watch)], steps=STEPS)
+    factors = {name for name in steps[7] if "factors" in name}
+    assert not any("factors" in name for name in steps[2])
+    assert len(factors) == 6
+    assert {steps[5][name] for name in factors} == {3}
+    assert {steps[6][name] for name in factors} == {1}
+    assert {count for name, count in steps[6].items() if name not in factors} == {6}
+
+
+def test_the_metrics_are_those_of_the_decomposition():
+    tables: dict[str, list[Tensor]] = {}
+
+    def spy(name: str, point: HookPoint, read) -> SpyHook:
+        keep = lambda ctx: tables.update({name: [read(m).double() for m in layers(ctx.model).values()]})
+        return at(SpyHook, point, name=name)(keep)
+
+    watch = spy("whole", HookPoint.PRE_STEP, lambda layer: layer.merged_weight())
+    keep = spy("rest", HookPoint.POST_BACKWARD, lambda layer: layer.weight.detach().clone())
+    run = train(Case("exact_transformer"), [watch, MetisSplit(), keep], steps=3)
+    found = {name.removeprefix("metis_split/"): value for name, _, _, value in run.sink.rows("metis_split/")}
+    whole, rest = tables["whole"], tables["rest"]
+    left, energy = (float(sum(value.square().sum() for value in table)) for table in (rest, whole))
+    assert found["residual_share"] == pytest.approx(left / energy, rel=1e-5)
+    ratios = [float(r.abs().max() / w.abs().max()) for r, w in zip(rest, whole, strict=True)]
+    assert found["range_ratio"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
+    assert 0 < found["reconstruction_error"] < 1e-6
+    assert found["layers"] == len(whole)
+
+
+def test_a_frozen_weight_is_left_alone():
+    freeze = lambda task, state: task.model.get_submodule("0").weight.requires_grad_(False)
+    run = train(Case("lowbit_mlp"), [MetisSplit()], steps=3, introduce=freeze)
+    assert [layer.is_split for layer in layers(run.task.model).values()] == [False, True]
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_step_alone():
+    drawing = at(SpyHook, HookPoint.PRE_STEP)(lambda ctx: {"draw": torch.rand(())})
+    alone, beside = (
+        train(Case("lowbit_mlp"), hooks, steps=STEPS) for hooks in ([MetisSplit()], [drawing, MetisSplit()])
+    )
+    assert alone.digests == beside.digests
+
+
+# Going on from a checkpoint
+
+
+@pytest.mark.parametrize("model", ["lowbit_mlp", "exact_transformer"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_that_goes_on_from_a_checkpoint_after_a_split_is_the_uninterrupted_one(loop, model, tmp_path):
+    whole, second, middle = in_one_and_two(Case(model, loop=loop), MetisSplit, tmp_path)
+    assert second.final == whole.final
+    assert second.rows == whole.after(middle)
+    assert any(row[0] == "metis_split/layers" for row in second.rows)
+
+
+def test_a_checkpoint_of_a_split_model_is_refused_nothing_and_brings_the_split_back(tmp_path):
+    run = split_run(Case("lowbit_mlp"))
+    save_checkpoint(tmp_path / "split.pt", run.state, {}, run.state.streams.save())
+    task, state = build(Case("lowbit_mlp"))
+    load_checkpoint(tmp_path / "split.pt", state)
+    assert all(layer.is_split for layer in layers(task.model).values())
+    assert described(dict(task.model.named_parameters())) == described(dict(run.task.model.named_parameters()))
+
+
+def test_the_final_weights_are_a_reference_for_a_plain_model_and_for_a_low_bit_one(tmp_path):
+    run = split_run(Case("exact_mlp"))
+    path = tmp_path / "weights.pt"
+    torch.save(run.task.model.state_dict(), path)
+    for model in (support.MODELS["batchnorm_mlp"](), support.MODELS["exact_mlp"]()):
+        found = load_reference(path, model).weights
+        assert set(found) == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+# Other hooks
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_hook_beside_it_changes_no_bit(name):
+    assert check_neutral(name, Case("lowbit_mlp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("model", BASES)
+@pytest.mark.parametrize("name", QUIET)
+def test_a_hook_beside_it_changes_no_bit_or_refuses_everywhere(name, model, loop):
+    check_neutral(name, Case(f"lowbit_{model}", loop=loop))
+
+
+def check_neutral(name: str, case: Case) -> bool:
+    """Fail if a hook beside the split changes the run; return whether it took part."""
+    reference = copied(dict(split_run(case).task.model.named_parameters()))
+    hooks = [MetisSplit(), made(name)]
+    run = train(case, hooks, steps=STEPS, reference_weights=reference, raises=(UsageError,))
+    if run.error is None:
+        assert run.digests == split_run(case).digests
+    else:
+        assert isinstance(run.error, UnsuitableError)
+    return run.error is None
+
+
+def made(name: str) -> TrainingHook:
+    hook = HookRegistry.get(name)()
+    hook.step_schedule = EVERY_STEP
+    return hook
+
+
+@pytest.mark.parametrize("name", ["model_smoothing", "weight_average"])
+def test_hooks_that_mix_weights_of_different_steps_refuse_a_model_that_is_split(name):
+    with pytest.raises(UnsuitableError, match=f"'{name}' .* a Metis split makes other quantities of those of 0, 4"):
+        train(Case("lowbit_mlp"), [MetisSplit(), made(name)])
+
+
+@pytest.mark.parametrize("method", ["norm", "value", "parameter", "zclip", "adagc"])
+def test_gradients_are_clipped_those_of_the_factors_among_them(method):
+    norms = {}
+    options = {"zclip": {"warmup": 2}, "adagc": {"warmup": 4}}.get(method, {})
+    clip = HookRegistry.get("grad_clip")(method=method, **options)
+
+    def watch(ctx):
+        norms[ctx.step] = {name: p.grad.abs().max() for name, p in ctx.model.named_parameters() if p.grad is not None}
+
+    run = train(Case("lowbit_mlp"), [MetisSplit(), clip, at(SpyHook, HookPoint.PRE_UPDATE)(watch)], steps=STEPS)
+    assert {name for name in norms[7] if "factors" in name}
+    assert all(parameter.isfinite().all() for parameter in run.task.model.parameters())
+    assert {row[2] for row in run.sink.rows("grad_clip/coefficient")} in ({*range(1, 10)}, set())
+
+
+@pytest.mark.parametrize("needs_pre_epoch", [True, False])
+def test_an_intervention_that_goes_back_before_a_split_is_rolled_back_to_it(needs_pre_epoch):
+    def go_back(run_ctx, ctx):
+        if needs_pre_epoch and run_ctx.epoch == 0:
+            assert all(layer.is_split for layer in layers(ctx.model).values())
+            ctx.restore_pre_epoch()
+            assert not any(layer.is_split for layer in layers(ctx.model).values())
+        ctx.take_step(next(run_ctx.loader.batches(0)))
+
+    hook = at(ActingHook, HookPoint.POST_EPOCH, needs_pre_epoch_state=needs_pre_epoch)(go_back)
+    case = Case("lowbit_mlp")
+    assert train(case, [MetisSplit(), hook], steps=STEPS).digests == split_run(case).digests
+
+
+# Refusals
+
+
+def test_a_model_that_cannot_be_split_is_refused():
+    with pytest.raises(UnsuitableError, match="'metis_split' needs low-bit layers that can be split"):
+        train(Case(), [MetisSplit()])
+
+
+def test_layers_that_would_be_split_at_different_steps_are_refused():
+    with pytest.raises(UsageError, match=r"\(forward_warmup_steps, merge_steps\) \(2, 3\) and \(5, 3\)"):
+        schedule({OPTIONS, replace(OPTIONS, forward_warmup_steps=5)}, 10)
+
+
+def test_merge_steps_of_0_split_once():
+    times = schedule({replace(OPTIONS, merge_steps=0)}, 100)
+    assert [step for step in range(1, 101) if times.is_due(step)] == [3]
+
+
+def test_an_optimizer_without_the_factors_is_named_at_the_first_split():
+    def forget(task, state):
+        task.optimizer.param_groups[0]["params"] = [p for p in task.model.parameters() if p.requires_grad]
+
+    with pytest.raises(HookError, match="needs an optimizer that trains the factors of 0, 4"):
+        train(Case("lowbit_mlp"), [MetisSplit()], introduce=forget)
+
+
+def test_a_warm_up_longer_than_the_run_is_told():
+    task, state = build(Case("lowbit_mlp", loop="step"), steps=2)
+    hook = MetisSplit()
+    with pytest.warns(UserWarning, match="splits no weight: the run has 2 steps, and forward_warmup_steps is 2"):
+        hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
