@@ -1,4 +1,4 @@
-"""The command ``loopscope``: run, resume, plot, replay, list, hooks."""
+"""The command ``loopscope``: run, resume, diff, plot, replay, list, hooks."""
 
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from framework.cli_diff import DIFF_USAGE, diff
 from framework.cli_help import HelpfulParser
 from framework.cli_hook_options import parse_hook_options
 from framework.cli_parser import Experiment, parse_recorded, parse_run, print_config
@@ -21,6 +22,7 @@ from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names
 from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks
 from framework.console_notices import Label, show_warnings
 from framework.errors import LoopscopeError, UsageError, unknown
+from framework.number_text import counted, listed
 from framework.records import versions
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
 from framework.runner import ExperimentRunner
@@ -31,6 +33,7 @@ USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
   loopscope resume RUN       go on with a run that was interrupted
+  loopscope diff RUN RUN     say at which step and in which tensor two runs part
   loopscope plot RUN...      draw metrics of runs against steps
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope list             the experiments, their strategies and presets
@@ -113,6 +116,7 @@ def _dispatch(words: list[str]) -> None:
     commands: dict[str, Callable[[list[str]], None]] = {
         "run": _run,
         "resume": _resume,
+        "diff": _diff,
         "plot": _plot,
         "replay": _replay,
         "list": _list,
@@ -151,6 +155,13 @@ def _plot(words: list[str]) -> None:
         _show(PLOT_USAGE)
     else:
         plot(words, _show)
+
+
+def _diff(words: list[str]) -> None:
+    if set(words) & set(HELP):
+        _show(DIFF_USAGE)
+    else:
+        diff(words, _show)
 
 
 def _replay(words: list[str]) -> None:
@@ -221,6 +232,10 @@ def _train(runner: ExperimentRunner[Any], options: Namespace, recorded: Mapping[
         progress_metrics=runner.progress_metrics,
         compared_to=runner.compared_to,
     )
+    if run_options.validate_checkpoints:
+        for strategy, steps in Session(runner, run_options).validate().items():
+            _show(f"{strategy}: the same bit for bit at {counted(len(steps), 'checkpoint')}, steps {listed(steps)}\n")
+        return
     with display as console:
         Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
 

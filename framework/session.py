@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from framework.checkpoint_files import Checkpoint
 from framework.checkpointing import CheckpointPlan
+from framework.comparing import moments_of
 from framework.compilation import compile_model
 from framework.config import RunOptions, require
 from framework.contexts import RunInfo
@@ -26,11 +28,12 @@ from framework.random_streams import RandomStreams, seed_everything
 from framework.records import RunRecord, environment, versions
 from framework.reference import Reference, differences, find_reference, load_reference
 from framework.registry import HookRegistry, select_hooks
-from framework.resuming import described, newest_of, tell_of_environment
+from framework.resuming import described, newest_of, refuse_another_run, tell_of_environment
 from framework.runner import ExperimentRunner
 from framework.strategy_run import StrategyRun
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
+from framework.validating import validate
 
 
 @dataclass
@@ -72,6 +75,34 @@ class Session:
                 summaries.append(finished)
         self.display.ended(summaries)
         return summaries
+
+    def validate(self) -> dict[str, Sequence[int]]:
+        """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit.
+
+        Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
+        :class:`LoopscopeError` that names the first step and tensor where the runs part.
+        """
+        with deterministic(on=self.options.determinism), TemporaryDirectory() as elsewhere:
+            strategies = chosen_strategies(self.runner, self.options.strategies)
+            hooks = self._hooks(strategies)
+            records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
+            references = self._references(hooks, records)
+            fresh = deepcopy(self.runner.state_dict())
+            compared: dict[str, Sequence[int]] = {}
+            for strategy, record in records.items():
+                moments, before = moments_of(record.checkpoints), record.recorded()
+                if before is None or not moments:
+                    raise UsageError(f"{record.directory} holds no intact checkpoints to compare with.")
+                refuse_another_run(str(record.directory), before, self._described(strategy, hooks[strategy]))
+                self.runner.load_state_dict(deepcopy(fresh))
+                scratch = RunRecord(Path(elsewhere) / strategy, strategy)
+                scratch.make_folder()
+                device = check_device(self.options.guardian_device) if self.options.guardian_device else None
+                run = self._prepare(strategy, hooks[strategy], scratch, device, references.get(strategy))
+                if compared:
+                    run.manager.reset()
+                compared[strategy] = validate(run, moments, before["hooks"])
+        return compared
 
     def _checkpoints(
         self, hooks: Mapping[str, Sequence[ConfiguredHook]], records: Mapping[str, RunRecord]

@@ -1,0 +1,64 @@
+"""``--validate-checkpoints``: trains again, and compares the state bit for bit with a run's checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint_files import open_checkpoint
+from framework.comparing import Moment, Parting, differing
+from framework.errors import LoopscopeError
+from framework.loops import epoch_loop, step_loop
+from framework.manager import HookManager
+from framework.run_state import RunState
+from framework.strategy_run import StrategyRun
+from framework.training_state import LoopState
+
+
+class PartedError(LoopscopeError):
+    """A run is not the one whose checkpoints it was compared with."""
+
+
+@dataclass
+class Validation:
+    """Compares at every moment of which there is a checkpoint, and ends the run after the last one."""
+
+    manager: HookManager
+    moments: Mapping[Moment, Path]
+    before: Mapping[str, Any]
+    """The hooks of the first run, by name."""
+    compared: list[int] = field(default_factory=list)
+
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
+        """Compare; raises :class:`PartedError` that names the first step and tensor, and the hooks of both runs."""
+        path = self.moments.get((loop.epoch, loop.step))
+        if path is None:
+            return
+        names = differing(open_checkpoint(path).content(), RunState(self.manager).take())
+        if names:
+            hooks = [
+                ", ".join(sorted(run)) or "none" for run in (self.before, [hook.name for hook in self.manager.hooks])
+            ]
+            raise PartedError(
+                f"This run parts from the one in {path.parent.parent} {Parting(loop.epoch, loop.step, names)}. Its "
+                f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
+            )
+        self.compared.append(loop.step)
+        loop.stopped = len(self.compared) == len(self.moments)
+
+
+def validate(run: StrategyRun, moments: Mapping[Moment, Path], before: Mapping[str, Any]) -> Sequence[int]:
+    """Train a strategy that was just prepared and return the steps at which it is the same as the checkpoints."""
+    manager = run.manager
+    validation = Validation(manager, moments, before)
+    loop = epoch_loop if run.run_info.loop == "epoch" else step_loop
+    manager.start_hooks(run.run_info)
+    try:
+        loop(run.task, manager, pauses=validation)
+    finally:
+        manager.end("completed")
+    if len(validation.compared) < len(moments):
+        raise PartedError(
+            f"The run ended before it reached the checkpoints {sorted(moments)[len(validation.compared) :]}."
+        )
+    return validation.compared
