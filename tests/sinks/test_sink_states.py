@@ -1,4 +1,4 @@
-"""Any sequence of emits, flushes, closes and strategies leaves exactly what was emitted."""
+"""Any sequence of emits, flushes, closes, strategies, kills and resumes leaves exactly what was emitted."""
 
 import os
 import tempfile
@@ -58,6 +58,7 @@ class SinkStates(RuleBasedStateMachine):
         self.sinks = [sink() for sink in FILES]
         self.model = {}
         self.current = None
+        self.checkpoint = None
 
     def tell(self, method, *arguments, **options):
         for sink in self.sinks:
@@ -65,8 +66,30 @@ class SinkStates(RuleBasedStateMachine):
 
     @rule(strategy=st.sampled_from(["a", "b", "c"]))
     def start(self, strategy):
-        self.tell("set_run_context", run_info(Path(self.folder.name), strategy, ["h/described"]))
+        self.tell("set_run_context", self.run(strategy))
         self.current = self.model[strategy] = []
+        self.strategy, self.checkpoint = strategy, None
+
+    def run(self, strategy):
+        return run_info(Path(self.folder.name), strategy, ["h/described"])
+
+    @precondition(lambda self: self.current is not None)
+    @rule()
+    def take_checkpoint(self):
+        self.checkpoint = [sink.position() for sink in self.sinks], list(self.current)
+
+    @precondition(lambda self: self.checkpoint is not None)
+    @rule(torn=st.binary(max_size=40))
+    def kill_and_resume(self, torn):
+        self.tell("close", "failed")
+        positions, emitted = self.checkpoint
+        self.sinks = [sink() for sink in FILES]
+        for sink, position in zip(self.sinks, positions, strict=True):
+            path = Path(self.folder.name) / FILES[type(sink)].format(self.strategy)
+            with path.open("ab") as file:
+                file.write(torn)
+            sink.resume(self.run(self.strategy), position)
+        self.current = self.model[self.strategy] = list(emitted)
 
     @precondition(lambda self: self.current is not None)
     @rule(metrics=st.dictionaries(NAMES, NUMBERS, min_size=1), epoch=st.integers(0, 9), step=st.integers(0, 99))

@@ -1,5 +1,6 @@
 """The logs that W&B's clients write, of which a crash may have cut off the end: how many rows are in them."""
 
+import json
 import tempfile
 import zlib
 from bisect import bisect_right
@@ -23,7 +24,7 @@ PARTS = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}
 
 def row(step):
     """Return a row of W&B's history; one is longer than two blocks."""
-    value = HistoryItem(key="h/a", value_json="1" * (70_000 if step == LONG_ROW else 100))
+    value = HistoryItem(key="h/a", value_json=json.dumps("a" * (70_000 if step == LONG_ROW else 100)))
     return Record(history=HistoryRecord(item=[value, HistoryItem(key="_step", value_json=str(step))]))
 
 
