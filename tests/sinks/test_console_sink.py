@@ -1,4 +1,5 @@
 import io
+import json
 import random
 import re
 
@@ -146,6 +147,23 @@ def test_what_no_snapshot_showed_is_shown_at_the_end():
     sink.emit(SCALARS, 0, HookPoint.POST_EPOCH, step=1)
     sink.close("interrupted")
     assert "0.1235" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_resumed_console_shows_what_it_would_have_shown(terminal):
+    whole, console = started(terminal=terminal)
+    for epoch, value in enumerate([1.0, 2.0, 3.0, 4.0]):
+        if epoch == 3:
+            position, begin = json.loads(json.dumps(whole.position())), console.file.tell()
+            resumed, other = started(terminal=terminal)
+            resumed.resume(run_info(None, "stride"), position)
+        for sink in [whole] if epoch < 3 else [whole, resumed]:
+            sink.emit({"h/up": value, "h/still": 5, "h/nan": float("nan")}, epoch, HookPoint.POST_EPOCH, step=epoch)
+            sink.emit({"h/s": Series([epoch], [value])}, epoch, HookPoint.POST_STEP, step=epoch)
+            if epoch % 2:
+                sink.snapshot(epoch, epoch)
+    assert other.file.getvalue() == console.file.getvalue()[begin:]
+    assert ("↑" in other.file.getvalue()) == terminal
 
 
 def test_a_snapshot_without_news_shows_nothing():
