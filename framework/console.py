@@ -21,6 +21,7 @@ from framework.console_tables import (
     experiment_list,
     hook_list,
     hook_page,
+    hook_table,
     result_line,
     results_line,
     sample_text,
@@ -124,6 +125,8 @@ class RunConsole(Display):
             self._live.ended(summary)
         self._stop_progress()
         self._print(result_line(summary))
+        for hook, rows in summary["hook_tables"].items():
+            self._print(hook_table(hook, rows))
         if summary["sample"]:
             self._print(sample_text(summary["sample"]))
 

@@ -77,6 +77,17 @@ def sample_text(sample: str) -> Text:
     return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
 
 
+def hook_table(hook: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Show what a hook has to say of a whole strategy, a line for each row and a column for each number."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    table = Table(title=Text(hook, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", *(column.replace("_", " ") for column in columns)):
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+    for name, row in rows.items():
+        table.add_row(name, *(number_text(row[column]) if column in row else "" for column in columns))
+    return table
+
+
 def comparison_rows(
     summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str] | None = None
 ) -> list[dict[str, str]]:

@@ -59,6 +59,10 @@ class TrainingHook(ABC):
     def end(self, status: str) -> None:  # noqa: B027 - optional
         """Finish a strategy, after its last step; ``status`` as in :meth:`MetricSink.close`."""
 
+    def table(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what the strategy came to, numbers by row and column; shown at its end and kept in its summary."""
+        return {}
+
     def reset(self) -> None:  # noqa: B027 - optional
         """Forget everything measured so far; called between strategies."""
 

@@ -68,6 +68,7 @@ class HookManager:
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         names = {hook.name for hook in self.hooks}
         self.failures = HookFailures(on_error, names if required is None else set(required))
+        self.tables: dict[str, Mapping[str, Mapping[str, float]]] = {}
         self._abandoned = self._ended = False
         self.profiler = Profiler(enabled=profile)
         self._offload = StateOffload() if offload_state else None
@@ -134,10 +135,14 @@ class HookManager:
         with self.isolation.visit(), ExitStack() as whatever_happens:
             whatever_happens.callback(self.dispatch.end, status)
             for hook in reversed(self.hooks):
-                end = partial(hook.end, status)
-                whatever_happens.callback(self._guarded, hook, "end", self.state.loop.step, end)
+                whatever_happens.callback(self._end_hook, hook, status)
             self.dispatch.flush_steps(self.state.loop.epoch)
         self.failures.raise_pending()
+
+    def _end_hook(self, hook: TrainingHook, status: str) -> None:
+        self._guarded(hook, "end", self.state.loop.step, partial(hook.end, status))
+        if table := self._guarded(hook, "table", self.state.loop.step, hook.table):
+            self.tables[hook.name] = table
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return every metric the hooks describe, by full name."""

@@ -32,7 +32,7 @@ class QuantizationListener:
 
 @runtime_checkable
 class Quantized(Protocol):
-    """A module that quantises, and says what was lost to those who listen."""
+    """A module that quantises, outside of compiled graphs, and says what was lost to those who listen."""
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
         """Have a listener told of every quantisation while it is heard."""

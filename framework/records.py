@@ -174,6 +174,7 @@ class RunRecord:
             "treatments": dict(run.treatments),
             "hook_errors": manager.failures.errors,
             "hooks_left_out": manager.failures.left_out,
+            "hook_tables": manager.tables,
             "hook_samples": manager.profiler.samples,
             "output_dir": str(self.directory),
         }

@@ -100,12 +100,8 @@ class TapSet:
                 f"Hook {owner.hook!r} taps the quantisers of {tap.target!r}, which has none: it is a "
                 f"{type(module).__name__}."
             )
-        is_heard = lambda: not self._silent and self._compiled is self._hearing and owner.is_due()
-        listener = QuantizationListener(is_heard, tap.counts)
-        if self._compiled:
-            self._apart.append((owner.is_due, lambda: [module.register_quantization_hook(listener)]))
-        else:
-            self._handles.append(module.register_quantization_hook(listener))
+        is_heard = lambda: not (self._silent or self._hearing) and owner.is_due()
+        self._handles.append(module.register_quantization_hook(QuantizationListener(is_heard, tap.counts)))
 
     def _attach(self, owner: TapOwner, tap: GradientTap) -> None:
         if tap.replaces and tap.kind == "input":

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from framework.compilation import is_compiled
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.errors import RunNotice, UnsuitableError, UsageError, unknown
 from framework.hook_points import HookPoint, StepSchedule
@@ -55,17 +54,16 @@ class GradientOverflow(TrainingHook):
     Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
     PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
     is added up over ranks; gradients and weights are taken to be the same on all of them. A table for the whole run is
-    told at its end. A warning names layers and roles when they begin to overflow, or to drown in noise, and a note says
+    shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown in noise, and a note says
     when it is over.
 
     Assumes that blocks lie along a tensor's last dimension as it is stored; hardware takes them along the dimension
-    that a product sums over. A compiled model can be counted only in a pass of its own, which costs as much as the
-    step. A delayed rule, asked what if, remembers the steps at which it was asked, not all steps.
+    that a product sums over. Activations of a compiled model can be asked about only in a pass of its own. A delayed
+    rule, asked what if, remembers the steps at which it was asked, not all steps.
 
     Args:
         interval: steps from one what-if to the next.
-        count_interval: steps from one step whose quantisers are counted to the next; by default every step, in a
-            compiled model every ``interval``-th.
+        count_interval: steps from one step whose quantisers are counted to the next.
         formats: what-if formats, separated by commas; empty: e2m1 in a model without quantised layers, else none.
         rules: what-if scaling rules, separated by commas.
         of: what is asked about, separated by commas: gradients, weights, activations.
@@ -81,7 +79,7 @@ class GradientOverflow(TrainingHook):
         self,
         *,
         interval: int = 100,
-        count_interval: int | None = None,
+        count_interval: int = 1,
         formats: str = "",
         rules: str = "tensor,nvfp4,mx_floor",
         of: str = "gradients",
@@ -90,7 +88,7 @@ class GradientOverflow(TrainingHook):
         noise_threshold: float = math.sqrt(3),
     ) -> None:
         _check_least("interval", interval, 1)
-        _check_least("count_interval", 1 if count_interval is None else count_interval, 1)
+        _check_least("count_interval", count_interval, 1)
         _check_least("top_k", top_k, 0)
         _check_least("noise_threshold", noise_threshold, 0)
         if not 0 < overflow_threshold <= 1:
@@ -139,12 +137,12 @@ class GradientOverflow(TrainingHook):
             ledger.load_state_dict(self._ledgers[subject].state_dict())
         self._ledgers = ledgers
         if self._counts:
-            self._fit_schedule(run.model)
+            self._fit_schedule()
         self._announce()
 
-    def _fit_schedule(self, model: nn.Module) -> None:
+    def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""
-        every = self._count_interval or (self._interval if is_compiled(model) else 1)
+        every = self._count_interval
         if self._asks and self._interval % every:
             raise UsageError(
                 f"gradient_overflow.interval is {self._interval}; where quantised layers are counted every {every} "
@@ -213,13 +211,12 @@ class GradientOverflow(TrainingHook):
         for alarm in self._alarms.values():
             alarm.tell(step)
 
-    def end(self, status: str) -> None:
-        """Tell the table of the whole run, a line for each role."""
-        for ledger in self._ledgers.values():
-            if ledger.steps:
-                steps = counted(ledger.steps, "step")
-                for row in summary(ledger):
-                    warnings.warn(f"gradient_overflow, {steps}, {row}.", RunNotice, stacklevel=2)
+    def table(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the counts of the whole run, a row for each role, and for all roles of the quantised layers."""
+        rows: dict[str, Values] = {}
+        for subject, ledger in self._ledgers.items():
+            rows |= summary(ledger, together=subject == QUANTIZERS)
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the run so far, the past of delayed rules, and what was warned of."""

@@ -30,6 +30,7 @@ SUMMARY = {
     "hook_errors": [],
     "metrics": {},
     "sample": None,
+    "hook_tables": {},
     "output_dir": "output/mod_arithmetic/stride",
 }
 OTHER = {

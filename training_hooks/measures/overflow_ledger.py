@@ -12,6 +12,7 @@ from framework.lowbit.counts import MAXIMA, SUMS, Counts
 from training_hooks.measures.overflow_readings import Numbers, readings
 
 OVERFLOW, NOISE = "element_overflow_rate", "gradient_to_noise_ratio"
+ALL = "all roles"
 QUANTIZATIONS = SUMS.index("quantizations")
 
 
@@ -116,17 +117,16 @@ class Ledger:
             distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX)
         return Counts(sums, maxima)
 
-    def of_the_run(self) -> Mapping[str, Any]:
-        """Return the readings of the run so far by role, ``""`` for all of them; empty if there were none."""
+    def of_the_run(self) -> dict[str, dict[str, Any]]:
+        """Return the readings of the run so far of each role in which anything was quantised, ``all`` of them last."""
         if self._run is None:
             return {}
-        sums, maxima = self._run.sums.cpu().numpy(), self._run.maxima.cpu().numpy()
+        both = torch.cat([self._run.sums, self._run.maxima], -1).cpu().numpy()
+        sums, maxima = np.split(both, [len(SUMS)], -1)
         by_role = readings(sums.sum(0), maxima.max(0))
-        together = readings(sums.sum((0, 1)), maxima.max((0, 1)))
         heard = np.flatnonzero(by_role["total_quantizations"]).tolist()
-        return {"": together} | {
-            self.roles[index]: {name: values[index] for name, values in by_role.items()} for index in heard
-        }
+        found = {self.roles[index]: {name: values[index] for name, values in by_role.items()} for index in heard}
+        return found | {ALL: readings(sums.sum((0, 1)), maxima.max((0, 1)))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the run so far, and what they are of; the step in progress begins anew."""

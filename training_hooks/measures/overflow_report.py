@@ -1,16 +1,21 @@
 """What the pages of a ledger are told as: metrics, warnings and the table at the end of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from framework.number_text import counted
 from training_hooks.measures.conditions import Conditions
-from training_hooks.measures.overflow_ledger import NOISE, OVERFLOW, Ledger, Page
+from training_hooks.measures.overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
 from training_hooks.measures.overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
 
 Values = dict[str, float | int]
+TABLE = (
+    *("total_quantizations", "overflow_count", "batch_overflow_rate"),
+    *("total_elements", "total_overflow_elements", "element_overflow_rate"),
+    *("underflow_rate", "gradient_to_noise_ratio"),
+)
+"""The readings in the table at the end of a run."""
 HYSTERESIS = 2.0
 """A warned condition ends where the value is back within its threshold by this factor."""
 
@@ -95,16 +100,11 @@ class Alarm:
         self._conditions.load_state_dict(state)
 
 
-def summary(ledger: Ledger) -> Sequence[str]:
-    """Return the table of the whole run, a sentence for each role, the one for all roles together first."""
-    return [f"{role or 'all roles'}: {_row(values)}" for role, values in ledger.of_the_run().items()]
-
-
-def _row(values: Mapping[str, Any]) -> str:
-    whole = {name: int(value) for name, value in values.items() if name.startswith(("total", "overflow_count"))}
-    return (
-        f"{counted(whole['total_quantizations'], 'quantisation')} of {counted(whole['total_elements'], 'element')}, "
-        f"{whole['total_overflow_elements']:,} of them overflowing ({values[OVERFLOW]:.2%}), in "
-        f"{whole['overflow_count']:,} of the quantisations ({values['batch_overflow_rate']:.2%}), "
-        f"{values['underflow_rate']:.2%} underflowing, ratio to noise {values[NOISE]:.3g}"
-    )
+def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:
+    """Return the table of the whole run, a row for each role, and one for all of them ``together``."""
+    found = ledger.of_the_run()
+    return {
+        role: {name: plain(name, values[name]) for name in TABLE}
+        for role, values in found.items()
+        if together or role != ALL
+    }

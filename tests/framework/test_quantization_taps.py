@@ -1,0 +1,118 @@
+"""Taps on quantisers hear what a run's own passes count; taps on inputs see what modules are given."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from framework.errors import StateMutationError, UsageError
+from framework.lowbit.conversion import quantize_model
+from framework.lowbit.counts import Counts
+from framework.lowbit.linear import BitLinear
+from framework.quantization_taps import QuantizationListener, QuantizationTap, quantized_modules
+from framework.taps import GradientTap, Tap, TapOwner, TapSet
+
+OWNER = TapOwner("tapper", lambda: True, lambda target, function: function(), may_replace=False)
+
+
+def quantised() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+    quantize_model(model, "nvfp4", exclude=("2",))
+    return model
+
+
+def attached(model: nn.Module, *taps: Tap, owner: TapOwner = OWNER) -> TapSet:
+    taps_of_model = TapSet(model)
+    taps_of_model.attach(owner, taps)
+    return taps_of_model
+
+
+def step(model: nn.Module, rows: int = 8) -> None:
+    torch.manual_seed(1)
+    model(torch.randn(rows, 32)).square().sum().backward()
+
+
+def elements(counts: dict[str, Counts]) -> dict[str, int]:
+    return {role: int(found.by_name()["total_elements"]) for role, found in counts.items()}
+
+
+def test_quantising_modules_are_found_by_what_they_can_do():
+    assert quantized_modules(quantised()) == ["0"]
+    assert quantized_modules(nn.Linear(2, 2)) == []
+
+
+def test_counts_add_up_until_their_owner_clears_them():
+    counts: dict[str, Counts] = {}
+    model = quantised()
+    attached(model, QuantizationTap("0", counts))
+    step(model)
+    once = elements(counts)
+    assert once == {"forward_input": 256, "forward_weight": 512, "backward_input": 256, "output_grad": 128}
+    step(model)
+    assert elements(counts) == {role: 2 * count for role, count in once.items()}
+    counts.clear()
+    step(model)
+    assert elements(counts) == once
+
+
+def test_two_listeners_have_counts_of_their_own():
+    first, second = {}, {}
+    model = quantised()
+    attached(model, QuantizationTap("0", first), QuantizationTap("0", second))
+    step(model)
+    first["output_grad"].reset()
+    assert elements(second)["output_grad"] == 128
+
+
+def test_nothing_is_counted_while_taps_are_silenced_or_not_due_or_gone():
+    counts: dict[str, Counts] = {}
+    model = quantised()
+    idle = attached(model, QuantizationTap("0", counts), owner=TapOwner("idle", lambda: False, OWNER.call, False))
+    taps = attached(model, QuantizationTap("0", counts))
+    with taps.silenced():
+        step(model)
+    taps.hear(lambda: step(model))
+    taps.remove()
+    step(model)
+    assert counts == {}
+    idle.remove()
+    layer = model[0]
+    assert isinstance(layer, BitLinear)
+    assert not layer._quantization_hooks
+
+
+def test_a_module_that_does_not_quantise_is_refused():
+    with pytest.raises(UsageError, match="'tapper' taps the quantisers of '2', which has none: it is a Linear"):
+        attached(quantised(), QuantizationTap("2", {}))
+    with pytest.raises(UsageError, match="Unknown module 'nine'"):
+        attached(quantised(), QuantizationTap("nine", {}))
+
+
+def test_a_listener_copies_what_it_is_given():
+    kept: dict[str, Counts] = {}
+    listener, given = QuantizationListener(lambda: True, kept), Counts.zeros()
+    listener.record("any", given)
+    given.sums.fill_(7.0)
+    assert not kept["any"].sums.any()
+
+
+def test_an_input_tap_sees_what_the_module_is_given_in_passes_that_are_differentiated():
+    seen: list[Tensor] = []
+    model, given = quantised(), torch.randn(3, 32)
+    attached(model, GradientTap("0", "input", lambda values: seen.append(values.clone())))
+    model(given)
+    with torch.no_grad():
+        model(given)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], given)
+    assert not seen[0].requires_grad
+
+
+def test_an_input_that_a_tap_writes_to_is_noticed_and_none_can_be_replaced():
+    model = quantised()
+    taps = attached(model, GradientTap("0", "input", lambda values: values.mul_(2) and None))
+    with pytest.raises(StateMutationError, match="on '0' changed an input that it may only read"):
+        step(model)
+    taps.remove()
+    with pytest.raises(UsageError, match="replaces an input, which no tap can"):
+        attached(model, GradientTap("0", "input", lambda values: values, replaces=True))
