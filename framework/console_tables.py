@@ -104,7 +104,7 @@ def comparison_rows(
             "epochs": f"{summary['epochs']:,}",
             **{name: number_text(value) for name, value in final_numbers(summary).items()},
             **distances(summary, summaries, compared_to or {}),
-            **{name.rpartition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
+            **{name.partition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
             "time": duration_text(summary["seconds"]["training"]),
             "treatments": ", ".join(summary["treatments"]),
             "failed hooks": ", ".join(dict.fromkeys(error["hook"] for error in summary["hook_errors"])),
@@ -137,21 +137,47 @@ def _target(reached: Mapping[str, int] | None) -> str:
 def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Group:
     """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below.
 
-    Where that is wider than ``width``, every column becomes a line instead.
+    Where that is wider than ``width``, every column becomes a line instead, in as many tables as it takes.
     """
-    columns = dict.fromkeys(column for row in rows for column in row if column not in REMARKS)
+    fullest_first = sorted(rows, key=len, reverse=True)
+    columns = dict.fromkeys(column for row in fullest_first for column in row if column not in REMARKS)
     shown = [column for column in columns if any(row.get(column) for row in rows)]
-    grid = [shown, *([row.get(column, "") for column in shown] for row in rows)]
-    if sum(max(map(len, texts)) + 2 for texts in zip(*grid, strict=True)) > width:
-        grid = [list(texts) for texts in zip(*grid, strict=True)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading, *texts in zip(*grid, strict=True):
-        numeric = all(re.fullmatch(NUMERIC, text) for text in texts)
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
-    for line in grid[1:]:
-        table.add_row(*map(Text, line))
+    lines = [shown, *([row.get(column, "") for column in shown] for row in rows)]
+    upright = [list(texts) for texts in zip(*lines, strict=True)]
+    parts = [upright] if _width(upright) <= width else side_by_side(lines, width)
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
-    return Group(table, *remarks)
+    return Group(*map(_table, parts), *remarks)
+
+
+def side_by_side(columns: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
+    """Distribute columns over as few tables as hold them in ``width``, each beginning with the first column.
+
+    >>> side_by_side([["n", "x"], ["a", "1"], ["b", "2"], ["c", "3"]], 9)
+    [[['n', 'x'], ['a', '1'], ['b', '2']], [['n', 'x'], ['c', '3']]]
+    """
+    first, *others = columns
+    parts: list[list[Sequence[str]]] = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and _width([*parts[-1], column]) > width:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _width(columns: Iterable[Sequence[str]]) -> int:
+    return sum(max(map(len, texts)) + 2 for texts in columns)
+
+
+def _table(columns: Iterable[Sequence[str]]) -> Table:
+    """Lay columns out, each under its first text; numbers stand to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    texts = [list(column) for column in columns]
+    for heading, *below in texts:
+        numeric = all(re.fullmatch(NUMERIC, text) for text in below)
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
+    for line in list(zip(*texts, strict=True))[1:]:
+        table.add_row(*map(Text, line))
+    return table
 
 
 def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:

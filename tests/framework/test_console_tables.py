@@ -167,3 +167,19 @@ def test_the_table_of_a_hook_has_a_line_for_each_row_and_room_for_what_a_row_lac
     assert lines[0] == ["gradient_overflow"]
     assert lines[1] == ["total", "elements", "rate"]
     assert lines[3:] == [["forward_input", "1,234,567", "0.25"], ["output_grad", "nan"]]
+
+
+def test_a_comparison_of_many_strategies_is_cut_into_tables_that_fit() -> None:
+    numbers = {"a_number_with_a_long_name": "0.25", "another_with_a_long_name": "1"}
+    rows = [{"strategy": f"strategy_{name}", **numbers} for name in "abcdefg"]
+    text = rendered(comparison_table(rows, 60), 60)
+    assert "…" not in text
+    assert max(map(cell_len, text.splitlines())) <= 60
+    headings = [line.split()[1:] for line in text.splitlines() if line.startswith(" strategy ")]
+    assert [name for heading in headings for name in heading] == [row["strategy"] for row in rows]
+    assert words(text).count("a_number_with_a_long_name") == len(headings) == 4
+
+
+def test_a_column_that_only_later_rows_fill_stands_where_they_have_it() -> None:
+    rows = [{"strategy": "a", "time": "1"}, {"strategy": "b", "gap": "0.5", "time": "2"}]
+    assert rendered(comparison_table(rows)).splitlines()[1].split() == ["strategy", "gap", "time"]
