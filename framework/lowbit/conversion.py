@@ -23,7 +23,8 @@ def quantize_model(
     """Make linear layers of a model low-bit layers, in place, and return their names.
 
     Layers, parameters, their names and the keys of the ``state_dict`` stay what they are, so that checkpoints are
-    loadable both ways; :func:`dequantize_model` makes them plain again.
+    loadable both ways; :func:`dequantize_model` makes them plain again. Call it before ``fully_shard``. A module that
+    reads a layer's weight instead of calling the layer, as ``nn.MultiheadAttention`` does, goes on in full precision.
 
     Args:
         model: any model; of its modules those are meant whose class is ``nn.Linear`` itself.
@@ -44,6 +45,7 @@ def quantize_model(
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         equip(layer, found, generator, may_split=name in alone)
+    _have_encoders_call_their_layers(model)
     return chosen
 
 
@@ -63,7 +65,29 @@ def dequantize_model(model: nn.Module) -> list[str]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
     for layer in layers.values():
         strip(layer)
+        for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _be_called]:
+            del layer._forward_pre_hooks[key]
     return list(layers)
+
+
+def _have_encoders_call_their_layers(model: nn.Module) -> None:
+    """Keep torch's encoders from their fast path, which in evaluation multiplies by the weights itself.
+
+    It is not taken where a layer has a hook, and padding is then not cut out into nested tensors first.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for layer in module.children():
+                if isinstance(layer, BitLinear) and _be_called not in layer._forward_pre_hooks.values():
+                    layer.register_forward_pre_hook(_be_called)
+        elif isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(part, BitLinear) for part in module.modules()
+        ):
+            module.use_nested_tensor = False
+
+
+def _be_called(layer: nn.Module, inputs: object) -> None:
+    """Change nothing: a layer with this hook is called, wherever torch could do without."""
 
 
 def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
