@@ -32,8 +32,8 @@ class MetisSplit(InterventionHook):
     was. The optimizer begins anew with U, s and V, and with nothing else; R, whose gradient is that of W, keeps its
     moments. The published code builds a new optimizer at each split instead.
 
-    When that happens the recipe of the layers says: ``forward_warmup_steps`` after the start, then every
-    ``merge_steps``. A frozen weight is left alone.
+    When that happens the recipe of the layers says: ``forward_warmup_steps`` after the start (100 by default), then
+    every ``merge_steps`` (1000). A frozen weight is left alone.
 
     Assumes low-bit layers of a recipe with ``metis`` and ``forward``, matrices that are whole on this process, and an
     optimizer that was given all parameters of the model, the factors among them.
@@ -41,6 +41,9 @@ class MetisSplit(InterventionHook):
 
     name = "metis_split"
     hook_points = frozenset({HookPoint.PRE_STEP})
+    step_schedule = StepSchedule(
+        mode="stride", every_n_steps=MetisOptions().merge_steps, warmup=MetisOptions().forward_warmup_steps
+    )
     mutates = False
     commits = frozenset({StatePart.PARAMETERS, StatePart.OPTIMIZER})
 
