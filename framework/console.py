@@ -126,7 +126,7 @@ class RunConsole(Display):
         self._stop_progress()
         self._print(result_line(summary))
         for hook, rows in summary["hook_tables"].items():
-            self._print(hook_table(hook, rows))
+            self._print(hook_table(hook, rows, self.console.width))
         if summary["sample"]:
             self._print(sample_text(summary["sample"]))
 

@@ -77,15 +77,12 @@ def sample_text(sample: str) -> Text:
     return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
 
 
-def hook_table(hook: str, rows: Mapping[str, Mapping[str, float]]) -> Table:
-    """Show what a hook has to say of a whole strategy, a line for each row and a column for each number."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    table = Table(title=Text(hook, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("", *(column.replace("_", " ") for column in columns)):
-        table.add_column(column, justify="right" if column else "left", overflow="fold")
-    for name, row in rows.items():
-        table.add_row(name, *(number_text(row[column]) if column in row else "" for column in columns))
-    return table
+def hook_table(hook: str, rows: Mapping[str, Mapping[str, float]], width: int = 80) -> Group:
+    """Show what a hook has to say of a whole strategy, as a comparison of its rows."""
+    texts = [
+        {hook: name, **{column: number_text(value) for column, value in row.items()}} for name, row in rows.items()
+    ]
+    return comparison_table(texts, width)
 
 
 def comparison_rows(
