@@ -1,5 +1,6 @@
 """Writes checkpoints beside the training: from a copy of its own, in a thread of its own, keeping but a few."""
 
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +17,8 @@ from framework.checkpoint_files import (
     checkpoint_name,
     checkpoints_in,
     open_checkpoint,
-    remove_checkpoint,
     remove_leftovers,
+    set_aside,
     write_checkpoint,
 )
 
@@ -102,6 +103,7 @@ class CheckpointWriter:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []
+        self._spare: Path | None = None
         self.step = 0
         """The step of the last one that was begun."""
 
@@ -128,22 +130,33 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
+    def finish(self) -> None:
+        """Wait until nothing is being written, and leave nothing but checkpoints."""
+        self.wait()
+        self._remove_spare()
+
     def failures(self) -> list[str]:
         """Return, once, why checkpoints could not be written or removed."""
         told, self._failures = self._failures, []
         return told
 
+    def _remove_spare(self) -> None:
+        if self._spare is not None:
+            shutil.rmtree(self._spare, ignore_errors=True)
+
     def _write(
         self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
     ) -> None:
         try:
-            written = write_checkpoint(folder, staged, manifest, before)
+            spare, self._spare = self._spare, None
+            written = write_checkpoint(folder, staged, manifest, before, spare)
         except Exception as error:
             self._failures.append(str(error))
             return
         try:
             self._kept = self._kept or Kept.of(self._folder, self._keep)
             for path in self._kept.add(written):
-                remove_checkpoint(path)
+                self._remove_spare()
+                self._spare = set_aside(path)
         except OSError as error:
             self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {error.strerror}.")

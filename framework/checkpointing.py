@@ -94,8 +94,8 @@ class Checkpointing:
             self.writer.wait()
 
     def finish(self) -> None:
-        """Wait until the last one is written."""
-        self.writer.wait()
+        """Wait until the last one is written, and leave nothing but checkpoints."""
+        self.writer.finish()
         self._tell_failures()
 
     def _tell_failures(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.checkpoint_cost import checkpoints, resuming
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "smoothing": ("Smoothing and averages of weights", (smoothing, fires)),
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
     "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
+    "checkpoints": ("Checkpoints", (checkpoints, resuming)),
     "each": ("Each hook", (each_hook,)),
 }
 

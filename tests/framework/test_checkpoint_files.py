@@ -19,6 +19,7 @@ from framework.checkpoint_files import (
     checkpoints_in,
     newest_intact,
     open_checkpoint,
+    set_aside,
     write_checkpoint,
 )
 from framework.checkpoint_writer import CheckpointWriter, Kept, Staging
@@ -163,6 +164,23 @@ def test_the_writer_keeps_but_a_few_also_after_a_restart(tmp_path: Path) -> None
         writer.wait()
         assert writer.failures() == []
     assert sorted(path.name for path in checkpoints_in(tmp_path)) == [checkpoint_name(step) for step in (2, 4, 5)]
+
+
+def test_a_checkpoint_written_over_a_longer_one_that_was_set_aside_is_whole(tmp_path: Path) -> None:
+    spare = set_aside(written(tmp_path, 1).folder)
+    content = {"weights": torch.zeros(2)}
+    found = write_checkpoint(tmp_path / checkpoint_name(2), content, {"step": 2, "score": None}, (), spare)
+    assert torch.equal(open_checkpoint(found.folder).content()["weights"], torch.zeros(2))
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(2)]
+
+
+def test_the_writer_leaves_nothing_but_checkpoints_when_it_has_finished(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        writer.wait()
+        writer.write(step, writer_content(step), {"step": step, "score": None}, ())
+    writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint_name(3)]
 
 
 def writer_content(step: int) -> dict[str, Any]:
