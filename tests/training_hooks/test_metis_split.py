@@ -21,6 +21,7 @@ from framework.lowbit.metis import MetisOptions
 from framework.lowbit.recipes import Recipe, uniform
 from framework.manager import HookManager
 from framework.param_vectors import copied
+from framework.precision import Precision
 from framework.reference import load_reference
 from framework.registry import HookRegistry
 from tests import support
@@ -35,6 +36,7 @@ from tests.support import (
     at,
     build,
     data_for,
+    mean_loss,
     run_info,
     train,
 )
@@ -269,6 +271,34 @@ def test_an_intervention_that_goes_back_before_a_split_is_rolled_back_to_it(need
     hook = at(ActingHook, HookPoint.POST_EPOCH, needs_pre_epoch_state=needs_pre_epoch)(go_back)
     case = Case("lowbit_mlp")
     assert train(case, [MetisSplit(), hook], steps=STEPS).digests == split_run(case).digests
+
+
+# Other ways to train
+
+
+@pytest.mark.parametrize("amp", ["fp16", "bf16"])
+def test_mixed_precision_trains_split_layers_and_float16_skips_what_overflows(amp):
+    def introduce(task, state):
+        task.compute_loss = Precision.of(amp, torch.device("cpu")).autocast(mean_loss)
+        if amp == "fp16":
+            task.scaler = state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=1000)
+
+    case = Case("lowbit_tied")
+    run = train(case, [MetisSplit()], steps=15, introduce=introduce, audit=False, accumulation_steps=2)
+    assert all(parameter.isfinite().all() for parameter in run.task.model.parameters())
+    assert all(layer.is_split for layer in layers(run.task.model).values())
+    assert (0 < run.state.loop.skipped_steps < 12) is (amp == "fp16")
+
+
+def test_a_compiled_model_is_split_and_trains_as_the_eager_one():
+    compiled = lambda task, state: task.model.compile(backend="eager", dynamic=False)
+    case = Case("lowbit_mlp")
+    try:
+        run = train(case, [MetisSplit()], steps=STEPS, introduce=compiled, audit=False, every_step=False)
+    finally:
+        torch.compiler.reset()
+    expected = dict(split_run(case).task.model.named_parameters())
+    assert described(dict(run.task.model.named_parameters())) == described(expected)
 
 
 # Refusals
