@@ -27,6 +27,17 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
 
 
+def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the penalty's gradient, (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ for n elements, zero-dimensional."""
+    norms = []
+    for matrix in map(_wide, matrices):
+        inverse_cube = matrix.add(OFFSET).pow_(-3)
+        norms.append(joint_norm([matrix.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    norm: Tensor = total * (2 * penalty.weight / sum(matrix.numel() for matrix in matrices))
+    return norm
+
+
 def _wide(matrix: Tensor) -> Tensor:
     return matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
 
@@ -81,14 +92,21 @@ class RangePenaltyReport(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return both means, and the penalty that they make."""
-        square, inverse_square = mean_squares(list(penalised(ctx.model, self._pattern).values()))
+        """Return both means, and of a penalty its value, gradient and share."""
+        matrices = list(penalised(ctx.model, self._pattern).values())
+        square, inverse_square = mean_squares(matrices)
         means = {"mean_square": square, "mean_inverse_square": inverse_square}
         if not self._penalty.weight or not isinstance(ctx.loss, Tensor):
             return means
         penalty = self._penalty.weight * (self._penalty.large * square + self._penalty.small * inverse_square)
         data_loss = ctx.loss - penalty
-        return {**means, "penalty": penalty, "data_loss": data_loss, "share": share(penalty, data_loss)}
+        return {
+            **means,
+            "penalty": penalty,
+            "penalty_grad_norm": gradient_norm(self._penalty, matrices),
+            "data_loss": data_loss,
+            "share": share(penalty, data_loss),
+        }
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe both means and the penalty."""
@@ -113,6 +131,13 @@ class RangePenaltyReport(TrainingHook):
                 "What the loss holds beside that of the data; reported where λ > 0.",
             ),
             MetricInfo(
+                "penalty_grad_norm",
+                "(2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ over all n elements of the matrices",
+                "[0, ∞]",
+                "What the penalty gives to the gradient, mostly through one weight next to zero. Far above the norm of "
+                "the rest, clipping by a joint norm leaves nothing of the data's gradient: choose a smaller λ or α₂.",
+            ),
+            MetricInfo(
                 "data_loss",
                 "loss of the step − penalty",
                 "[0, ∞) for cross-entropy",
@@ -122,6 +147,7 @@ class RangePenaltyReport(TrainingHook):
                 "share",
                 "penalty / loss of the step",
                 "[0, 1]",
-                "Above a few percent the penalty, not the data, decides where weights go: choose a smaller λ.",
+                "Of the loss, not of its gradient, which the penalty may rule at a share of 0.1 %: compare "
+                "penalty_grad_norm with the gradient's whole norm.",
             ),
         ]

@@ -189,7 +189,7 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
             "gradient_overflow/element_overflow_rate",
             "gradient_overflow/batch_overflow_rate",
             "gradient_overflow/underflow_rate",
-            "gradient_overflow/gradient_to_noise_ratio_of/output_grad",
+            "gradient_overflow/gradient_to_noise_ratio",
         ],
         "health": ["grad_clip/norm_before", "grad_clip/coefficient", "weight_updates/update_ratio_median"],
     }

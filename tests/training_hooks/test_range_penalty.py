@@ -42,6 +42,16 @@ def test_the_penalty_is_what_the_loss_holds_and_the_rest_is_the_data() -> None:
     assert found["share"].item() == pytest.approx(penalty.item() / (2 + penalty.item()), rel=1e-5)
 
 
+def test_the_gradient_of_the_penalty_is_that_of_autograd() -> None:
+    net = model()
+    options = {"weight": 1e-6, "large": 3.0, "small": 0.5}
+    RangePenalty(**options)(penalised(net)).backward()
+    gradients = [parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None]
+    assert len(gradients) == 2
+    found = report(net, torch.tensor(2.0), **options)["penalty_grad_norm"]
+    assert torch.allclose(found, torch.cat(gradients).norm(), rtol=1e-5)
+
+
 def test_without_a_penalty_only_the_means_are_reported() -> None:
     assert report(model(), torch.tensor(2.0)).keys() == {"mean_square", "mean_inverse_square"}
 
