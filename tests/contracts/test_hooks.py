@@ -1,7 +1,9 @@
 """The promises that every registered hook keeps, in both loops, on every model and optimizer."""
 
 import io
+import itertools
 from functools import cache
+from operator import attrgetter
 
 import pytest
 import torch
@@ -16,10 +18,13 @@ from framework.manager import HookManager
 from framework.registry import HookRegistry, hook_kind
 from tests.support import (
     CASES,
+    LOOPS,
+    PAIRS,
     ActingHook,
     Case,
     Run,
     SpyHook,
+    always_on,
     assert_same_bytes,
     at,
     build,
@@ -44,6 +49,25 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_length = pytest.mark.parametrize("steps", LENGTHS)
 
 
+def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
+    return [] if condition else [pytest.mark.slow]
+
+
+def every_hook_and_case(names: list[str]) -> pytest.MarkDecorator:
+    """Test every hook in every case; without ``slow``, in the cases that are always on for the hook."""
+    rows = [
+        pytest.param(name, case, id=f"{name}-{case}", marks=slow_unless(case in always_on(name)))
+        for name in names
+        for case in CASES
+    ]
+    return pytest.mark.parametrize(("name", "case"), rows)
+
+
+every_pair = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=slow_unless(case in PAIRS)) for case in CASES]
+)
+
+
 def make(name: str) -> TrainingHook:
     """Make a hook with its default options that fires at every step."""
     hook = HookRegistry.get(name)()
@@ -61,6 +85,13 @@ def refusal(name: str, case: Case) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def fires(name: str, loop: str) -> bool:
+    """Tell whether the points of a hook are reached in a loop."""
+    hook = HookRegistry.get(name)
+    epoch_only = loop == "step" and set(hook.hook_points) <= {HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH}
+    return (hook.loop_points is None or loop in hook.loop_points) and not epoch_only
 
 
 def willing(names: list[str], case: Case) -> list[str]:
@@ -95,9 +126,28 @@ def numbers(run: Run, name: str) -> str:
     return described(run.sink.rows(name + "/"))
 
 
+@pytest.mark.parametrize("name", QUIET + COMMITTING)
+def test_the_cases_that_are_always_on_meet_the_hook_in_each_model_loop_and_optimizer(name):
+    cases = always_on(name)
+    assert {(case.model, case.loop) for case in cases} == {(case.model, case.loop) for case in CASES}
+    assert {case.optimizer for case in cases} == {case.optimizer for case in CASES}
+    for loop in LOOPS:
+        assert trained(name, cases, loop) == trained(name, CASES, loop)
+
+
+def trained(name: str, cases: list[Case], loop: str) -> bool:
+    """Tell whether the hook takes part in any of the cases in a loop."""
+    return any(not refusal(name, case) for case in cases if case.loop == loop)
+
+
+def test_pairs_and_all_hooks_together_meet_every_case():
+    for pair in itertools.starmap(attrgetter, itertools.combinations(["model", "optimizer", "loop"], 2)):
+        assert {*map(pair, PAIRS)} == {*map(pair, CASES)}
+    assert {case for name in QUIET for case in always_on(name)} == {*CASES}
+
+
 @every_length
-@every_case
-@pytest.mark.parametrize("name", QUIET)
+@every_hook_and_case(QUIET)
 def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, case, steps):
     if refused := refusal(name, case):
         assert name in refused
@@ -106,7 +156,7 @@ def test_a_run_with_a_hook_has_the_bytes_of_the_bare_run_at_every_step(name, cas
 
 
 @every_length
-@every_case
+@every_pair
 def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
     names = willing(QUIET, case)
     forward = together(case, steps)
@@ -122,22 +172,27 @@ def test_the_order_of_hooks_changes_neither_bytes_nor_numbers(case, steps):
 @every_case
 def test_adding_hooks_changes_no_other_hooks_numbers(case, steps):
     for name in willing(QUIET, case):
-        assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
+        if case in always_on(name):
+            assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
 
 
+@pytest.mark.slow
+@every_length
 @every_case
-@pytest.mark.parametrize("name", QUIET)
+def test_adding_hooks_changes_no_other_hooks_numbers_in_the_cases_slow_unless(case, steps):
+    for name in willing(QUIET, case):
+        if case not in always_on(name):
+            assert numbers(together(case, steps), name) == numbers(alone(name, case, steps), name)
+
+
+@every_hook_and_case(QUIET)
 def test_a_hook_reports_something_where_its_loop_lets_it_fire(name, case):
     if refusal(name, case):
         return
-    hook = HookRegistry.get(name)
-    fires = hook.loop_points is None or case.loop in hook.loop_points
-    epoch_only = case.loop == "step" and set(hook.hook_points) <= {HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH}
-    assert bool(alone(name, case, 3).sink.rows(name + "/")) == (fires and not epoch_only)
+    assert bool(alone(name, case, 3).sink.rows(name + "/")) == fires(name, case.loop)
 
 
-@every_case
-@pytest.mark.parametrize("name", QUIET + COMMITTING)
+@every_hook_and_case(QUIET + COMMITTING)
 def test_every_metric_that_a_hook_emits_is_described(name, case):
     if refusal(name, case):
         return
@@ -147,8 +202,7 @@ def test_every_metric_that_a_hook_emits_is_described(name, case):
     assert {metric for metric in emitted if not any(info.describes(metric) for info in infos)} == set()
 
 
-@every_case
-@pytest.mark.parametrize("name", QUIET + COMMITTING)
+@every_hook_and_case(QUIET + COMMITTING)
 def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
     if refusal(name, case):
         return
@@ -162,8 +216,7 @@ def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
     assert described(fresh.state_dict()) == described(hook.state_dict())
 
 
-@every_case
-@pytest.mark.parametrize("name", QUIET + COMMITTING)
+@every_hook_and_case(QUIET + COMMITTING)
 def test_offloading_what_a_hook_remembers_changes_no_number_of_it(name, case):
     if refusal(name, case):
         return
@@ -185,8 +238,7 @@ class WatchingManager(HookManager):
 
 
 @every_length
-@every_case
-@pytest.mark.parametrize("name", COMMITTING)
+@every_hook_and_case(COMMITTING)
 def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case, steps):
     if refused := refusal(name, case):
         assert name in refused
@@ -199,8 +251,7 @@ def test_a_committing_hook_changes_what_it_declares_and_nothing_else(name, case,
     assert treatments(run.manager.hooks) == {name: tuple(sorted(part.value for part in hook.commits))}
 
 
-@every_case
-@pytest.mark.parametrize("name", COMMITTING)
+@every_hook_and_case(COMMITTING)
 def test_committing_hooks_apply_in_the_order_named(name, case):
     if refused := refusal(name, case):
         assert name in refused

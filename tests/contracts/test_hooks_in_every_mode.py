@@ -18,8 +18,8 @@ from framework.precision import Precision
 from framework.registry import HookRegistry, hook_kind
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.contracts.test_hooks import HEALTH
-from tests.support import LOOPS, Case, Run, differences, mean_loss, train
+from tests.contracts.test_hooks import HEALTH, fires, slow_unless
+from tests.support import LOOPS, Case, Run, differences, mean_loss, train, turn
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
@@ -49,6 +49,23 @@ MODES = {
     "fp16": Mode("fp16"),
     "compiled": Mode(compiled=True),
 }
+
+
+def every_mode_and_loop(names: list[str]) -> pytest.MarkDecorator:
+    """Test every hook in every mode and loop; without ``slow``, in one of the loops in which it fires."""
+    rows = [
+        pytest.param(mode, loop, name, id=f"{mode}-{loop}-{name}", marks=slow_unless(loop == loop_for(name, row)))
+        for name in names
+        for row, mode in enumerate(MODES)
+        for loop in LOOPS
+    ]
+    return pytest.mark.parametrize(("mode", "loop", "name"), rows)
+
+
+def loop_for(name: str, row: int) -> str:
+    """Choose the loop for a mode; the next mode gets another one."""
+    loops = [loop for loop in LOOPS if fires(name, loop)]
+    return loops[(turn(name) + row) % len(loops)]
 
 
 def run(mode: str, loop: str, hooks: list[Any]) -> Run:
@@ -88,9 +105,7 @@ def with_hook(mode: str, loop: str, name: str) -> Run:
     return run(mode, loop, [hook])
 
 
-@pytest.mark.parametrize("name", QUIET)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("mode", MODES)
+@every_mode_and_loop(QUIET)
 def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> None:
     hooked = with_hook(mode, loop, name)
     if hooked.error is not None:
@@ -101,9 +116,7 @@ def test_a_hook_leaves_the_run_its_bytes(mode: str, loop: str, name: str) -> Non
         assert not differences(before, after)
 
 
-@pytest.mark.parametrize("name", COMMITTING)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("mode", MODES)
+@every_mode_and_loop(COMMITTING)
 def test_a_committing_hook_leaves_the_weights_finite(mode: str, loop: str, name: str) -> None:
     trained = with_hook(mode, loop, name)
     assert trained.error is None or isinstance(trained.error, UnsuitableError)
