@@ -23,6 +23,7 @@ from tests.benchmarks.hook_cost import (
 )
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.memory_cost import peak_memory
+from tests.benchmarks.overflow_cost import counting, what_if
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
     "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
+    "overflow": ("Overflow of narrow formats", (what_if, counting)),
     "each": ("Each hook", (each_hook,)),
 }
 

@@ -1,0 +1,91 @@
+"""What counting the casts of a low-bit language model costs, and asking what narrow formats would lose of gradients."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from experiments.lowbit_lm.runner import QUICK, LowbitLMConfig, LowbitLMRunner
+from framework.contexts import RunInfo
+from framework.loops import step_loop
+from framework.session import build_run
+from framework.train_step import TrainingTask
+from framework.training_state import TrainingState
+from tests.benchmarks.rows import PERCENT, Effort, Row
+from tests.benchmarks.subjects import AfterStep, language_model
+from tests.benchmarks.tied_cost import TINY, TimedManager
+from tests.benchmarks.timing import Spread, clock
+from training_hooks.gradient_overflow import GradientOverflow
+
+SMALL = {"vocabulary": 64, "width": 64, "layers": 2, "length": 8}
+INTERVAL = 100
+WARM_UP = 6
+"""Steps before the first that is measured; in the first of them the casts are compiled."""
+
+
+def what_if(effort: Effort) -> Iterator[Row]:
+    """Compare what the hook takes at every other step of a model of 10M parameters with the steps between."""
+    subject = language_model() if effort.share > 0 else language_model(**SMALL)
+    size = f"{sum(each.numel() for each in subject.task.model.parameters()) / 1e6:.0f}M parameters"
+    for label, options in {
+        "e2m1 under tensor, nvfp4 and mx_floor": {},
+        "e4m3 and e5m2 under current": {"formats": "e4m3,e5m2", "rules": "current"},
+    }.items():
+        totals, own = _every_other_step(
+            subject.task, subject.state, GradientOverflow(interval=2, **options), max(3, effort.times(20))
+        )
+        step = median(totals[1::2])
+        against = f"{INTERVAL} steps without it, {step * 1e3:.0f} ms each, {size}"
+        cost = Spread.of([each / step / INTERVAL for each in own[::2]])
+        yield Row(f"What if of all gradients, {label}, every {INTERVAL} steps", against, PERCENT, cost, 0.01)
+
+
+def counting(effort: Effort) -> Iterator[Row]:
+    """Compare steps of low-bit runs whose casts are counted with the steps between, whose are not."""
+    options: dict[str, Any] = QUICK if effort.share > 0 else QUICK | TINY
+    for strategy in ("fp8", "fp4_direct", "nvfp4", "fp4_metis"):
+        task, state = build_run(LowbitLMRunner(LowbitLMConfig(**options)), strategy)
+        hook = GradientOverflow(count_interval=2)
+        totals, own = _every_other_step(task, state, hook, max(3, effort.times(40)))
+        step = median(totals[1::2])
+        against = f"a step without it, lowbit_lm {strategy}, quick preset, {step * 1e3:.0f} ms"
+        extra = [(due - idle) / step for due, idle in zip(totals[::2], totals[1::2], strict=True)]
+        yield Row(f"Counting every cast, {strategy}", against, PERCENT, Spread.of(extra), 0.05)
+        yield Row(
+            f"Of that, adding up and telling, {strategy}", against, PERCENT, Spread.of([o / step for o in own[::2]])
+        )
+
+
+def _every_other_step(
+    task: TrainingTask, state: TrainingState, hook: GradientOverflow, pairs: int
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of steps in the real loop, of which every other one is measured, and those of the hook."""
+    first = state.loop.step
+    task = replace(task, length=first + WARM_UP + 2 * pairs, eval_every=0, snapshot_every=10**9)
+    manager = TimedManager([hook], task, state, loop="step")
+    ends = [(clock(), 0.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.start_hooks(_run_info(task))
+        step_loop(task, manager, progress=AfterStep(lambda: ends.append((clock(), manager.work.seconds))))
+        manager.end("completed")
+    steps = [(end[0] - begin[0], end[1] - begin[1]) for begin, end in pairwise(ends)]
+    return [total for total, _ in steps[WARM_UP:]], [own for _, own in steps[WARM_UP:]]
+
+
+def _run_info(task: TrainingTask) -> RunInfo:
+    return RunInfo(
+        experiment="overflow",
+        strategy="only",
+        output_dir=Path("unused"),
+        model=task.model,
+        config=task.config,
+        loop="step",
+        seed=0,
+        steps=task.length,
+        steps_per_epoch=len(task.loader),
+        optimizer_class=type(task.optimizer),
+    )
