@@ -27,6 +27,9 @@ SMALL = {
     " --ff-dim 8 --epochs 2 --max-epochs 2 --snapshot-every 1 --overwrite",
     "tied_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 8 --warmup-steps 1"
     " --evaluation-windows 4 --sample-tokens 5 --overwrite",
+    "lowbit_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 4"
+    " --warmup-steps 1 --evaluation-windows 4 --sample-tokens 5 --rank 0.25 --forward-warmup-steps 1 --merge-steps 2"
+    " --overwrite",
 }
 """How an experiment that a page runs is made small."""
 LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}

@@ -1,5 +1,6 @@
 """lowbit_lm: strategies differ in the casts alone, bad options are refused in a sentence before the run."""
 
+import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import training_hooks
 from experiments.lowbit_lm.runner import LowbitLMConfig, LowbitLMRunner
 from framework.cli import main
 from framework.lowbit.linear import BitLinear
+from framework.lowbit.regularizer import RangePenalty
 from framework.session import build_run
 from sinks import read_jsonl
 from tests.framework.small_experiment import read_json
@@ -124,6 +126,53 @@ def test_the_casts_alone_part_the_strategies(trained: tuple[Path, str], tokens: 
     assert first["fp4_metis"].values[1] != first["fp4_block"].values[1]
     assert len(set(losses.values())) == 6
     assert all(abs(losses[strategy] - losses["fp32"]) < 0.05 for strategy in QUANTISED)
+
+
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> tuple[Path, str]:
+    """The folder of two strategies with the penalty, and what was shown."""
+    folder = tmp_path_factory.mktemp("penalised")
+    with redirect_stdout(StringIO()) as shown:
+        assert run(folder, tokens, "--strategy fp32 nvfp4 --reg-lambda 1e-12 --reg-alpha1 5 --silent") == 0
+    return folder / "lowbit_lm", shown.getvalue()
+
+
+def test_the_progress_line_has_both_losses_and_both_rates(penalised: tuple[Path, str]) -> None:
+    for strategy, over in (("fp32", False), ("nvfp4", True)):
+        line = [line for line in penalised[1].splitlines() if line.startswith(f"{strategy}: 100%, step 4/4, epoch ")][
+            -1
+        ]
+        assert ", loss " in line
+        assert ", with reg " in line
+        assert (re.search(r", over 0\.0\d+/1$", line) is not None) == over
+
+
+@pytest.mark.parametrize("strategy", ["fp32", "nvfp4"])
+def test_the_loss_is_that_of_the_data_and_the_penalty(penalised: tuple[Path, str], strategy: str) -> None:
+    found: dict[str, list[float]] = {}
+    for record in read_jsonl(penalised[0] / strategy / f"{strategy}.jsonl"):
+        for name, series in record.metrics.items():
+            if name.startswith(("range_penalty/", "training_metrics/loss")):
+                found.setdefault(name.partition("/")[2], []).extend(series.values)
+    sums = [data + penalty for data, penalty in zip(found["data_loss"], found["penalty"], strict=True)]
+    assert found["loss"] == pytest.approx(sums)
+    assert all(0 < share < 1 for share in found["share"])
+
+
+def test_the_penalty_is_that_of_the_matrices_of_the_blocks(tokens: Path) -> None:
+    runner, plain = tiny(tokens, reg_lambda=1e-9, reg_alpha1=2.0), tiny(tokens)
+    task = build_run(runner, "fp4_metis")[0]
+    batch = task.loader.batch(0)
+    matrices = {
+        name: weight
+        for name, weight in task.model.state_dict().items()
+        if name.startswith("blocks.") and weight.ndim == 2
+    }
+    assert len(matrices) == 7
+    expected = RangePenalty(weight=1e-9, large=2.0)(matrices)
+    with torch.no_grad():
+        difference = runner.compute_loss(task.model, batch) - plain.compute_loss(task.model, batch)
+    assert torch.allclose(difference, expected, rtol=1e-3)
 
 
 BAD = {
