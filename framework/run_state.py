@@ -67,11 +67,10 @@ class RunState:
             raise UsageError(f"{where} does not hold a whole run.")
         if content["pre_epoch"] is not None:
             put_back(content["pre_epoch"], state, where)
-            manager.pre_epoch_snapshot.save(state)
+            state.loop.pre_epoch = manager.pre_epoch_snapshot
+            state.loop.pre_epoch.save(state)
         put_back(content["state"], state, where)
         put_back_streams(content["streams"], state, where)
-        if content["pre_epoch"] is not None:
-            state.loop.pre_epoch = manager.pre_epoch_snapshot
         manager.load_state_dict(content["hooks"])
         manager.goes_on(content["errors"])
         manager.profiler.samples.update(content["samples"])
