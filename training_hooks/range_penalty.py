@@ -51,8 +51,8 @@ class RangePenaltyReport(TrainingHook):
     λ·(α₁·mean w² + α₂·mean (w + 1e-6)⁻²) to its loss (``--reg-lambda``); it switches this hook on then, with the same
     numbers, and the hook reports the penalty, its share and the loss without it.
 
-    Assumes, with a ``weight`` above 0, that the loss of the run holds this penalty with these numbers, on these
-    matrices: the hook adds nothing to the loss.
+    Assumes that a run with a ``weight`` above 0 has this penalty in its loss, with these numbers and on these matrices:
+    the hook adds nothing to the loss.
 
     Args:
         weight: λ, the weight of the penalty in the loss; at 0 the run has none.
