@@ -41,7 +41,8 @@ class BitLinear(SplitLinear):
     Parameters, their names and the ``state_dict`` are those of ``nn.Linear``; with a recipe without casts so is every
     bit. Rules with a history keep it in buffers ``<role>_history`` that are not part of the ``state_dict``; it goes on
     with the forward and backward passes in train mode only. Under autocast the matrices are converted first, then
-    cast. Activation checkpointing (``use_reentrant=False``) repeats the casts of the call that it repeats.
+    cast. Activation checkpointing (``use_reentrant=False``) repeats the casts of the call that it repeats. Of several
+    processes each casts what it sees, by scales and histories of its own.
 
     Args:
         in_features: columns of the weight.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from framework.compilation import compile_model
 from framework.curvature import ExactHessian
 from framework.errors import LoopscopeError, UsageError
 from framework.lowbit.calls import LayerCall
@@ -422,3 +423,30 @@ def test_a_compiled_model_runs_the_layers_between_its_graphs_with_the_same_bits(
     compiled.compile(backend="eager", dynamic=False)
     for seed in range(2):
         assert_same(results(compiled, drawn(6, 20, seed=seed)), results(ordinary, drawn(6, 20, seed=seed)))
+
+
+def compiled_steps(recipe: str, *, listener: Heard | None = None, convert: bool = True) -> list[Tensor]:
+    model = stack(recipe)
+    if not convert:
+        dequantize_model(model)
+    for layer in model[::2]:
+        if listener is not None:
+            layer.register_quantization_hook(listener)
+    compile_model(model)
+    results(model, drawn(6, 20))
+    return results(model, drawn(6, 20, seed=3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["e2m1/block/stochastic", "fp4_metis", "fp8"])
+def test_a_listener_changes_no_bit_of_a_compiled_model(recipe):
+    heard = Heard()
+    assert_same(compiled_steps(recipe, listener=heard), compiled_steps(recipe))
+    assert heard.roles.count("forward_weight") == 2 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_without_casts_a_compiled_model_is_that_of_linear_layers_bit_for_bit():
+    assert_same(compiled_steps("fp32"), compiled_steps("fp32", convert=False))
