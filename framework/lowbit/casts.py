@@ -11,7 +11,7 @@ from framework.errors import UsageError, unknown
 from framework.lowbit.compiled import COMPILER
 from framework.lowbit.counts import Counts, count
 from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.kernels import Arithmetic, cast, largest_in, scales_for, scales_of
+from framework.lowbit.kernels import Grid, Scaling, cast, largest_in, scales_for, scales_of
 from framework.lowbit.layout import Layout
 from framework.lowbit.scaling import RuleRegistry, ScalingRule
 
@@ -110,22 +110,25 @@ class Cast:
         """
         return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
 
-    def _arithmetic(self) -> Arithmetic:
-        return Arithmetic(self.number_format, self.scaling_rule, self.rounding, self.q_scalar)
+    def _scaling(self) -> Scaling:
+        return Scaling(self.scaling_rule, self.number_format, self.q_scalar)
+
+    def _grid(self) -> Grid:
+        return Grid(self.number_format, self.rounding)
 
     def _scales_of(self, layout: Layout, earlier: Tensor | None) -> Tensor:
         if layout.per_row is not None:
-            return layout.scales(COMPILER.run(scales_of, layout.blocks, self._arithmetic()))
+            return layout.scales(COMPILER.run(scales_of, layout.blocks, self._scaling()))
         largest = COMPILER.run(largest_in, layout.blocks)
         if self.scaling_rule.history and earlier is not None:
             before = earlier.max().to(largest)
             largest = torch.where(before > 0, before, largest)
-        return scales_for(largest, self._arithmetic())
+        return scales_for(largest, self._scaling())
 
     def _cast(self, layout: Layout, scales: Tensor, generator: torch.Generator | None) -> Tensor:
         draws = self._draws(layout, generator) if self.rounding == "stochastic" else None
         of_blocks = scales if layout.per_row is None else scales.reshape(-1)
-        rounded: Tensor = COMPILER.run(cast, layout.blocks, of_blocks, draws, self._arithmetic())
+        rounded: Tensor = COMPILER.run(cast, layout.blocks, of_blocks, draws, self._grid())
         return layout.values(rounded)
 
     def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor:

@@ -122,9 +122,20 @@ def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = to
         round_: rounds multiples of the spacing; by default to the nearest, ties to even.
     """
     limit = number_format.maximum
-    clamped = values.clamp(-limit, limit)
+    clamped = clamped_to(values, limit)
     spacing = _power_below(clamped).clamp_min(number_format.smallest_normal()) * 2.0**-number_format.mantissa_bits
     return round_(clamped / spacing) * spacing
+
+
+def clamped_to(values: Tensor, limit: float) -> Tensor:
+    """Return the values, clamped to ``±limit``; NaN stays the NaN that it was.
+
+    The compiled clamp would set all bits of a NaN; comparisons keep them, and are faster there, but slower here.
+    """
+    if not torch.compiler.is_compiling():
+        return values.clamp(-limit, limit)
+    below = torch.where(values > limit, limit, values)
+    return torch.where(below < -limit, -limit, below)
 
 
 def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tensor:

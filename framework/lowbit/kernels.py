@@ -5,20 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.lowbit.formats import FloatFormat, Round, by_draws, to_continued_grid, to_grid
+from framework.lowbit.formats import FloatFormat, Round, by_draws, clamped_to, to_continued_grid, to_grid
 from framework.lowbit.scaling import ScalingRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """What the functions here need to know of a cast: classes in the place of names."""
+class Scaling:
+    """How scales follow from magnitudes: classes in the place of names."""
+
+    rule: type[ScalingRule]
+    number_format: type[FloatFormat]
+    q_scalar: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """To what numbers, and how, scaled values are rounded."""
 
     number_format: type[FloatFormat]
-    rule: type[ScalingRule]
     rounding: str
-    q_scalar: float
 
 
 def largest_in(blocks: Tensor) -> Tensor:
@@ -28,34 +35,34 @@ def largest_in(blocks: Tensor) -> Tensor:
     return finite.amax(-1) if finite.numel() else finite.new_zeros(finite.shape[:-1])
 
 
-def scales_for(largest: Tensor, arithmetic: Arithmetic) -> Tensor:
+def scales_for(largest: Tensor, scaling: Scaling) -> Tensor:
     """Return the float32 scales for largest magnitudes of any shape."""
-    scales = arithmetic.rule().scales(as_float32(largest), arithmetic.number_format)
-    if arithmetic.q_scalar != 1:
-        scales = scales * arithmetic.q_scalar
+    scales = scaling.rule().scales(as_float32(largest), scaling.number_format)
+    if scaling.q_scalar != 1:
+        scales = scales * scaling.q_scalar
     return scales.clamp_max(FLOAT32_MAX)
 
 
-def scales_of(blocks: Tensor, arithmetic: Arithmetic) -> Tensor:
+def scales_of(blocks: Tensor, scaling: Scaling) -> Tensor:
     """Return the scales (n) of blocks (n, b)."""
-    return scales_for(largest_in(blocks), arithmetic)
+    return scales_for(largest_in(blocks), scaling)
 
 
-def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
     """Return blocks (n, b) after the cast with scales (n), or values (n) after that with one scale.
 
     ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
     """
     spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
     scaled = computable(blocks) / torch.where(spread > 0, spread, 1.0)
-    return saturated(_rounded(scaled, draws, arithmetic) * spread, blocks.dtype).to(blocks.dtype)
+    return saturated(_rounded(scaled, draws, grid) * spread, blocks.dtype).to(blocks.dtype)
 
 
-def _rounded(scaled: Tensor, draws: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    if arithmetic.rounding == "soft":
-        return to_continued_grid(saturated(scaled, scaled.dtype), arithmetic.number_format)
+def _rounded(scaled: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
+    if grid.rounding == "soft":
+        return to_continued_grid(saturated(scaled, scaled.dtype), grid.number_format)
     round_: Round = torch.round if draws is None else by_draws(draws)
-    return to_grid(scaled, arithmetic.number_format, round_)
+    return to_grid(scaled, grid.number_format, round_)
 
 
 def computable(values: Tensor) -> Tensor:
@@ -65,8 +72,7 @@ def computable(values: Tensor) -> Tensor:
 
 def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values, clamped to the finite numbers of a type; NaN stays NaN."""
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit)
+    return clamped_to(values, torch.finfo(dtype).max)
 
 
 def as_float32(largest: Tensor) -> Tensor:
