@@ -18,8 +18,8 @@ LEADING = 5
 """Components that ``long_tail`` leaves as they are."""
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
-LARGEST_EXPONENT = 126
-"""Of a power of two by which a float32 number can be multiplied and divided without loss."""
+EXPONENTS = (-126, 100)
+"""Of powers of two by which an orthonormal float32 matrix can be divided without leaving the normal numbers."""
 
 Quantise = Callable[[Tensor], Tensor]
 """Quantises and dequantises a tensor: a :class:`framework.lowbit.casts.Cast`, or one that counts what it loses."""
@@ -107,22 +107,29 @@ def randomised_svd(matrix: Tensor, rank: int, niter: int, generator: torch.Gener
     decomposed exactly. At full rank the result is exact. The largest entry of each row of V is positive.
 
     Args:
-        matrix: of shape (rows, columns); bfloat16 and float16 are computed in float32. What is not finite is taken
-            for 0, so that no solver fails on it; the caller marks the result.
+        matrix: of shape (rows, columns); bfloat16 and float16 are computed in float32. One that is not finite is taken
+            for zeros, so that no solver fails on it; the caller marks the result.
         rank: components, at most the smaller side.
         niter: power iterations.
         generator: draws Ω, on its own device, so that the draws are the same on all.
     """
     wide = computable(refuse_other_types(matrix))
-    wide = torch.where(wide.isfinite(), wide, 0.0)
-    scale = _power_of_two_above(wide)
-    scaled = wide / scale
+    largest = _largest(wide)
+    return _leading_part(torch.where(largest.isfinite(), wide, 0.0), largest, rank, niter, generator)
+
+
+def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, generator: torch.Generator) -> Decomposition:
+    """Decompose a finite matrix; ``largest`` is its largest magnitude.
+
+    Every product divides by a power of two of about that size, in its thin factor, so that none leaves the range.
+    """
     draws = torch.randn(matrix.shape[1], rank, generator=generator, device=generator.device, dtype=torch.float32)
-    basis = torch.linalg.qr(scaled @ draws.to(scaled))[0]
+    scale = _power_of_two_above(largest)
+    basis = torch.linalg.qr(matrix @ (draws.to(matrix) / scale))[0]
     for _ in range(niter):
-        basis = torch.linalg.qr(scaled.mT @ basis)[0]
-        basis = torch.linalg.qr(scaled @ basis)[0]
-    rows, triangle = torch.linalg.qr(scaled.mT @ basis)
+        basis = torch.linalg.qr(matrix.mT @ (basis / scale))[0]
+        basis = torch.linalg.qr(matrix @ (basis / scale))[0]
+    rows, triangle = torch.linalg.qr(matrix.mT @ (basis / scale))
     left, s, right = torch.linalg.svd(triangle.mT, full_matrices=False)
     u, v = basis @ left, right @ rows.mT
     signs = _signs_of_largest(v)
@@ -156,8 +163,9 @@ def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generat
     if not matrix.numel():
         return cast(matrix)
     wide = computable(matrix)
-    finite = torch.where(wide.isfinite(), wide, 0.0)
-    parts = randomised_svd(finite, options.rank_of(matrix.shape), options.niter, generator)
+    largest = _largest(wide)
+    finite = torch.where(largest.isfinite(), wide, 0.0)
+    parts = _leading_part(finite, largest, options.rank_of(matrix.shape), options.niter, generator)
     gains, residual_gain = gains_of(options.gains, len(parts.s), parts.s)
     amplified = parts._replace(s=gains * parts.s)
     u, v = cast(parts.u.mT.contiguous()).mT, cast(parts.v)
@@ -167,13 +175,19 @@ def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generat
         rest = cast(residual_gain * residual + amplified.product() - low_rank)
     else:
         rest = residual_gain * cast(residual)
-    return torch.where(wide.isfinite().all(), low_rank + rest, math.nan).to(matrix.dtype)
+    return torch.where(largest.isfinite(), low_rank + rest, math.nan).to(matrix.dtype)
 
 
-def _power_of_two_above(matrix: Tensor) -> Tensor:
-    """Return the power of two at or above the largest magnitude: dividing by it is exact, and no product overflows."""
-    exponent = matrix.abs().amax().frexp().exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    return torch.ldexp(torch.ones_like(matrix[0, 0]), exponent)
+def _largest(matrix: Tensor) -> Tensor:
+    """Return the largest magnitude, zero-dimensional; infinite or NaN if a value is."""
+    low, high = torch.aminmax(matrix)
+    return torch.maximum(-low, high)
+
+
+def _power_of_two_above(largest: Tensor) -> Tensor:
+    """Return a power of two above the largest magnitude, or near it at the ends of the range: division is exact."""
+    exponent = torch.where(largest.isfinite(), largest, 1.0).frexp().exponent
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS))
 
 
 def _signs_of_largest(rows: Tensor) -> Tensor:
