@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -130,31 +129,6 @@ class Case:
 
 
 CASES = [Case(model, optimizer, loop) for loop in LOOPS for model in MODELS for optimizer in OPTIMIZERS]
-
-PAIRS = [
-    Case(model, optimizer, LOOPS[(row + column) % len(LOOPS)])
-    for row, model in enumerate(MODELS)
-    for column, optimizer in enumerate(OPTIMIZERS)
-]
-"""Every two of model, optimizer and loop, once or more."""
-
-
-def turn(name: str) -> int:
-    """Return a number that belongs to a name, whichever names there are beside it."""
-    return crc32(name.encode())
-
-
-def always_on(name: str) -> list[Case]:
-    """Choose the cases in which a hook is tested without ``slow``: each model in each loop, and each optimizer.
-
-    Which optimizer goes with which model differs from hook to hook, so that all hooks together meet every case.
-    """
-    optimizers = list(OPTIMIZERS)
-    return [
-        Case(model, optimizers[(turn(name) + 2 * late + row) % len(optimizers)], loop)
-        for late, loop in enumerate(LOOPS)
-        for row, model in enumerate(MODELS)
-    ]
 
 
 def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[TrainingTask, TrainingState]:

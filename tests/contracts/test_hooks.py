@@ -16,15 +16,14 @@ from framework.hook_points import EVERY_STEP, HookPoint
 from framework.hooks import InterventionHook, TrainingHook, treatments
 from framework.manager import HookManager
 from framework.registry import HookRegistry, hook_kind
+from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair
 from tests.support import (
     CASES,
     LOOPS,
-    PAIRS,
     ActingHook,
     Case,
     Run,
     SpyHook,
-    always_on,
     assert_same_bytes,
     at,
     build,
@@ -47,25 +46,6 @@ PREFIXES = {
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_length = pytest.mark.parametrize("steps", LENGTHS)
-
-
-def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
-    return [] if condition else [pytest.mark.slow]
-
-
-def every_hook_and_case(names: list[str]) -> pytest.MarkDecorator:
-    """Test every hook in every case; without ``slow``, in the cases that are always on for the hook."""
-    rows = [
-        pytest.param(name, case, id=f"{name}-{case}", marks=slow_unless(case in always_on(name)))
-        for name in names
-        for case in CASES
-    ]
-    return pytest.mark.parametrize(("name", "case"), rows)
-
-
-every_pair = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=slow_unless(case in PAIRS)) for case in CASES]
-)
 
 
 def make(name: str) -> TrainingHook:

@@ -18,8 +18,9 @@ from framework.precision import Precision
 from framework.registry import HookRegistry, hook_kind
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.contracts.test_hooks import HEALTH, fires, slow_unless
-from tests.support import LOOPS, Case, Run, differences, mean_loss, train, turn
+from tests.cases import slow_unless, turn
+from tests.contracts.test_hooks import HEALTH, fires
+from tests.support import LOOPS, Case, Run, differences, mean_loss, train
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]

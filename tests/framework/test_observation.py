@@ -11,6 +11,7 @@ from framework.hook_points import HookPoint
 from framework.observation import forward_pass, optimizer_groups
 from framework.random_streams import RandomStreams
 from framework.training_state import TrainingState
+from tests.cases import matrix
 from tests.support import MODELS, Case, SpyHook, assert_same_bytes, at, build, data_for, train
 
 
@@ -18,9 +19,7 @@ def state_of(model: nn.Module) -> TrainingState:
     return TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1), RandomStreams(0))
 
 
-@pytest.mark.parametrize("train_mode", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("loop", ["epoch", "step"])
+@matrix("model, train_mode, loop", MODELS, [False, True], ["epoch", "step"])
 def test_a_forward_pass_at_every_point_leaves_every_byte_as_it_was(model, train_mode, loop):
     inputs = data_for(model)[0]
     outputs: list[torch.Tensor] = []

@@ -12,8 +12,9 @@ from framework.digest import described
 from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.param_vectors import gradients
+from tests.cases import matrix
 from tests.support import (
-    CASES,
+    LOOPS,
     MODELS,
     STEPS_PER_EPOCH,
     Case,
@@ -69,8 +70,9 @@ def test_the_metrics_are_those_of_the_mean_gradients(loop, options, model):
     assert {row[2] for row in rows} == {number * length for number in range(2, len(means) + 1)}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.optimizer in ("adamw_fused", "adafactor")], ids=str)
-def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_run_alone(case):
+@matrix("model, optimizer, loop", MODELS, ["adamw_fused", "adafactor"], LOOPS)
+def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_run_alone(model, optimizer, loop):
+    case = Case(model, optimizer, loop)
     whole = train(case, [Consecutive()], steps=9)
     parts = train(case, [reloading(Consecutive)], steps=9)
     assert whole.sink.rows("consecutive/")

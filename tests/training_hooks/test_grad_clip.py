@@ -12,6 +12,7 @@ from framework.param_vectors import trainable
 from framework.precision import Precision
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import TrainingState
+from tests.cases import matrix
 from tests.framework.sapi_call import context
 from tests.support import (
     MODELS,
@@ -88,9 +89,7 @@ def typical(case: Case, rule: str) -> float:
     return sorted(seen)[len(seen) // 2]
 
 
-@pytest.mark.parametrize("rule", BY_TORCH)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@matrix("model, optimizer, rule", MODELS, OPTIMIZERS, BY_TORCH)
 def test_the_run_is_bit_for_bit_the_one_that_calls_torchs_function(model, optimizer, rule):
     case, (option, clip) = Case(model, optimizer), BY_TORCH[rule]
     limit = typical(case, rule)

@@ -14,7 +14,8 @@ from framework.manager import HookManager
 from framework.random_streams import RandomStreams
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
-from tests.support import CASES, RecordingSink, assert_same_bytes, train
+from tests.cases import every_pair
+from tests.support import RecordingSink, assert_same_bytes, train
 from training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
 
 RATES = torch.tensor(growing_rates(1e-6, 1.0, 61), dtype=torch.float64)
@@ -177,7 +178,7 @@ def test_rates_that_are_zero_grow_all_the_same():
     assert task.model.x.item() == 1.0
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@every_pair
 def test_the_test_leaves_no_trace_in_any_loop_with_any_optimizer(case):
     run = train(case, [LrProbe(steps=9, smoothing=0.5)], steps=7)
     assert len(run.sink.rows("lr_probe/losses")) == (2 if case.loop == "epoch" else 4)

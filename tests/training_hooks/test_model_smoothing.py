@@ -17,6 +17,7 @@ from framework.manager import HookManager
 from framework.param_vectors import whole
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import LoopState
+from tests.cases import matrix
 from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
@@ -233,10 +234,7 @@ def own_loop(case: Case, config: SmoothingConfig) -> TrainingTask:
     return task
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("model", MODELS)
+@matrix("model, optimizer, loop, interval", MODELS, OPTIMIZERS, LOOPS, [1, 2])
 def test_the_run_is_bit_for_bit_the_loop_with_a_smoother(model, optimizer, loop, interval):
     case = Case(model, optimizer, loop)
     task = own_loop(case, SmoothingConfig(update_interval=interval, alpha=0.3))

@@ -11,6 +11,7 @@ from framework.digest import described
 from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
+from tests.cases import matrix
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading, through_a_file
@@ -53,9 +54,7 @@ def expected(positions: list[torch.Tensor], begin: int, end: int, places: list[i
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("every", [1, 2, 4, 100])
-@pytest.mark.parametrize("loop", LOOPS)
+@matrix("loop, every, model", LOOPS, [1, 2, 4, 100], MODELS)
 def test_reports_are_those_of_the_path_through_every_so_many_positions(loop, every, model, monkeypatch):
     monkeypatch.setattr(path_length, "FOLD", 2)
     log = PositionLog(loop)

@@ -1,0 +1,77 @@
+"""Which rows of a matrix of cases every run of the suite tests; the others are behind the marker ``slow``."""
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from tests.support import CASES, LOOPS, MODELS, OPTIMIZERS, Case
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Choose rows of the product of axes, so few that it pays, in which every two values of two axes meet."""
+    rows = list(product(*axes))
+    missing = set().union(*map(pairs, rows))
+    chosen = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def pairs(row: tuple[Any, ...]) -> set[Any]:
+    """Return every two values of a row with their positions; of a row of one, that one."""
+    return set(combinations(enumerate(row), min(2, len(row))))
+
+
+def slow_unless(condition: bool) -> list[pytest.MarkDecorator]:
+    """Return the marks of a row that is tested always on a condition."""
+    return [] if condition else [pytest.mark.slow]
+
+
+def matrix(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Test every row of the product of axes, whose values are hashable; without ``slow``, every two values of two axes.
+
+    >>> [row.values for row in matrix("loop, every", ["epoch", "step"], [1, 2]).args[1]]
+    [('epoch', 1), ('epoch', 2), ('step', 1), ('step', 2)]
+    """
+    axes = tuple(map(list, axes))
+    chosen = pairwise(*axes)
+    rows = [pytest.param(*row, id="-".join(map(str, row)), marks=slow_unless(row in chosen)) for row in product(*axes)]
+    return pytest.mark.parametrize(names, rows)
+
+
+PAIRS = [Case(*row) for row in pairwise(MODELS, OPTIMIZERS, LOOPS)]
+every_pair = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=slow_unless(case in PAIRS)) for case in CASES]
+)
+
+
+def turn(name: str) -> int:
+    """Return a number that belongs to a name, whichever names there are beside it."""
+    return crc32(name.encode())
+
+
+def always_on(name: str) -> list[Case]:
+    """Choose the cases in which a hook is tested without ``slow``: each model in each loop, and each optimizer.
+
+    Which optimizer goes with which model differs from hook to hook, so that all hooks together meet every case.
+    """
+    optimizers = list(OPTIMIZERS)
+    return [
+        Case(model, optimizers[(turn(name) + 2 * late + row) % len(optimizers)], loop)
+        for late, loop in enumerate(LOOPS)
+        for row, model in enumerate(MODELS)
+    ]
+
+
+def every_hook_and_case(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Test every hook in every case; without ``slow``, in the cases that are always on for the hook."""
+    rows = [
+        pytest.param(name, case, id=f"{name}-{case}", marks=slow_unless(case in always_on(name)))
+        for name in names
+        for case in CASES
+    ]
+    return pytest.mark.parametrize(("name", "case"), rows)
