@@ -92,7 +92,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         version = manifest["format"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}.") from error
-    if not intact:
+    if not intact or not isinstance(version, int):
         raise DamagedCheckpointError(f"{path} is damaged: its text is not the one that was written.")
     if version != FORMAT:
         age = "newer" if version > FORMAT else "older"
@@ -100,7 +100,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             f"{folder} is a checkpoint of format {version}, written by a{'n' * (age == 'older')} {age} loopscope; this "
             f"one reads format {FORMAT}."
         )
+    if not _is_whole(manifest):
+        raise DamagedCheckpointError(f"{path} does not describe a checkpoint: step, score or files are missing in it.")
     return Checkpoint(folder, manifest)
+
+
+def _is_whole(manifest: Mapping[str, Any]) -> bool:
+    """Tell whether a manifest has what is read of it before the state is."""
+    files, score = manifest.get("files"), manifest.get("score", "missing")
+    return (
+        isinstance(manifest.get("step"), int)
+        and (score is None or isinstance(score, (int, float)))
+        and isinstance(files, dict)
+        and files.keys() == {STATE}
+        and isinstance(files[STATE], dict)
+        and files[STATE].keys() == {"bytes", "xxh3_128"}
+    )
 
 
 def checkpoints_in(folder: Path) -> Iterator[Path]:

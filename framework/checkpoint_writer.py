@@ -81,13 +81,18 @@ class Kept:
         return kept
 
     def add(self, checkpoint: Checkpoint) -> list[Path]:
-        """Take in a new one, and return those that go."""
+        """Take in a new one, and return those that go.
+
+        Newer ones, which were there before a run went on from an older one, are damaged or of a newer format: they
+        count for nothing, and stay.
+        """
         self._scores.pop(checkpoint.folder, None)
         self._scores[checkpoint.folder] = checkpoint.score
-        newest = sorted(self._scores, key=lambda path: path.name)[-self.number :]
-        scored = {path: score for path, score in self._scores.items() if score is not None and score == score}
+        past = {path: score for path, score in self._scores.items() if path.name <= checkpoint.folder.name}
+        newest = sorted(past, key=lambda path: path.name)[-self.number :]
+        scored = {path: score for path, score in past.items() if score is not None and score == score}
         best = {min(scored, key=scored.__getitem__)} if scored else set()
-        going = [path for path in self._scores if path not in newest and path not in best]
+        going = [path for path in past if path not in newest and path not in best]
         for path in going:
             del self._scores[path]
         return going

@@ -91,7 +91,7 @@ class Checkpointing:
             manifest, sink_files = {**self._describe(), "sinks": dispatch.positions()}, dispatch.files()
         self.writer.write(step, content, manifest, sink_files)
         if wait:
-            self.writer.wait()
+            self.finish()
 
     def finish(self) -> None:
         """Wait until the last one is written, and leave nothing but checkpoints."""
@@ -99,5 +99,6 @@ class Checkpointing:
         self._tell_failures()
 
     def _tell_failures(self) -> None:
+        remark = " Training goes on." if self._signals.stop is None else ""
         for sentence in self.writer.failures():
-            warnings.warn(f"{sentence} Training goes on.", stacklevel=3)
+            warnings.warn(f"{sentence}{remark}", stacklevel=3)

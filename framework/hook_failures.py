@@ -1,11 +1,12 @@
 """What becomes of a run when a hook raises: it ends, at once or after the step, or goes on without the hook."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from framework.commits import UndeclaredCommitError
+from framework.determinism import explained
 from framework.errors import HookError, RunNotice, UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook, TrainingHook
@@ -26,6 +27,8 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: HookError | None = None
     """What a hook raised during the step that is under way, which is finished before the run ends."""
+    before: Sequence[Mapping[str, Any]] = ()
+    """The errors of the run that was interrupted and goes on."""
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
@@ -33,10 +36,9 @@ class HookFailures:
             self.left_out[hook.name] = str(error)
             warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
             return
-        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(error).__name__}: {error}"
-        self.errors.append(
-            {"hook": hook.name, "point": where, "step": step, "error": f"{type(error).__name__}: {error}"}
-        )
+        told = explained(error)
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
+        self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
         if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
             raise error
         if self.on_error == "skip":
@@ -54,11 +56,11 @@ class HookFailures:
         if pending is not None:
             raise pending
 
-    def of_before(self, errors: Iterable[Mapping[str, Any]]) -> set[str]:
-        """Take over the errors of a run that was interrupted; return the names of hooks that it had gone on without."""
+    def take_over(self) -> set[str]:
+        """Take over the errors of before, those at the start included; return the hooks that it had gone on without."""
         if self.on_error == "raise":
             return set()
-        self.errors += map(dict, errors)
+        self.errors[:] = map(dict, self.before)
         return {error["hook"] for error in self.errors}
 
 

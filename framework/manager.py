@@ -12,7 +12,7 @@ from framework.commits import CommitRecord, StatePart
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.dispatch import MetricDispatch, Positions
-from framework.errors import LoopscopeError, StateMutationError, UnsuitableError
+from framework.errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from framework.guardian import Snapshot
 from framework.hook_failures import HookFailures
 from framework.hook_points import STEP_POINTS, HookPoint
@@ -163,11 +163,17 @@ class HookManager:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
         for hook in self.hooks:
             if hook.name in state:
-                hook.load_state_dict(state[hook.name])
+                try:
+                    hook.load_state_dict(state[hook.name])
+                except Exception as error:
+                    raise UsageError(
+                        f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
+                        "the options that it had, or without it."
+                    ) from error
 
-    def goes_on(self, errors: Iterable[Mapping[str, Any]]) -> None:
-        """Do without the hooks that a run had gone on without before it was interrupted."""
-        gone = self.failures.of_before(errors)
+    def goes_on(self) -> None:
+        """Do without the hooks that a run had gone on without before it was interrupted; called once they started."""
+        gone = self.failures.take_over()
         for hook in [hook for hook in self.hooks if hook.name in gone]:
             self._drop(hook)
 

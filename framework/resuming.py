@@ -29,12 +29,14 @@ def described(
 
 
 def newest_of(record: RunRecord, expected: Mapping[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint from which a run goes on, or ``None`` if it has to begin anew.
+    """Return the checkpoint from which a run goes on, or ``None`` if it is finished or has to begin anew.
 
     Damaged checkpoints are named. Raises :class:`UsageError`, with what differs, if another run lies in the folder.
     """
     if (before := record.recorded()) is not None:
         refuse_another_run(str(record.directory), before, expected)
+    if record.finished() is not None:
+        return None
     found = newest_intact(record.checkpoints, _notice)
     if found is None:
         if before is not None:

@@ -8,10 +8,11 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from framework.durable_files import refusal_of_disk
 from framework.errors import RunNotice, UsageError
 
 LOCK = "run.lock"
@@ -25,29 +26,50 @@ def run_lock(folder: Path) -> Iterator[None]:
     with a notice; where the file system has no locks, a notice says that nothing is locked.
     """
     path = folder / LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with refusal_of_disk(path):
+        descriptor = _locked(path)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(
-                f"{folder} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            _notice(f"{folder} lies on a file system without locks: nothing keeps a second process from writing it.")
-        if path.stat().st_size:
+        if os.fstat(descriptor).st_size:
             _notice(f"The lock on {folder} was left by {_owner(path)}, which is gone; it is taken over.")
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+        with refusal_of_disk(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(mine).encode(), 0)
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
     finally:
         os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """Open and lock the file, once more if whoever held it removed it in between: then another one is the lock."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(descriptor, path)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{path.parent} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        _notice(f"{path.parent} lies on a file system without locks: nothing keeps a second process from writing it.")
 
 
 def _owner(path: Path) -> str:

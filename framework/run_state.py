@@ -72,6 +72,6 @@ class RunState:
         put_back(content["state"], state, where)
         put_back_streams(content["streams"], state, where)
         manager.load_state_dict(content["hooks"])
-        manager.goes_on(content["errors"])
+        manager.failures.before = content["errors"]
         manager.profiler.samples.update(content["samples"])
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})

@@ -14,6 +14,7 @@ from framework.checkpoint_files import Checkpoint
 from framework.checkpoint_writer import CheckpointWriter
 from framework.checkpointing import Checkpointing, CheckpointPlan
 from framework.contexts import RunInfo
+from framework.determinism import explained
 from framework.display import Display
 from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError
 from framework.loops import epoch_loop, step_loop
@@ -107,6 +108,7 @@ class StrategyRun:
             self.manager.start_hooks(self.run_info)
             self.run_info = replace(self.run_info, metric_infos=self.manager.metric_infos())
             if self.resumed is not None:
+                self.manager.goes_on()
                 self.manager.start_sinks(self.run_info, self.resumed.manifest["sinks"])
                 self._initial = dict(self.resumed.manifest["initial"])
         except BaseException:
@@ -159,7 +161,7 @@ class StrategyRun:
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
-        self._summarise(status, error, dict(self.state.loop.evaluation))
+        self._summarise(status, explained(error), dict(self.state.loop.evaluation))
         if self.record.newest_checkpoint() is not None:
             sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.record.directory}"
             warnings.warn(sentence, RunNotice, stacklevel=2)
