@@ -70,7 +70,7 @@ class HelpfulParser(ArgumentParser):
 
 def is_switch(action: Action) -> bool:
     """Tell whether an option may do without a value."""
-    return action.nargs in ("?", 0)
+    return action.nargs == 0 or (action.nargs == "?" and action.const is True)
 
 
 def _kinds(action: Action) -> tuple[Any, ...]:

@@ -91,7 +91,7 @@ class RunFlags:
         keep_checkpoints: how many of the newest checkpoints stay, beside the best.
         resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
         validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
-        determinism: use deterministic algorithms.
+        no_determinism: leave torch free to use algorithms that are not deterministic.
     """
 
     with_hooks: str | None = None
@@ -107,7 +107,7 @@ class RunFlags:
     keep_checkpoints: int = 3
     resume: bool = False
     validate_checkpoints: bool = False
-    determinism: bool = True
+    no_determinism: bool = False
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""

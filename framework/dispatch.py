@@ -40,6 +40,7 @@ class MetricDispatch:
         self._run_hook = run_hook
         self._now: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
         self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
+        self._started = False
         self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
@@ -145,6 +146,7 @@ class MetricDispatch:
             else:
                 sink.set_run_context(run)
 
+        self._started = True
         self._each(0, begin, fatal=UsageError)
 
     def positions(self) -> dict[str, Position | None]:
@@ -165,7 +167,7 @@ class MetricDispatch:
     def end(self, status: str) -> None:
         """Close the sinks."""
         self._each(0, lambda sink: sink.flush())
-        self._at_end = self.positions()
+        self._at_end = self.positions() if self._started else {}
         self._each(0, lambda sink: sink.close(status))
 
     def snapshot(self, epoch: int, step: int) -> None:

@@ -58,8 +58,9 @@ def status_of(command: Callable[[], Any]) -> int:
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a command of a console block and return its exit status; runs of experiments that are here are made small."""
     program, *words = shlex.split(command)
-    if "run" in words[:2] and (name := words[words.index("run") + 1]) in ExperimentRegistry.names():
-        words += SMALL[name].split()
+    after = words[words.index("run") + 1 :][:1] if "run" in words[:2] else []
+    if after and after[0] in ExperimentRegistry.names():
+        words += SMALL[after[0]].split()
     if program == "loopscope":
         return status_of(lambda: main(words))
     if program == "python" and words[0].endswith(".py"):

@@ -20,7 +20,7 @@ HOOKS = ["--hooks", "norms", "grad_clip", "--hook-csv", "--hook-jsonl", "--hook-
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with everything on and return the folder of the run."""
     folder = tmp_path_factory.mktemp("run")
-    assert main([*RUN, *HOOKS, "--checkpoint-every", "1", "--output-dir", str(folder)]) == 0
+    assert main([*RUN, *HOOKS, "--save-checkpoints", "1", "--output-dir", str(folder)]) == 0
     return folder / "mod_arithmetic/random"
 
 

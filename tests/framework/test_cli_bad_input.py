@@ -259,7 +259,7 @@ def test_an_output_directory_that_cannot_be_written_is_refused(where: str, tmp_p
 
 def test_a_finished_run_is_refused_and_left_as_it_is_unless_overwritten(tmp_path: Path, capfd) -> None:
     words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "norms", "--hook-csv"]
-    assert main([*words, "--checkpoint-every", "1", "--no-console-output"]) == 0
+    assert main([*words, "--save-checkpoints", "1", "--no-console-output"]) == 0
     capfd.readouterr()
     sentence = refused([*words, "--seed", "1"], tmp_path, capfd)
     assert f"{tmp_path}/small/plain already holds a finished run" in sentence
@@ -333,7 +333,7 @@ def test_an_undeclared_commit_that_only_running_shows_ends_the_run_as_bad_input(
     assert "'clandestine'" in errors
     assert "commits = {StatePart.GRADIENTS}" in errors
     assert '"status": "failed"' in (tmp_path / "small/plain/summary.json").read_text()
-    assert (tmp_path / "small/plain/checkpoints/step_000000001.pt").exists()
+    assert not (tmp_path / "small/plain/checkpoints").exists()  # in the middle of a step
 
 
 def test_a_hook_that_declares_its_commits_or_has_a_method_of_that_name_is_not_refused(tmp_path: Path) -> None:
