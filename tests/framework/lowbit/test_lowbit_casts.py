@@ -13,7 +13,7 @@ from torch import Tensor
 
 from framework.errors import UsageError
 from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FormatRegistry
+from framework.lowbit.formats import FormatRegistry, by_draws
 from framework.lowbit.scaling import RuleRegistry
 from tests.framework.lowbit.brute_force import cast_by_hand, counts_by_hand, decoded, scales_of
 
@@ -108,6 +108,13 @@ def test_finite_float64_magnitudes_beyond_float32_saturate_and_overflow():
     assert counts.by_name()["total_overflow_elements"] == 2
 
 
+def test_a_factor_that_would_take_the_scale_out_of_float32_takes_it_to_the_end():
+    cast = Cast("e2m1", "current", q_scalar=1e30)
+    values = torch.tensor([3e38, 1.0])
+    assert cast.scales(values).item() == torch.finfo(torch.float32).max
+    assert cast(values).tolist() == [torch.finfo(torch.float32).max, 0.0]
+
+
 def stochastic_draws(value: float, name: str) -> Tensor:
     """Round one value, with scale 1, many times."""
     cast = Cast(name, "current", "stochastic")
@@ -141,6 +148,14 @@ def test_the_mean_of_many_stochastic_casts_is_the_tensor(name, rule):
     error = ((expected - low) * (high - expected)).clamp_min(0).div(number).sqrt()
     assert ((draws == low) | (draws == high)).all()
     assert ((draws.mean(0) - expected).abs() <= 4.5 * error + 2e-3 * limits).all()
+
+
+def test_the_draw_that_decides_is_below_the_fraction_of_the_magnitude():
+    draws = torch.tensor([0.0, 0.25, 0.25 - 2**-24, 0.25, 0.25 - 2**-24, 0.0])
+    values = torch.tensor([2.0, 2.25, 2.25, -2.25, -2.25, -0.0])
+    found = by_draws(draws)(values)
+    assert found.tolist() == [2.0, 2.0, 3.0, -2.0, -3.0, 0.0]
+    assert found.signbit().tolist() == values.signbit().tolist()
 
 
 def test_stochastic_rounding_leaves_numbers_of_the_format_alone_and_saturates():
