@@ -104,12 +104,13 @@ def test_the_worst_layers_are_those_with_the_largest_rates_and_no_more_than_aske
     }
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp4_direct"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
 def test_counting_changes_no_bit_of_a_run_even_with_stochastic_rounding(recipe):
-    stochastic = find_recipe(recipe).with_every(rounding="stochastic")
+    stochastic = find_recipe(recipe).with_every(rounding="stochastic", rule="nvfp4")
     counted = LowBitRun(network(stochastic), [GradientOverflow(formats="e2m1", interval=1)]).train()
     bare = LowBitRun(network(stochastic)).train()
     assert differences(counted.final, bare.final) == []
+    assert counted.values(3)["cumulative_total_overflow_elements"] > 0
 
 
 def test_a_step_in_between_is_neither_counted_nor_reported():
@@ -210,6 +211,32 @@ def test_what_if_adds_up_the_activations_of_micro_batches():
     assert run.values(1)[f"total_quantizations_of/{role}"] == 3 * len(LAYERS)
     for name in ("total_elements", "underflow_rate", "quantization_error", "scale_max"):
         assert run.values(1)[f"{name}_of/{role}"] == pytest.approx(whole.values(1)[f"{name}_of/{role}"], rel=1e-5)
+
+
+class Oddities(nn.Module):
+    """Parameters of every kind: a number, none at all, bfloat16, complex, a sparse gradient, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.narrow = nn.Parameter(torch.ones(3, 7, dtype=torch.bfloat16))
+        self.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.table = nn.Embedding(6, 20, sparse=True)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table((x[:, :1].abs() < 0.5).long()).sum()
+        return self.number * x.mean() + self.empty.sum() + self.narrow.float().sum() + self.complex.abs().sum() + rows
+
+
+def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradient_left_out():
+    hook = GradientOverflow(**ALWAYS, rules="block", of="gradients,weights")
+    options = {"compute_loss": lambda model, batch: model(batch[0])}
+    found = LowBitRun(Oddities(), [hook], steps=1, options=options, audit=False).train().values(1)
+    assert found["total_quantizations_of/gradients/e2m1/block"] == 4
+    assert found["total_elements_of/gradients/e2m1/block"] == 1 + 0 + 21 + 120
+    assert found["total_elements_of/weights/e2m1/block"] == 1 + 0 + 21 + 120 + 9 + 3
 
 
 def test_quantised_models_are_asked_what_if_only_on_request_and_plain_ones_always():
