@@ -9,9 +9,20 @@ from torch import Tensor
 
 from framework.errors import UsageError, unknown
 from framework.lowbit.compiled import COMPILER
-from framework.lowbit.counts import Counts, count
+from framework.lowbit.counts import SUMS, Counts, count
 from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.kernels import Grid, Scaling, cast, largest_in, scales_for, scales_of
+from framework.lowbit.kernels import (
+    Grid,
+    Scaling,
+    cast,
+    cast_and_count,
+    largest_in,
+    limits_of,
+    measured,
+    scales_for,
+    scales_of,
+    unit_of,
+)
 from framework.lowbit.layout import Layout
 from framework.lowbit.scaling import RuleRegistry, ScalingRule
 
@@ -86,19 +97,24 @@ class Cast:
         Shapes without values come back as they are.
         """
         layout = Layout.of(refuse_other_types(values), self.blocks())
-        return self._cast(layout, self._scales_of(layout, earlier), generator)
+        return self._cast(layout, self._scales_of(layout, earlier), self._draws(layout, generator))
 
     def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Do the same with scales that are given; where a scale is 0, all but NaN becomes 0."""
-        return self._cast(Layout.of(values, self.blocks()), scales, generator)
+        layout = Layout.of(values, self.blocks())
+        return self._cast(layout, scales, self._draws(layout, generator))
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
     ) -> tuple[Tensor, Counts]:
         """Return the same tensor with counts of what was lost."""
         layout = Layout.of(refuse_other_types(values), self.blocks())
+        draws = self._draws(layout, generator)
+        fast = self._counted_in_one(layout, draws, earlier)
+        if fast is not None:
+            return fast
         scales = self._scales_of(layout, earlier)
-        rounded = self._cast(layout, scales, generator)
+        rounded = self._cast(layout, scales, draws)
         limits = self.limits(scales).reshape(scales.numel(), 1) if scales.ndim else self.limits(scales)
         of_blocks = Layout.of(rounded, self.blocks())
         return rounded, count(layout.blocks, of_blocks.blocks, limits, scales, values.numel())
@@ -119,19 +135,43 @@ class Cast:
     def _scales_of(self, layout: Layout, earlier: Tensor | None) -> Tensor:
         if layout.per_row is not None:
             return layout.scales(COMPILER.run(scales_of, layout.blocks, self._scaling()))
-        largest = COMPILER.run(largest_in, layout.blocks)
+        return self._scale_of(COMPILER.run(largest_in, layout.blocks), earlier)
+
+    def _scale_of(self, largest: Tensor, earlier: Tensor | None) -> Tensor:
+        """Return the one scale of a tensor whose largest magnitude is given."""
         if self.scaling_rule.history and earlier is not None:
             before = earlier.max().to(largest)
             largest = torch.where(before > 0, before, largest)
         return scales_for(largest, self._scaling())
 
-    def _cast(self, layout: Layout, scales: Tensor, generator: torch.Generator | None) -> Tensor:
-        draws = self._draws(layout, generator) if self.rounding == "stochastic" else None
+    def _cast(self, layout: Layout, scales: Tensor, draws: Tensor | None) -> Tensor:
         of_blocks = scales if layout.per_row is None else scales.reshape(-1)
-        rounded: Tensor = COMPILER.run(cast, layout.blocks, of_blocks, draws, self._grid())
-        return layout.values(rounded)
+        return layout.values(COMPILER.run(cast, layout.blocks, of_blocks, draws, self._grid()))
 
-    def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor:
+    def _counted_in_one(
+        self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
+    ) -> tuple[Tensor, Counts] | None:
+        """Return the cast and its counts from the compiled loop that does both, or ``None`` where there is none."""
+        if layout.per_row is not None:
+            measures = COMPILER.attempt(measured, layout.blocks, self._scaling())
+        elif (largest := COMPILER.attempt(largest_in, layout.blocks)) is not None:
+            scale = self._scale_of(largest, earlier)
+            measures = scale, limits_of(scale, self.number_format), unit_of(largest)
+        else:
+            measures = None
+        if (
+            measures is None
+            or (found := COMPILER.attempt(cast_and_count, layout.blocks, *measures, draws, self._grid())) is None
+        ):
+            return None
+        blocks, sums, maxima = found
+        sums[SUMS.index("total_elements")] = layout.shape.numel()
+        return layout.values(blocks), Counts(sums, maxima)
+
+    def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor | None:
+        """Draw what stochastic rounding needs, in the order of the tensor's values."""
+        if self.rounding != "stochastic":
+            return None
         if generator is None:
             raise UsageError("Stochastic rounding draws from a generator of its own; pass generator=torch.Generator().")
         draws = torch.rand(layout.shape, generator=generator, device=layout.blocks.device, dtype=torch.float32)

@@ -16,6 +16,8 @@ SWITCH = "LOOPSCOPE_COMPILE_CASTS"
 """Environment variable; 0 lets nothing be compiled."""
 SMALLEST = 2**16
 """Elements from which a compiled call is faster than several uncompiled operations."""
+PATIENCE = 2**27
+"""Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
 LARGEST = 2**31 - 1
 """Elements that 32-bit counts can tell."""
 VARIANTS = 32
@@ -31,38 +33,45 @@ SAME_BITS: dict[str, str | int | bool | Function] = {
 class Compiler:
     """Functions on tensors in their compiled form, by what they were compiled for.
 
-    Compiled and uncompiled results have the same bits: both are elementwise IEEE arithmetic in the same order, and
-    maxima. What cannot be compiled runs uncompiled, without a word: the difference is time.
+    A function's first argument is a tensor in blocks (n, b) or flat (n). From call to call tensors may differ in n;
+    whatever else is passed is compiled in, and must be hashable. Compiled and uncompiled results have the same bits:
+    both are IEEE arithmetic, element by element in the same order, and maxima. (Sums of real numbers may differ in
+    their last digits.) So it does not matter when a function is compiled, which is once calls with arguments of its
+    kind have gone through as many elements as take longer than compiling does: short runs compile nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self.patience = patience
+        self._seen: dict[Hashable, int] = {}
         self._made: dict[Hashable, Function | None] = {}
         self._lock = threading.Lock()
 
     def run(self, function: Function, *arguments: Any) -> Any:
-        """Return ``function(*arguments)``; the first argument is a tensor in blocks (n, b) or flat (n).
+        """Return ``function(*arguments)``, compiled where that is possible and pays."""
+        found = self.attempt(function, *arguments)
+        return function(*arguments) if found is None else found
 
-        Tensors may differ in n from call to call; everything else that is passed is compiled in, and must be hashable.
-        """
+    def attempt(self, function: Function, *arguments: Any) -> Any:
+        """Return ``function(*arguments)`` in its compiled form, or ``None`` where it is to run as it is."""
         if not suits(arguments[0]):
-            return function(*arguments)
-        tensors = tuple(argument for argument in arguments if isinstance(argument, Tensor))
+            return None
         key = (function, *(_kind(argument) for argument in arguments))
-        made = self._made[key] if key in self._made else self._make(key, function, arguments, tensors)
+        made = self._made[key] if key in self._made else self._make(key, function, arguments)
         if made is None:
-            return function(*arguments)
+            return None
         try:
             with torch.no_grad():
-                return made(*tensors)
+                return made(*(argument for argument in arguments if isinstance(argument, Tensor)))
         except RuntimeError:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
-            return function(*arguments)
+            return None
 
-    def _make(
-        self, key: Hashable, function: Function, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]
-    ) -> Function | None:
+    def _make(self, key: Hashable, function: Function, arguments: tuple[Any, ...]) -> Function | None:
         with self._lock:
             if key not in self._made:
-                self._made[key] = _compiled(function, arguments, tensors)
+                self._seen[key] = self._seen.get(key, 0) + int(arguments[0].numel())
+                if self._seen[key] <= self.patience:
+                    return None
+                self._made[key] = _compiled(function, arguments)
         return self._made[key]
 
 
@@ -82,10 +91,10 @@ def suits(blocks: Tensor) -> bool:
 
 
 def _kind(argument: Any) -> Hashable:
-    return (argument.dtype, argument.shape[1:]) if isinstance(argument, Tensor) else argument
+    return (argument.dtype, argument.ndim, argument.shape[1:]) if isinstance(argument, Tensor) else argument
 
 
-def _compiled(function: Function, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Function | None:
+def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None:
     """Compile for arguments like these, or return ``None`` where that is impossible."""
 
     def on_tensors(*given: Tensor) -> Any:
@@ -98,7 +107,7 @@ def _compiled(function: Function, arguments: tuple[Any, ...], tensors: tuple[Ten
             made: Function = torch.compile(  # type: ignore[call-overload]
                 on_tensors, fullgraph=True, isolate_recompiles=True, recompile_limit=VARIANTS, options=SAME_BITS
             )
-            made(*(_of_any_length(tensor) for tensor in tensors))
+            made(*(_of_any_length(argument) for argument in arguments if isinstance(argument, Tensor)))
     except Exception:  # whatever is missing or broken in a compiler, there is another way
         return None
     return made

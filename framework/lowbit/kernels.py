@@ -83,3 +83,69 @@ def as_float32(largest: Tensor) -> Tensor:
     short = narrow.double() < largest
     covering = torch.where(short, torch.nextafter(narrow, torch.full_like(narrow, torch.inf)), narrow)
     return covering.clamp_max(FLOAT32_MAX)
+
+
+def measured(blocks: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what counting needs: the scales (n) of blocks (n, b), their limits (n), and the unit of errors."""
+    largest = largest_in(blocks)
+    scales = scales_for(largest, scaling)
+    return scales, limits_of(scales, scaling.number_format), unit_of(largest.amax())
+
+
+def limits_of(scales: Tensor, number_format: type[FloatFormat]) -> Tensor:
+    """Return the largest float32 magnitudes that do not overflow: scale · maximum rounded down; inf for scale 0.
+
+    A float32 number exceeds scale · maximum if, and only if, it exceeds that.
+    """
+    exact = scales.double() * number_format.maximum
+    near = exact.float()
+    below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
+    return torch.where(scales > 0, below, torch.inf)
+
+
+def unit_of(largest: Tensor) -> Tensor:
+    """Return a power of two that brings the largest magnitude near 1, so that squares neither over- nor underflow."""
+    exponent = (as_float32(largest).view(torch.int32) >> 23).clamp(27, 227)
+    return ((254 - exponent) << 23).view(torch.float32)
+
+
+def cast_and_count(
+    blocks: Tensor, scales: Tensor, limits: Tensor, unit: Tensor, draws: Tensor | None, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`cast` does, with the sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
+
+    Whole numbers are exact. Real ones are sums of float32 numbers, added up pairwise, good to six digits or more: sums
+    in float64 would take more time than everything else.
+    """
+    rounded = cast(blocks, scales, draws, grid)
+    limit = limits.unsqueeze(-1) if blocks.ndim > 1 else limits
+    values = blocks.float()
+    magnitude = values.abs()
+    finite = (magnitude < torch.inf) & (limit > 0)  # always above 0, but so all is counted in one loop over blocks
+    magnitude = torch.where(finite, magnitude, 0.0)
+    over = magnitude > limit
+    excess = torch.where(over, magnitude / limit, 0.0)
+    error = torch.where(finite, (rounded.float() - values) * unit, 0.0)
+    overflowing, squared = _how_many(over), unit.double() ** 2
+    sums = (
+        torch.ones_like(squared),
+        (overflowing > 0).double(),
+        torch.zeros_like(squared),
+        overflowing,
+        _how_many((rounded == 0) & (magnitude > 0)),
+        _how_many(~finite),
+        _how_many(magnitude + magnitude > limit),
+        excess.sum().double(),
+        error.square().sum().double() / squared,
+        (magnitude * unit).square().sum().double() / squared,
+    )
+    smallest = torch.where(scales > 0, scales, torch.inf).amin()
+    return (
+        rounded,
+        torch.stack(sums),
+        torch.stack([excess.amax().double(), scales.amax().double(), 1 / smallest.double()]),
+    )
+
+
+def _how_many(flags: Tensor) -> Tensor:
+    return flags.to(torch.int32).sum(dtype=torch.int32).double()
