@@ -40,8 +40,8 @@ def assert_all_report_and_leave_no_trace(folder: Path, epochs: int) -> None:
     assert reported == {*bulk_hooks("full")}
 
 
-def test_three_epochs_with_all_hooks(tmp_path: Path) -> None:
-    assert_all_report_and_leave_no_trace(tmp_path, 3)
+def test_two_epochs_with_all_hooks(tmp_path: Path) -> None:
+    assert_all_report_and_leave_no_trace(tmp_path, 2)
 
 
 @pytest.mark.slow
