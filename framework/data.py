@@ -1,7 +1,7 @@
 """Loaders: batches as a function of (epoch, first batch), so that nothing needs rewinding or replaying."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,16 +11,18 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
+    IterableDataset,
+    MapDataPipe,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+from framework.batch_indices import BatchIndices, on_streams, samplers_of
 from framework.errors import UsageError
 from framework.random_streams import RandomStreams
+from framework.seeded_batches import SeededBatches, WorkerStart, as_it_is
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/batches.py
 Order = Callable[[int], Tensor]
@@ -77,8 +79,8 @@ class TensorLoader(Loader):
                 f"The order of epoch {epoch} has {len(order)} rows, the data {len(self._tensors[0])}; "
                 "an order is a permutation of all rows."
             )
-        pieces: tuple[Tensor, ...] = order.split(self._batch_size)  # type: ignore[no-untyped-call]
-        for index in pieces[start:]:
+        for first in range(start * self._batch_size, len(order), self._batch_size):
+            index = order[first : first + self._batch_size]
             yield tuple([tensor[index] for tensor in self._tensors])
 
     def __len__(self) -> int:
@@ -111,47 +113,70 @@ def derived_seed(*parts: object) -> int:
 
 
 class TorchLoader(Loader):
-    """A ``torch.utils.data.DataLoader``, made a function of (seed, epoch) by running it on random streams of its own.
+    """A ``torch.utils.data.DataLoader``, made a function of (seed, epoch, batch) by seeding every batch anew.
 
-    That holds for reshuffling, worker seeds, and whatever samplers and datasets draw from the global generators of
-    torch, Python and NumPy. A generator given to the DataLoader or to a sampler of torch is set aside, since its
-    position would depend on the past. Starting at a later batch loads and drops the earlier ones.
+    The order of an epoch is drawn on random streams of the loader's own. Before the items of a batch are fetched and
+    collated, in the main process or in a worker, the global generators of torch, Python and NumPy are seeded from
+    (seed, epoch, batch): so a batch is the same from whatever batch the epoch starts and however many workers there
+    are, and none before it is loaded. Generators that are attributes of a dataset or a sampler are seeded alike, and
+    one given to the DataLoader or to a sampler of torch is set aside, since its position would depend on the past.
+
+    A stream (``IterableDataset``) and a DataLoader that iterates in a way of its own cannot skip: they are functions of
+    (seed, epoch), and starting at a later batch loads and drops the earlier ones.
     """
 
     def __init__(self, dataloader: "DataLoader[Any]", seed: int) -> None:
         if dataloader.persistent_workers:
             raise UsageError("A DataLoader with persistent_workers=True has one shared position; set it to False.")
+        if dataloader.num_workers and not dataloader.in_order:
+            raise UsageError(
+                "A DataLoader with in_order=False yields its batches as workers happen to finish them; set it to True."
+            )
         self._dataloader = dataloader
         self._streams = RandomStreams(seed)
         dataloader.generator = None
-        self._samplers: list[Sampler[Any] | Iterable[Any]] = [dataloader.sampler]
-        if isinstance(dataloader.batch_sampler, BatchSampler):
-            self._samplers.append(dataloader.batch_sampler.sampler)
+        self._samplers = samplers_of(dataloader)
         for sampler in self._samplers:
             if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
                 sampler.generator = None
+        self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not isinstance(
+            dataloader.dataset, (IterableDataset, MapDataPipe)
+        )
+
+        def draw(epoch: int, block: int) -> torch.Generator:
+            return torch.Generator().manual_seed(derived_seed(seed, "order", epoch, block))
+
+        self._indices = BatchIndices(dataloader, self._streams, draw)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield what the DataLoader yields."""
-        return islice(self._drawn(epoch), start, None)
+        if self._skips:
+            return self._from(epoch, start)
+        source = self._dataloader
+        replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], lambda: iter(source))
+        return islice(replayed, start, None)
 
-    def _drawn(self, epoch: int) -> Iterator[Batch]:
-        """Yield the epoch's batches, each drawn on the loader's streams, which wait while the caller works."""
+    def _from(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches from ``start`` on, which are the items of a DataLoader for this epoch."""
+        source = self._dataloader
+        batched = source.batch_sampler is not None
         with self._streams.isolated():
-            self._streams.derive("loader", "epoch", epoch)
-            for sampler in self._samplers:
-                if isinstance(sampler, DistributedSampler):
-                    sampler.set_epoch(epoch)
-            iterator = iter(self._dataloader)
-            position = self._streams.save()
+            self._streams.derive("loader", "workers", epoch)
+            dataloader: DataLoader[Any] = DataLoader(
+                SeededBatches(source.dataset, source.collate_fn, self._streams, epoch, batched=batched),
+                batch_size=None,
+                sampler=enumerate(self._indices.of_epoch(epoch, start), start),
+                collate_fn=as_it_is,
+                worker_init_fn=WorkerStart(source.worker_init_fn) if source.num_workers else None,
+                **_process_options(source),
+            )
+            iterator = iter(dataloader)
         while True:
             with self._streams.isolated():
-                position.restore()
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-                position = self._streams.save()
             yield batch
 
     def __len__(self) -> int:
@@ -179,13 +204,20 @@ class TorchLoader(Loader):
             dataset,
             batch_size=source.batch_size if batches is None else batches.batch_size,
             shuffle=True,
-            num_workers=source.num_workers,
             collate_fn=source.collate_fn,
-            pin_memory=source.pin_memory,
             drop_last=source.drop_last if batches is None else batches.drop_last,
-            timeout=source.timeout,
             worker_init_fn=source.worker_init_fn,
-            multiprocessing_context=source.multiprocessing_context,
-            prefetch_factor=source.prefetch_factor,
+            **_process_options(source),
         )
         return TorchLoader(again, seed)
+
+
+def _process_options(source: "DataLoader[Any]") -> dict[str, Any]:
+    """Return the options that say where batches are made, and how they come over."""
+    return {
+        "num_workers": source.num_workers,
+        "pin_memory": source.pin_memory,
+        "timeout": source.timeout,
+        "multiprocessing_context": source.multiprocessing_context,
+        "prefetch_factor": source.prefetch_factor,
+    }

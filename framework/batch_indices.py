@@ -1,0 +1,151 @@
+"""Which rows each batch of an epoch has: read off a DataLoader's samplers from any batch on, without loading a row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from framework.held_generators import held_generators, put_back, seed_all, states_of, undisturbed
+from framework.random_streams import RandomStreams
+
+Draw = Callable[[int], torch.Generator]
+"""Gives the generator of the n-th block of an epoch's order, the same one whenever it is asked."""
+KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler)
+"""Samplers that are read here from any row on; subclasses may do anything, and are iterated over."""
+BLOCK = 65_536
+T = TypeVar("T")
+
+
+@runtime_checkable
+class EpochSampler(Protocol):
+    """A sampler that is told the epoch before it is iterated over, as torch's ``DistributedSampler`` is."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Prepare the order of ``epoch``."""
+
+
+def samplers_of(dataloader: "DataLoader[Any]") -> list[Any]:
+    """List the DataLoader's samplers: its own, its batch sampler, and the one in that."""
+    samplers: list[Any] = [dataloader.sampler]
+    if dataloader.batch_sampler is not None:
+        samplers.append(dataloader.batch_sampler)
+    if isinstance(dataloader.batch_sampler, BatchSampler):
+        samplers.append(dataloader.batch_sampler.sampler)
+    return samplers
+
+
+def batch_indices(dataloader: "DataLoader[Any]", start: int, draw: Draw) -> Iterator[Any]:
+    """Yield the indices of each batch from batch ``start`` on; single indices where there is no batching."""
+    batches: Any = dataloader.batch_sampler
+    if batches is None:
+        return rows_from(dataloader.sampler, start, draw)
+    if type(batches) is not BatchSampler:
+        return islice(batches, start, None)
+    size: int = batches.batch_size
+    full = size if batches.drop_last else 1
+    rows = rows_from(batches.sampler, start * size, draw)
+    return (batch for batch in iter(lambda: list(islice(rows, size)), []) if len(batch) >= full)
+
+
+def rows_from(sampler: Any, start: int, draw: Draw) -> Iterator[Any]:
+    """Yield what the sampler yields, from its ``start``-th row on.
+
+    Time and memory to the first row do not depend on ``start`` for torch's samplers of a sequence or of a random order.
+    Others are iterated over up to there.
+    """
+    if type(sampler) is SequentialSampler:
+        return iter(range(start, len(sampler.data_source)))
+    if type(sampler) is RandomSampler:
+        rows = len(sampler.data_source)
+        return random_rows(rows, sampler.num_samples, start, draw, replacement=sampler.replacement)
+    if type(sampler) is SubsetRandomSampler:
+        rows = len(sampler.indices)
+        return map(sampler.indices.__getitem__, random_rows(rows, rows, start, draw, replacement=False))
+    return islice(sampler, start, None)
+
+
+def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[int]:
+    """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows; one permutation follows another.
+
+    With replacement the order comes in blocks too, of independent draws: so the n-th one needs none before.
+    """
+    size = BLOCK if replacement else rows
+    if not size:
+        return
+    for block in count(start // size):
+        first, stop = max(0, start - block * size), min(size, total - block * size)
+        if first >= stop:
+            return
+        yield from _integers(_block(block, rows, draw, replacement=replacement), first, stop)
+
+
+def _block(block: int, rows: int, draw: Draw, *, replacement: bool) -> Tensor:
+    if replacement:
+        return torch.randint(rows, (BLOCK,), generator=draw(block))
+    return torch.randperm(rows, generator=draw(block))
+
+
+def _integers(block: Tensor, first: int, stop: int) -> Iterator[int]:
+    """Yield ``block[first:stop]`` as integers of Python, of which few are alive at once."""
+    for place in range(first, stop, BLOCK):
+        yield from block[place : min(place + BLOCK, stop)].tolist()
+
+
+class BatchIndices:
+    """The indices of a DataLoader's batches as a function of (epoch, first batch).
+
+    Args:
+        dataloader: whose samplers say which rows.
+        streams: on which samplers that are iterated over draw.
+        draw: gives the generator of (epoch, block), for the samplers that are not.
+    """
+
+    def __init__(
+        self, dataloader: "DataLoader[Any]", streams: RandomStreams, draw: Callable[[int, int], torch.Generator]
+    ) -> None:
+        self._dataloader = dataloader
+        self._streams = streams
+        self._draw = draw
+        known = type(dataloader.batch_sampler) in (BatchSampler, type(None))
+        self._known = known and type(samplers_of(dataloader)[-1]) in KNOWN
+
+    def of_epoch(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the indices of each batch of ``epoch`` from batch ``start`` on."""
+
+        def indices() -> Iterator[Any]:
+            return batch_indices(self._dataloader, start, lambda block: self._draw(epoch, block))
+
+        if self._known:
+            return indices()
+        return on_streams(self._streams, epoch, samplers_of(self._dataloader), (), indices)
+
+
+def on_streams(
+    streams: RandomStreams, epoch: int, samplers: Sequence[Any], others: Sequence[Any], begun: Callable[[], Iterator[T]]
+) -> Iterator[T]:
+    """Yield what ``begun()`` yields, drawn on streams that start with the epoch and wait while the caller works.
+
+    So do the generators that ``samplers`` and ``others`` hold; samplers with an order for every epoch are told which.
+    """
+    held = held_generators(*samplers, *others)
+    with streams.isolated(), undisturbed(held):
+        streams.derive("loader", "epoch", epoch)
+        seed_all(held)
+        for sampler in samplers:
+            if isinstance(sampler, EpochSampler):
+                sampler.set_epoch(epoch)
+        remaining = begun()
+        position, states = streams.save(), states_of(held)
+    while True:
+        with streams.isolated(), undisturbed(held):
+            position.restore()
+            put_back(held, states)
+            try:
+                value = next(remaining)
+            except StopIteration:
+                return
+            position, states = streams.save(), states_of(held)
+        yield value
