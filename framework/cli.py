@@ -47,8 +47,9 @@ RUN_USAGE = """usage: loopscope run EXPERIMENT [options]
 """
 RESUME_USAGE = """usage: loopscope resume RUN
 
-  Goes on from the newest intact checkpoint of RUN, the folder of one strategy (OUTPUT/EXPERIMENT/STRATEGY), with the
-  options that it was started with. The same as the command that started it with --resume.
+  Goes on from the newest intact checkpoint of RUN with the options that it was started with: the same as the command
+  that started it with --resume. RUN is the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT
+  for all that the command was given; those that are done stay as they are.
 """
 HELP = ("-h", "--help")
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
