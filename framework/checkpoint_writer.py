@@ -136,9 +136,10 @@ class CheckpointWriter:
             self._thread.join()
 
     def finish(self) -> None:
-        """Wait until nothing is being written, and leave nothing but checkpoints."""
+        """Wait until nothing is being written, and leave nothing but checkpoints: nothing of earlier crashes either."""
         self.wait()
-        self._remove_spare()
+        self._spare = None
+        remove_leftovers(self._folder)
 
     def failures(self) -> list[str]:
         """Return, once, why checkpoints could not be written or removed."""

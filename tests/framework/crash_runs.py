@@ -148,7 +148,7 @@ class Stumbling(TrainingHook):
         return []
 
 
-def _patiently(take: Callable[..., None]) -> Callable[..., None]:
+def patiently(take: Callable[..., None]) -> Callable[..., None]:
     """Have the loop wait where the disk is slower than the interval, so that both runs write the same checkpoints."""
 
     def patient(checkpointing: Checkpointing, *, wait: bool) -> None:
@@ -169,7 +169,7 @@ def _child(words: Sequence[str], log: Path, kill: Kill | None, counted: Path) ->
     counts: dict[str, int] = {}
     for place in PLACES:
         _watch(place, counts, kill)
-    Checkpointing.take = _patiently(Checkpointing.take)
+    Checkpointing.take = patiently(Checkpointing.take)
     status = main(words)
     counted.write_text(json.dumps(counts))
     sys.exit(status)
@@ -213,7 +213,10 @@ class Outcome:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Read everything below ``folder`` that two equal runs have in common."""
+    """Read everything below ``folder`` that two equal runs have in common.
+
+    A lock is left out: one that dies when all is done leaves it, and a finished run is never opened again.
+    """
     found = Outcome()
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -224,7 +227,7 @@ def outcome(folder: Path) -> Outcome:
             found.values |= dict(leaves({key: content[key] for key in ("hooks", "treatments", "data")}, name))
         elif path.parent.name == "checkpoints":
             found.values |= dict(leaves(open_checkpoint(path).content(), name))
-        elif path.parent.parent.name != "checkpoints" and path.is_file():
+        elif path.parent.parent.name != "checkpoints" and path.is_file() and path.name != "run.lock":
             found.files[name] = path.read_bytes()
     return found
 

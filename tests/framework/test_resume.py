@@ -1,0 +1,370 @@
+"""Runs that go on: from the newest intact checkpoint of the same run, with what was there left as it was otherwise."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sinks
+import training_hooks
+from framework import checkpoint_files
+from framework.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_intact, open_checkpoint, write_checkpoint
+from framework.checkpointing import Checkpointing
+from framework.cli import main
+from framework.errors import RunNotice, UsageError
+from tests.framework.crash_runs import Stumbling, outcome, patiently
+from tests.framework.killed_sessions import change_file, flipped, kill_after
+from tests.framework.small_experiment import Small, SmallSteps, contents, read_json, registered, session
+from tests.framework.test_checkpoint_files import Exploit
+from training_hooks import PathLength
+
+FILLED = (sinks, training_hooks)
+HOOKS = {
+    Small: ["norms", "counterfactual", "model_smoothing", "path_length"],
+    SmallSteps: ["model_smoothing", "path_length", "hessian"],
+}
+HOOK_OPTIONS = {"model_smoothing": {"update_interval": 2}}
+OPTIONS: dict[str, Any] = {
+    "epochs": 3,
+    "hooks": HOOKS[Small],
+    "hook_options": HOOK_OPTIONS,
+    "checkpoint_every_steps": 2,
+}
+EXPERIMENTS = [Small, SmallSteps]
+TAKE = Checkpointing.take
+
+
+@pytest.fixture(autouse=True, scope="module")
+def entries():
+    with registered(Small, SmallSteps, Stumbling):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience():
+    """Have every run wait for its disk, so that two of them leave the same checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+        yield
+
+
+def folder_of(folder: Path, runner: type[Small] = Small) -> Path:
+    return folder / runner.name / "plain"
+
+
+def resume(folder: Path, runner: type[Small] = Small, **options: Any) -> list[str]:
+    """Go on to the end, and return what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        session(folder, runner, **{"strategies": ["plain"], **OPTIONS, **options}, resume=True).run()
+    return [str(item.message) for item in said]
+
+
+def steps_in(folder: Path, runner: type[Small] = Small) -> list[int]:
+    return [open_checkpoint(path).step for path in checkpoints_in(folder_of(folder, runner) / "checkpoints")]
+
+
+def damage(folder: Path, step: int, name: str = STATE, place: float = 0.5) -> Path:
+    path = folder_of(folder) / f"checkpoints/step_{step:09d}"
+    change_file(path / name, flipped(place))
+    return path
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """Return the folder of a run that was killed in its seventh step, with checkpoints of steps 2, 4 and 6."""
+    assert kill_after(7, tmp_path / "first", tmp_path / "killed", **OPTIONS)
+    shutil.rmtree(tmp_path / "first")
+    return tmp_path / "killed"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Small], Path]:
+    """Return the folders of runs that nothing interrupted."""
+    folders = {runner: tmp_path_factory.mktemp("whole") for runner in EXPERIMENTS}
+    for runner, folder in folders.items():
+        session(folder, runner, strategies=["plain"], **{**OPTIONS, "hooks": HOOKS[runner]}).run()
+    return folders
+
+
+def assert_the_same(folder: Path, whole: Path) -> None:
+    assert outcome(folder).unlike(outcome(whole)) == []
+
+
+# Going on
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 9])
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(runner, step: int, whole, tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": HOOKS[runner]}
+    assert kill_after(step, tmp_path / "first", tmp_path / "killed", runner, **options)
+    resume(tmp_path / "killed", runner, hooks=HOOKS[runner])
+    assert_the_same(tmp_path / "killed", whole[runner])
+
+
+def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path) -> None:
+    session(tmp_path, strategies=["plain"]).run()
+    before = contents(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session(tmp_path, strategies=["plain", "other-order"], resume=True).run()
+    assert {name: data for name, data in contents(tmp_path).items() if name in before} == before
+    assert read_json(tmp_path / "small/other-order/summary.json")["status"] == "completed"
+
+
+def test_without_any_checkpoint_it_begins_anew_and_says_so(tmp_path: Path, whole) -> None:
+    options = {**OPTIONS, "checkpoint_every_steps": 0}
+    assert kill_after(4, tmp_path / "first", tmp_path / "killed", **options)
+    assert any("holds no intact checkpoint: the run begins anew" in said for said in resume(tmp_path / "killed"))
+    assert_the_same(tmp_path / "killed", whole[Small])
+
+
+def test_a_hook_that_had_raised_stays_away_with_all_its_rows(tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": ["stumbling", "norms"], "hook_options": {"stumbling": {"at": 5}}}
+    options["on_hook_error"] = "skip"
+    with pytest.warns(UserWarning, match="stumbled. The run goes on without it"):
+        session(tmp_path / "whole", strategies=["plain"], **options).run()
+    with pytest.warns(UserWarning, match="stumbled"):
+        assert kill_after(7, tmp_path / "first", tmp_path / "killed", **options)
+    resume(tmp_path / "killed", **options)
+    assert_the_same(tmp_path / "killed", tmp_path / "whole")
+    errors = read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_errors"]
+    assert [(error["hook"], error["step"]) for error in errors] == [("stumbling", 5)]
+
+
+def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole) -> None:
+    (folder_of(killed) / "plain.csv").unlink()  # whose columns are those of the hooks
+    said = resume(killed, hooks=["norms", "model_smoothing", "weight_tracking"], sinks=False)
+    assert any("Hooks are not as they were" in sentence and "path_length" in sentence for sentence in said)
+    weights = [folder_of(folder) / "plain_final.pt" for folder in (killed, whole[Small])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_another_environment_is_told_of(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    (told,) = [sentence for sentence in resume(killed) if "another environment" in sentence]
+    assert f"may differ in the last bits: threads: {threads} before, 99 now" in told
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [(STATE, 0.02), (STATE, 0.5), (STATE, 0.999), (MANIFEST, 0.1), (MANIFEST, 0.6)]
+)
+def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named(name, place, killed: Path, whole) -> None:
+    newest = steps_in(killed)[0]
+    path = damage(killed, newest, name, place)
+    said = resume(killed)
+    assert any(str(path / name) in sentence and "damaged" in sentence for sentence in said)
+    assert_the_same(killed, whole[Small])
+
+
+def test_a_damaged_newer_checkpoint_pushes_no_intact_one_out(killed: Path, tmp_path: Path) -> None:
+    damage(killed, 6)
+    options = {**OPTIONS, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "resume": True}
+    with pytest.warns(RunNotice, match="step_000000006.*damaged"):
+        assert kill_after(6, killed, tmp_path / "again", **options)
+    told: list[str] = []
+    found = newest_intact(folder_of(tmp_path / "again") / "checkpoints", told.append)
+    assert found is not None
+    assert found.step in (4, 5)  # 5 may still have been under way
+    assert len(told) == 1
+
+
+def test_a_checkpoint_of_a_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
+    content, manifest = open_checkpoint(newest).content(), dict(open_checkpoint(newest).manifest)
+    with monkeypatch.context() as newer:
+        newer.setattr(checkpoint_files, "FORMAT", checkpoint_files.FORMAT + 1)
+        write_checkpoint(newest, content, manifest)
+    assert any("written by a newer loopscope" in sentence for sentence in resume(killed))
+    assert_the_same(killed, whole[Small])
+
+
+@pytest.mark.parametrize("where", ["state", "hooks"])
+def test_a_crafted_checkpoint_with_a_right_manifest_runs_nothing(
+    where: str, killed: Path, tmp_path: Path, whole
+) -> None:
+    newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
+    found = open_checkpoint(newest)
+    content = {**found.content(), where: Exploit(tmp_path / "executed")}
+    write_checkpoint(newest, content, found.manifest)
+    with pytest.raises(UsageError, match="cannot be loaded without executing code"):
+        resume(killed)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("missing", ["step", "score", "files"])
+def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, whole) -> None:
+    path = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}" / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["digest"], manifest[missing]
+    path.write_text(json.dumps({**manifest, "digest": checkpoint_files._digest_of_manifest(manifest)}))
+    assert any("does not describe a checkpoint" in sentence for sentence in resume(killed))
+    assert_the_same(killed, whole[Small])
+
+
+@pytest.mark.parametrize(("name", "place"), [("plain.csv", 0.0), ("plain.csv", None), ("plain.jsonl", None)])
+def test_files_of_sinks_that_are_not_those_of_the_run_are_refused(name, place, killed: Path) -> None:
+    path = folder_of(killed) / name
+    if place is None:
+        path.write_bytes(path.read_bytes()[:20])
+    else:
+        change_file(path, flipped(place))
+    with pytest.raises(UsageError, match=r"put that file back, or start the run anew with --overwrite"):
+        resume(killed)
+
+
+# What is refused
+
+
+def command(folder: Path, *words: str, hooks: list[str] = HOOKS[Small]) -> list[str]:
+    smoothing = ["--hook-config", "model_smoothing.update_interval=2"] * ("model_smoothing" in hooks)
+    given = ["run", "small", "--strategy", "plain", "--epochs", "3", "--hooks", *hooks, *smoothing, "--hook-csv"]
+    options = ["--hook-jsonl", "--checkpoint-every-steps", "2", "--output-dir", str(folder), "--no-console-output"]
+    return [*given, *options, *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--resume", "--lr", "0.5"], "lr was 0.01 and is 0.5"),
+        (["--resume", "--seed", "3", "--bright"], "seed was 0 and is 3, bright was False and is True"),
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        ([], "already holds an unfinished run"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(words, told, killed: Path, capfd) -> None:
+    before = contents(killed)
+    assert main(command(killed, *words)) == 2
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert told in errors
+    assert contents(killed) == before
+
+
+def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
+    before = contents(killed)
+    assert main(command(killed, "--resume", hooks=["norms"])) == 2
+    assert "was treated by other hooks: model_smoothing; now none" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_checkpoint_in_the_folder_of_another_experiment_is_refused(killed: Path, capfd) -> None:
+    shutil.move(killed / "small", killed / "small_steps")
+    before = contents(killed)
+    words = ["small_steps" if word == "small" else word for word in command(killed, "--resume")]
+    assert main(words) == 2
+    assert "experiment was 'small' and is 'small_steps'" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_tensors(killed: Path, monkeypatch, capfd) -> None:
+    wider = Small.build_model
+    monkeypatch.setattr(Small, "build_model", lambda self: wider(self)[:-1].append(torch.nn.Linear(8, 3)))
+    lock = folder_of(killed) / "run.lock"
+    lock.unlink()
+    before = contents(killed)
+    assert main(command(killed, "--resume")) == 2
+    assert "was written for another model: of its parameters, 4.bias, 4.weight differ" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_hook_with_options_that_its_state_does_not_fit_is_named(killed: Path, monkeypatch, capfd) -> None:
+    def refuse(hook: Any, state: Any) -> None:
+        raise KeyError("window")
+
+    monkeypatch.setattr(PathLength, "load_state_dict", refuse)
+    assert main(command(killed, "--resume")) == 2
+    assert "Hook 'path_length' cannot take its state back (KeyError: 'window')" in capfd.readouterr().err
+
+
+def test_resume_goes_on_from_the_folder_alone_wherever_it_lies_now(tmp_path: Path, whole, capfd) -> None:
+    first = tmp_path / "first"
+    assert main(command(first)) == 0
+    folder = folder_of(first)
+    for name in ("summary.json", "plain_final.pt"):
+        (folder / name).unlink()
+    shutil.move(first, tmp_path / "moved")
+    assert main(["resume", str(folder_of(tmp_path / "moved"))]) == 0
+    assert_the_same(tmp_path / "moved", whole[Small])
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
+
+
+# A file system that fails
+
+
+def fail(number: int) -> Any:
+    def failing(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return failing
+
+
+FAULTS = {
+    "no space while the state is written": ("framework.checkpoint_files._Digesting.write", errno.ENOSPC),
+    "fsync": ("framework.checkpoint_files._sync", errno.EIO),
+    "a read-only folder": ("framework.checkpoint_files.Path.mkdir", errno.EROFS),
+    "rename": ("framework.checkpoint_files.Path.rename", errno.EACCES),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay(
+    fault, killed, whole, monkeypatch
+) -> None:
+    before, (target, number) = steps_in(killed), FAULTS[fault]
+    if fault == "a read-only folder":
+        target = "shutil.rmtree"
+        monkeypatch.setattr("framework.checkpoint_files.Path.rename", fail(number))
+    monkeypatch.setattr(target, fail(number))
+    said = resume(killed)
+    monkeypatch.undo()
+    assert any(f"could not be written: {os.strerror(number)}. Training goes on." in sentence for sentence in said)
+    assert set(before) <= set(steps_in(killed))
+    unlike = outcome(killed).unlike(outcome(whole[Small]))
+    assert [name for name in unlike if "/checkpoints/" not in name] == []
+
+
+def test_a_file_that_grows_beyond_its_limit_costs_the_checkpoint_only(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        with pytest.warns(UserWarning, match="could not be written: File too large"):
+            session(tmp_path, strategies=["plain"], save_checkpoints=2, hooks=["path_length"], sinks=False).run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_json(folder_of(tmp_path) / "summary.json")["status"] == "completed"
+    assert list((folder_of(tmp_path) / "checkpoints").iterdir()) == []
+
+
+def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_waits(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Checkpointing, "take", TAKE)
+    write = checkpoint_files._Digesting.write
+    begun: list[float] = []
+
+    def slow(file: Any, data: Any) -> int:
+        if not begun:
+            begun.append(time.monotonic())
+            time.sleep(1.5)
+        return write(file, data)
+
+    monkeypatch.setattr(checkpoint_files._Digesting, "write", slow)
+    seen: list[float] = []
+    monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: seen.append(time.monotonic()))
+    with pytest.warns(RunNotice, match="is left out, since the one before is still being written"):
+        session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
+    assert seen[-1] - begun[0] < 1.5
+    assert steps_in(tmp_path, SmallSteps)
