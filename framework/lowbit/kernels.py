@@ -115,7 +115,7 @@ def cast_and_count(
     """Return what :func:`cast` does, with the sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
 
     Whole numbers are exact. Real ones are sums of float32 numbers, added up pairwise, good to six digits or more: sums
-    in float64 would take more time than everything else.
+    in float64 would take more time than everything else. An excess beyond 2^128 is inf.
     """
     rounded = cast(blocks, scales, draws, grid)
     limit = limits.unsqueeze(-1) if blocks.ndim > 1 else limits
@@ -124,7 +124,7 @@ def cast_and_count(
     finite = (magnitude < torch.inf) & (limit > 0)  # always above 0, but so all is counted in one loop over blocks
     magnitude = torch.where(finite, magnitude, 0.0)
     over = magnitude > limit
-    excess = torch.where(over, magnitude / limit, 0.0)
+    excess = torch.where(over, magnitude / limit * 2.0**-64, 0.0)
     error = torch.where(finite, (rounded.float() - values) * unit, 0.0)
     overflowing, squared = _how_many(over), unit.double() ** 2
     sums = (
@@ -135,7 +135,7 @@ def cast_and_count(
         _how_many((rounded == 0) & (magnitude > 0)),
         _how_many(~finite),
         _how_many(magnitude + magnitude > limit),
-        excess.sum().double(),
+        excess.sum().double() * 2.0**64,
         error.square().sum().double() / squared,
         (magnitude * unit).square().sum().double() / squared,
     )
@@ -143,7 +143,7 @@ def cast_and_count(
     return (
         rounded,
         torch.stack(sums),
-        torch.stack([excess.amax().double(), scales.amax().double(), 1 / smallest.double()]),
+        torch.stack([excess.amax().double() * 2.0**64, scales.amax().double(), 1 / smallest.double()]),
     )
 
 

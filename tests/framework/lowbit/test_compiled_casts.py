@@ -1,0 +1,259 @@
+"""Compiled casts: the same bits and counts as uncompiled ones, in every mode; and nothing else is touched."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from framework.lowbit import casts, compiled
+from framework.lowbit.casts import Cast
+from framework.lowbit.compiled import SWITCH, Compiler
+from framework.lowbit.formats import FormatRegistry
+from framework.lowbit.kernels import largest_in
+from framework.lowbit.scaling import RuleRegistry
+
+EAGER = Compiler(patience=2**60)
+INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+EARLIER = torch.tensor([0.5, 1.25, 0.0])
+BLOCK = Cast("e2m1", "block")
+
+
+@pytest.fixture(scope="module")
+def eager_to_compile() -> Iterator[Compiler]:
+    """Compile for every tensor, however small, at the first call."""
+    patch = pytest.MonkeyPatch()
+    compiler = Compiler(patience=-1)
+    patch.setattr(casts, "COMPILER", compiler)
+    patch.setattr(compiled, "SMALLEST", 1)
+    yield compiler
+    patch.undo()
+
+
+@pytest.fixture
+def compiler(eager_to_compile: Compiler) -> Compiler:
+    return eager_to_compile
+
+
+def gaussian(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def hostile() -> Tensor:
+    """Return numbers of all magnitudes, and what is no number: NaN of several bits, inf, -0, subnormal numbers."""
+    values = gaussian(24, 48) / gaussian(48, 24).t()
+    values[3], values[4], values[5, ::3], values[6, ::5] = 0.0, torch.inf, torch.nan, -torch.inf
+    values[7], values[8], values[9], values[10] = -0.0, 1e-42, 3.3e38, values[10] * 1e-30
+    values[11, 5], values[11, 6] = -torch.nan, torch.tensor(0x7FA12345, dtype=torch.int32).view(torch.float32)
+    return values
+
+
+INPUTS = {
+    "gaussian": gaussian(40, 64),
+    "hostile": hostile(),
+    "ragged": gaussian(6, 41),
+    "transposed": gaussian(32, 9).t(),
+}
+
+
+def uncompiled(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **options: Any) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(casts, "COMPILER", EAGER)
+        return everything(cast, values, **options)
+
+
+def everything(cast: Cast, values: Tensor, **options: Any) -> list[Tensor]:
+    """Return scales, the cast, the cast that is counted, and the counts."""
+    seeded = [torch.Generator().manual_seed(7) for _ in range(2)]
+    rounded, counts = cast.counted(values, generator=seeded[0], **options)
+    return [
+        cast.scales(values, **options),
+        cast(values, generator=seeded[1], **options),
+        rounded,
+        counts.sums,
+        counts.maxima,
+    ]
+
+
+def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Compare tensors bit for bit and whole numbers exactly; sums of real numbers to six digits."""
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        integers = INTEGERS[other.dtype]
+        assert torch.equal(one.contiguous().view(integers), other.contiguous().view(integers))
+    assert torch.equal(found[3][:7], expected[3][:7])
+    torch.testing.assert_close(found[3][7:], expected[3][7:], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[4], expected[4], rtol=1e-6, atol=0)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, cast: Cast, values: Tensor, **options: Any) -> None:
+    assert casts.COMPILER.attempt(largest_in, values.reshape(-1)) is not None
+    check_same(everything(cast, values, **options), uncompiled(monkeypatch, cast, values, **options))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("cast", [BLOCK, Cast("e4m3", "delayed", "stochastic")], ids=["block", "delayed"])
+def test_compiled_casts_have_the_bits_and_counts_of_uncompiled_ones(cast, values, monkeypatch):
+    compare(monkeypatch, cast, values, earlier=EARLIER if cast.scaling_rule.history else None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("rule", RuleRegistry.names())
+@pytest.mark.parametrize("name", FormatRegistry.names())
+def test_every_format_and_rule_compiled_has_the_bits_and_counts_of_uncompiled_ones(name, rule, monkeypatch):
+    for rounding, dtype in product(casts.ROUNDINGS, INTEGERS):
+        for values in INPUTS.values():
+            compare(monkeypatch, Cast(name, rule, rounding), values.to(dtype))
+    if RuleRegistry.get(rule).history:
+        compare(monkeypatch, Cast(name, rule), hostile(), earlier=EARLIER)
+    for factor in (0.25, 1.5):
+        compare(monkeypatch, Cast(name, rule, q_scalar=factor), hostile())
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.usefixtures("compiler")
+def test_squares_of_tiny_and_huge_numbers_are_summed_without_leaving_the_range(size, monkeypatch):
+    values = gaussian(40, 64) * size
+    found = everything(BLOCK, values)[3][-2:]
+    assert found.gt(0).all()
+    torch.testing.assert_close(found, uncompiled(monkeypatch, BLOCK, values)[3][-2:], rtol=1e-6, atol=0)
+
+
+def test_other_numbers_of_rows_are_not_compiled_anew(compiler):
+    BLOCK(gaussian(40, 64))
+    before, made = counters["stats"]["unique_graphs"], len(compiler._made)
+    for shape in ((2, 16), (3, 160), (1024, 64), (7, 41)):
+        BLOCK(gaussian(*shape))
+    assert (counters["stats"]["unique_graphs"], len(compiler._made)) == (before, made)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiling_and_calling_draw_from_no_global_generator_and_warn_of_nothing(monkeypatch):
+    monkeypatch.setattr(casts, "COMPILER", Compiler(patience=-1))
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        everything(Cast("e2m1", "current", "stochastic"), gaussian(40, 64))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])
+
+
+class Rounded(torch.autograd.Function):
+    """Casts its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return BLOCK(gradient)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_gradients_are_cast_compiled_inside_backward(monkeypatch):
+    x, gradient = gaussian(40, 64).requires_grad_(), gaussian(40, 64) * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        Rounded.apply(x).backward(gradient)
+    assert torch.equal(x.grad, uncompiled(monkeypatch, BLOCK, gradient)[1])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_bits_are_the_same_in_every_mode_of_torch(monkeypatch):
+    expected = uncompiled(monkeypatch, BLOCK, gaussian(40, 64))[1]
+    threads = torch.get_num_threads()
+    try:
+        for context in (torch.inference_mode(), torch.autocast("cpu"), torch.enable_grad(), torch.device("cpu")):
+            with context:
+                assert torch.equal(BLOCK(gaussian(40, 64)), expected)
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert torch.equal(BLOCK(gaussian(40, 64)), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_casts_within_a_compiled_function_have_the_same_bits(monkeypatch):
+    values = gaussian(40, 64)
+    doubled = torch.compile(lambda x: BLOCK(x + x))(values)
+    assert torch.equal(doubled, uncompiled(monkeypatch, BLOCK, values + values)[1])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_threads_that_cast_at_once_compile_once_and_agree(monkeypatch):
+    compiler = Compiler(patience=-1)
+    monkeypatch.setattr(casts, "COMPILER", compiler)
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(BLOCK(gaussian(40, 64)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(compiler._made) == 2
+    assert all(torch.equal(one, uncompiled(monkeypatch, BLOCK, gaussian(40, 64))[1]) for one in found)
+
+
+WITHOUT_A_COMPILER = """
+import torch
+from framework.lowbit import casts
+casts.COMPILER.patience = -1
+values = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+rounded = casts.Cast("e2m1", "block")(values)
+assert set(casts.COMPILER._made.values()) == {None}
+print(rounded.sum().item())
+"""
+
+
+def test_without_a_compiler_casts_run_uncompiled_and_silent(tmp_path):
+    environment = os.environ | {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_A_COMPILER]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.stderr == ""
+    assert float(found.stdout) == Cast("e2m1", "block")(gaussian(512, 256)).sum().item()
+
+
+def test_what_does_not_suit_runs_uncompiled(compiler, monkeypatch):
+    good = gaussian(64)
+    assert compiler.attempt(largest_in, good) is not None
+    for other in (good[:1], good[:0], good.double(), good.to("meta"), good.clone().requires_grad_(), Marked(good)):
+        assert compiler.attempt(largest_in, other) is None
+    monkeypatch.setattr(compiled, "SMALLEST", 65)
+    assert compiler.attempt(largest_in, good) is None
+    monkeypatch.setattr(compiled, "SMALLEST", 1)
+    monkeypatch.setenv(SWITCH, "0")
+    assert compiler.attempt(largest_in, good) is None
+
+
+class Marked(Tensor):
+    """A tensor of another class."""
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_cast_that_is_to_be_differentiated_or_vectorised_runs_as_it_is():
+    values = gaussian(4, 64).requires_grad_()
+    BLOCK(values).sum().backward()
+    assert values.grad is not None
+    stacked = torch.func.vmap(BLOCK)(gaussian(4, 8, 64))
+    assert torch.equal(stacked, torch.stack([BLOCK(part) for part in gaussian(4, 8, 64)]))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_called_for_few_elements_is_not_compiled():
+    patient = Compiler(patience=200)
+    found = [patient.attempt(largest_in, gaussian(64)) is None for _ in range(5)]
+    assert found == [True, True, True, False, False]
