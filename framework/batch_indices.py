@@ -16,6 +16,9 @@ Draw = Callable[[int], torch.Generator]
 KNOWN = (SequentialSampler, RandomSampler, SubsetRandomSampler)
 """Samplers that are read here from any row on; subclasses may do anything, and are iterated over."""
 BLOCK = 65_536
+"""Rows drawn at once, with replacement."""
+PIECE = 1024
+"""Rows of an order that are integers of Python at once."""
 T = TypeVar("T")
 
 
@@ -90,8 +93,8 @@ def _block(block: int, rows: int, draw: Draw, *, replacement: bool) -> Tensor:
 
 def _integers(block: Tensor, first: int, stop: int) -> Iterator[int]:
     """Yield ``block[first:stop]`` as integers of Python, of which few are alive at once."""
-    for place in range(first, stop, BLOCK):
-        yield from block[place : min(place + BLOCK, stop)].tolist()
+    for place in range(first, stop, PIECE):
+        yield from block[place : min(place + PIECE, stop)].tolist()
 
 
 class BatchIndices:

@@ -21,6 +21,7 @@ from tests.benchmarks.hook_cost import (
     hessian_product,
     observers_at_the_end_of_epochs,
 )
+from tests.benchmarks.loader_cost import every_batch, first_batches, skipping
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.overflow_cost import counting, what_if
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
     "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
+    "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "overflow": ("Overflow of narrow formats", (what_if, counting)),
     "each": ("Each hook", (each_hook,)),
 }

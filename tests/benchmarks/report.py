@@ -70,6 +70,8 @@ METHOD = """
   by hand, windows drawn by hand too, the same in both, take steps of one model in turn. Start: the CPU time of a
   process from its beginning to the end of the first optimizer step of the first strategy, the tokenizer's training and
   the evaluation before that step included.
+- *Epochs begun in their middle.* `next(loader.batches(0, start))`, late and early starts in turn, epochs of 100,010
+  batches of 4 rows: the time until the batch is there, the order of the epoch drawn anew included.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.

@@ -1,0 +1,81 @@
+"""Orders of rows are read from any row on, and are the orders that torch's samplers promise."""
+
+import tracemalloc
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from framework.batch_indices import BLOCK, batch_indices, random_rows, rows_from
+
+
+def draw(block: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + block)
+
+
+@given(rows=st.integers(1, 30), total=st.integers(0, 100), start=st.integers(0, 110), replacement=st.booleans())
+@settings(deadline=None)
+def test_a_random_order_is_the_same_from_any_row_on(rows, total, start, replacement):
+    whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
+    assert list(random_rows(rows, total, start, draw, replacement=replacement)) == whole[start:]
+    assert len(whole) == total
+    assert set(whole) <= set(range(rows))
+
+
+@given(rows=st.integers(1, 30), total=st.integers(0, 100))
+def test_without_replacement_every_row_comes_equally_often(rows, total):
+    counts = Counter(random_rows(rows, total, 0, draw, replacement=False))
+    assert all(total // rows <= counts[row] <= -(-total // rows) for row in range(rows))
+
+
+def test_blocks_of_a_long_order_join_without_a_seam():
+    for replacement in (False, True):
+        rows, total = 2 * BLOCK + 5, 2 * BLOCK + 3
+        whole = list(random_rows(rows, total, 0, draw, replacement=replacement))
+        for start in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
+            assert list(random_rows(rows, total, start, draw, replacement=replacement)) == whole[start:]
+        assert len(set(whole)) == total or replacement
+
+
+def test_draws_with_replacement_differ_from_block_to_block():
+    whole = list(random_rows(1000, 2 * BLOCK, 0, draw, replacement=True))
+    assert whole[:BLOCK] != whole[BLOCK:]
+    assert sum(whole) / len(whole) == pytest.approx(499.5, abs=4)  # five standard errors
+
+
+@given(rows=st.integers(0, 30), batch_size=st.integers(1, 8), drop_last=st.booleans(), start=st.integers(0, 31))
+def test_batches_are_those_of_torch(rows, batch_size, drop_last, start):
+    sampler = BatchSampler(SequentialSampler(range(rows)), batch_size, drop_last)
+    dataloader = DataLoader(range(rows), batch_sampler=sampler)
+    assert list(batch_indices(dataloader, start, draw)) == list(sampler)[start:]
+
+
+def test_every_known_sampler_yields_as_many_rows_as_it_says():
+    subset = [3, 5, 9]
+    for sampler in (
+        SequentialSampler(range(7)),
+        RandomSampler(range(7)),
+        RandomSampler(range(7), num_samples=17),
+        RandomSampler(range(7), replacement=True, num_samples=3),
+        SubsetRandomSampler(subset),
+    ):
+        assert len(list(rows_from(sampler, 0, draw))) == len(sampler)
+    assert sorted(rows_from(SubsetRandomSampler(subset), 0, draw)) == subset
+
+
+def test_an_order_of_many_rows_is_not_turned_into_a_list():
+    tracemalloc.start()
+    try:
+        rows = random_rows(2_000_000, 2_000_000, 500_000, draw, replacement=False)
+        assert 0 <= next(rows) < 2_000_000
+        assert tracemalloc.get_traced_memory()[1] < 10e6  # a list of all rows takes 80 MB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_sequence_is_read_from_any_row_on():
+    rows = rows_from(SequentialSampler(range(10**12)), 10**11, draw)
+    assert [next(rows), next(rows)] == [10**11, 10**11 + 1]

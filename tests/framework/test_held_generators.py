@@ -1,0 +1,71 @@
+"""Generators that datasets and samplers hold are found, seeded and put back."""
+
+import random
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from framework.held_generators import held_generators, put_back, seed, states_of, undisturbed
+
+KINDS = {
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda held: torch.randn(3, generator=held).tolist()),
+    "python": (lambda: random.Random(1), lambda held: [held.gauss(0, 1) for _ in range(3)]),
+    "numpy": (lambda: np.random.default_rng(1), lambda held: held.standard_normal(3).tolist()),
+    "another bit generator": (lambda: np.random.Generator(np.random.MT19937(1)), lambda held: held.random(3).tolist()),
+    "numpy, legacy": (lambda: np.random.RandomState(1), lambda held: held.standard_normal(3).tolist()),
+}
+
+
+@pytest.mark.parametrize(("make", "draw"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("number", [0, 5, 2**63 + 12345, 2**64 - 1])
+def test_a_generator_is_seeded_whatever_it_drew_before(make, draw, number):
+    one, other = make(), make()
+    draw(other)
+    seed(one, number)
+    seed(other, number)
+    drawn = draw(one)
+    assert drawn == draw(other)
+    seed(one, 7)
+    assert draw(one) != drawn
+
+
+@pytest.mark.parametrize(("make", "draw"), KINDS.values(), ids=KINDS)
+def test_a_generator_is_put_back_even_after_an_error(make, draw):
+    held = make()
+    draw(held)  # an odd number of Gaussians leaves one cached
+    states = states_of([held])
+    expected = draw(held)
+    put_back([held], states)
+    with suppress(KeyError), undisturbed([held]):
+        seed(held, 3)
+        raise KeyError
+    assert draw(held) == expected
+
+
+class Holder(Dataset):
+    """Holds what it is given."""
+
+    def __init__(self, **held):
+        self.__dict__.update(held)
+
+    def __len__(self):
+        return 2
+
+
+class Slots:
+    """Has no dictionary of attributes."""
+
+    __slots__ = ()
+
+
+def test_generators_of_wrapped_datasets_are_found_once_each():
+    one, two, three = np.random.default_rng(1), random.Random(2), torch.Generator()
+    inner = Holder(rng=one, again=one, name="x", rows=[1, 2], system=random.SystemRandom())
+    inner.loop = Holder(up=inner)
+    wrapped = ConcatDataset([Subset(inner, [0]), Holder(rng=two)])
+    found = held_generators(wrapped, inner, Holder(rng=three), [3, 4], Slots())
+    assert {id(generator) for generator in found} == {id(one), id(two), id(three)}
+    assert len(found) == 3

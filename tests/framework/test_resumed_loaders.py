@@ -1,0 +1,342 @@
+"""A DataLoader's batch depends on (seed, epoch, batch) alone: no start, no worker and no earlier batch shows in it."""
+
+import random
+import time
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from framework.data import Loader, TensorLoader, TorchLoader, random_order
+from framework.errors import UsageError
+
+
+class Noisy(Dataset):
+    """Draws from every global generator, as augmentation does, and notes which rows are fetched."""
+
+    def __init__(self, rows: int = 11):
+        self.rows = rows
+        self.fetched = []
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.rows:
+            raise IndexError(index)
+        self.fetched.append(index)
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand(), np.random.standard_normal()])
+
+
+class FetchedAtOnce(Noisy):
+    """Fetches the items of a batch in one call."""
+
+    def __getitems__(self, indices):
+        shift = random.random()
+        return [self[index] + shift for index in reversed(indices)]
+
+
+class OwnGenerators(Noisy):
+    """Draws from generators of its own of every kind."""
+
+    def __init__(self, rows: int = 11):
+        super().__init__(rows)
+        self.numpy = np.random.default_rng(1)
+        self.legacy = np.random.RandomState(2)
+        self.python = random.Random(3)
+        self.torch = torch.Generator().manual_seed(4)
+
+    def __getitem__(self, index):
+        draws = [self.numpy.random(), self.legacy.rand(), self.python.random(), torch.rand((), generator=self.torch)]
+        return torch.tensor([index, *draws])
+
+
+class LazyPermutation(Sampler):
+    """Draws every index from the global generators, when it is asked for it."""
+
+    def __init__(self, rows: int = 11):
+        self.rows = rows
+
+    def __iter__(self):
+        for _ in range(self.rows):
+            yield random.randrange(self.rows)
+
+    def __len__(self):
+        return self.rows
+
+
+class OwnGenerator(LazyPermutation):
+    """Draws every index from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        for _ in range(self.rows):
+            yield int(self.generator.integers(self.rows))
+
+
+class OwnBatches(Sampler):
+    """Makes batches of uneven sizes, drawn as they are asked for."""
+
+    def __iter__(self):
+        for _ in range(6):
+            yield torch.randint(11, (1 + random.randrange(3),)).tolist()
+
+    def __len__(self):
+        return 6
+
+
+class Told(SequentialSampler):
+    """Has an order for every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(np.roll(range(11), self.epoch).tolist())
+
+
+class NoisyBatches(BatchSampler):
+    """A subclass of torch's batch sampler that draws."""
+
+    def __iter__(self):
+        return (batch for batch in super().__iter__() if torch.rand(()) < 2)
+
+
+def noisy_collate(items):
+    return torch.stack(items) + torch.rand(())
+
+
+def only_row(item):
+    return item.unsqueeze(0)
+
+
+SUBSET = [0, 3, 4, 8, 9, 10]
+MADE = {
+    "in order": lambda **how: DataLoader(Noisy(), batch_size=4, **how),
+    "shuffled": lambda **how: DataLoader(Noisy(), batch_size=4, shuffle=True, **how),
+    "last dropped": lambda **how: DataLoader(Noisy(), batch_size=4, shuffle=True, drop_last=True, **how),
+    "a subset": lambda **how: DataLoader(Noisy(), batch_size=2, sampler=SubsetRandomSampler(SUBSET), **how),
+    "weighted": lambda **how: DataLoader(
+        Noisy(), batch_size=3, sampler=WeightedRandomSampler(torch.arange(1, 12), 14), **how
+    ),
+    "drawn with replacement": lambda **how: DataLoader(
+        Noisy(), batch_size=3, sampler=RandomSampler(range(11), replacement=True, num_samples=20), **how
+    ),
+    "several permutations": lambda **how: DataLoader(
+        Noisy(), batch_size=3, sampler=RandomSampler(range(11), num_samples=30), **how
+    ),
+    "lazily drawn": lambda **how: DataLoader(Noisy(), batch_size=3, sampler=LazyPermutation(), **how),
+    "drawn from its own generator": lambda **how: DataLoader(Noisy(), batch_size=3, sampler=OwnGenerator(), **how),
+    "distributed": lambda **how: DataLoader(
+        Noisy(), batch_size=2, sampler=DistributedSampler(Noisy(), num_replicas=2, rank=1), **how
+    ),
+    "told the epoch": lambda **how: DataLoader(Noisy(), batch_size=2, sampler=Told(Noisy()), **how),
+    "own batches": lambda **how: DataLoader(Noisy(), batch_sampler=OwnBatches(), **how),
+    "a subclass of batches": lambda **how: DataLoader(
+        Noisy(), batch_sampler=NoisyBatches(RandomSampler(range(11)), 3, False), **how
+    ),
+    "without batches": lambda **how: DataLoader(Noisy(), batch_size=None, shuffle=True, collate_fn=only_row, **how),
+    "noisy collation": lambda **how: DataLoader(Noisy(), batch_size=4, collate_fn=noisy_collate, **how),
+    "fetched at once": lambda **how: DataLoader(FetchedAtOnce(), batch_size=4, shuffle=True, **how),
+    "own generators": lambda **how: DataLoader(OwnGenerators(), batch_size=4, shuffle=True, **how),
+    "wrapped": lambda **how: DataLoader(
+        ConcatDataset([Noisy(5), Subset(OwnGenerators(), SUBSET)]), batch_size=4, shuffle=True, **how
+    ),
+}
+
+
+def drawn(loader: Loader, epoch: int, start: int = 0) -> list[list]:
+    return [batch.tolist() for batch in loader.batches(epoch, start)]
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_an_epoch_starts_at_any_batch_with_the_same_rest(make):
+    loader = TorchLoader(make(), 3)
+    for epoch in (0, 2):
+        whole = drawn(loader, epoch)
+        assert len(whole) == len(loader)
+        for start in (0, 1, len(whole) - 1, len(whole), len(whole) + 3):
+            torch.rand(random.randrange(4))
+            assert drawn(TorchLoader(make(), 3), epoch, start) == whole[start:]
+            assert drawn(loader, epoch, start) == whole[start:]
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_workers_yield_the_batches_of_the_main_process(make):
+    alone, shared = TorchLoader(make(), 3), TorchLoader(make(num_workers=2, prefetch_factor=3), 3)
+    assert drawn(shared, 1, start=1) == drawn(alone, 1, start=1)
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_two_readers_of_different_epochs_do_not_disturb_each_other(make):
+    loader = TorchLoader(make(), 3)
+    pairs = list(zip(loader.batches(0), loader.batches(1, start=1), strict=False))
+    assert [first.tolist() for first, _ in pairs] == drawn(loader, 0)[: len(pairs)]
+    assert [second.tolist() for _, second in pairs] == drawn(loader, 1)[1:]
+
+
+@given(
+    rows=st.integers(1, 40), batch_size=st.integers(1, 9), epoch=st.integers(0, 3), start=st.integers(0, 41),
+    workers=st.sampled_from([0, 0, 0, 0, 2]), seed=st.integers(0, 5), drop=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_batch_is_a_function_of_seed_epoch_and_batch(rows, batch_size, epoch, start, workers, seed, drop):
+    def make(workers: int) -> TorchLoader:
+        options = {"batch_size": batch_size, "shuffle": True, "drop_last": drop, "num_workers": workers}
+        return TorchLoader(DataLoader(Noisy(rows), **options), seed)
+
+    whole = drawn(make(0), epoch)
+    torch.rand(3)
+    assert drawn(make(workers), epoch, start) == whole[start:]
+    seen = [row[0] for batch in whole for row in batch]
+    assert len(set(seen)) == len(seen) == (rows // batch_size * batch_size if drop else rows)
+
+
+def test_no_batch_before_the_first_one_is_loaded_and_none_ahead_of_the_reader():
+    dataset = Noisy(1000)
+    batches = TorchLoader(DataLoader(dataset, batch_size=10, shuffle=True), 3).batches(0, start=90)
+    assert dataset.fetched == []
+    next(batches)
+    assert len(dataset.fetched) == 10
+    assert dataset.fetched == [int(row[0]) for row in drawn(TorchLoader(DataLoader(Noisy(1000), 10, True), 3), 0)[90]]
+
+
+class Rows:
+    """A sequence of many rows, of which only the length is stored."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Counting(Sampler):
+    """A sampler that nobody knows."""
+
+    def __iter__(self):
+        return iter(range(1_000_000))
+
+    def __len__(self):
+        return 1_000_000
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [SequentialSampler(Rows(10**9)), RandomSampler(Rows(10**9), replacement=True), Counting()],
+    ids=["sequence", "with replacement", "unknown"],
+)
+def test_a_hundred_thousand_batches_are_skipped_in_no_time(sampler):
+    loader = TorchLoader(DataLoader(Rows(10**9), batch_size=8, sampler=sampler), 3)
+    begin = time.process_time()
+    assert len(next(loader.batches(0, start=100_000))) == 8
+    assert time.process_time() - begin < 1
+
+
+def test_tensors_are_gathered_from_any_batch_on_without_listing_the_others():
+    loader = TensorLoader((torch.arange(1_000_001),), 4, random_order(1_000_001, 3))
+    assert [len(batch) for (batch,) in loader.batches(0, start=249_999)] == [4, 1]
+    assert list(loader.batches(0, start=250_001)) == []
+
+
+def test_a_datasets_own_generators_are_left_where_they_were():
+    dataset, untouched = OwnGenerators(), OwnGenerators()
+    for _ in TorchLoader(DataLoader(dataset, batch_size=4), 3).batches(0):
+        pass
+    assert dataset[5].tolist() == untouched[5].tolist()
+
+
+class Stream(IterableDataset):
+    """Rows with noise from a generator of its own."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        return (torch.tensor([row, self.generator.random(), torch.rand(())]) for row in range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_read_up_to_the_batch_and_then_yields_the_same(workers):
+    loader = TorchLoader(DataLoader(Stream(), batch_size=3, num_workers=workers), 3)
+    first, second = drawn(loader, 0), drawn(loader, 1)
+    assert drawn(loader, 0) == first != second
+    assert drawn(loader, 1, start=2) == second[2:]
+
+
+class Doubled(DataLoader):
+    """A DataLoader that iterates in a way of its own."""
+
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_dataloader_that_iterates_in_its_own_way_is_left_to_it():
+    whole = drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0)
+    assert sorted(chain(*whole)) == [2 * row for row in range(8)]
+    assert drawn(TorchLoader(Doubled(Rows(8), batch_size=2, shuffle=True), 3), 0, start=3) == whole[3:]
+
+
+class Opened(Dataset):
+    """Is opened by the worker that reads it."""
+
+    offset = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([index + self.offset, get_worker_info().dataset is self])
+
+
+def open_dataset(worker: int) -> None:
+    get_worker_info().dataset.offset = 100
+
+
+def test_a_worker_is_started_with_the_dataset_that_its_owner_knows():
+    loader = TorchLoader(DataLoader(Opened(), batch_size=2, num_workers=1, worker_init_fn=open_dataset), 3)
+    assert drawn(loader, 0) == [[[100, 1], [101, 1]], [[102, 1], [103, 1]]]
+
+
+def test_an_error_of_the_dataset_reaches_the_reader():
+    for workers in (0, 1):
+        loader = TorchLoader(DataLoader(Noisy(3), batch_size=2, sampler=[0, 1, 7], num_workers=workers), 3)
+        with pytest.raises(IndexError, match="7"):
+            list(islice(loader.batches(0), 5))
+
+
+def test_workers_that_yield_in_any_order_are_refused():
+    with pytest.raises(UsageError, match="yields its batches as workers happen to finish them; set it to True"):
+        TorchLoader(DataLoader(Rows(4), num_workers=1, in_order=False), 3)
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_yield_the_same_batches():
+    spawned = DataLoader(Noisy(), batch_size=4, num_workers=2, multiprocessing_context="spawn", shuffle=True)
+    assert drawn(TorchLoader(spawned, 3), 1, 1) == drawn(TorchLoader(MADE["shuffled"](), 3), 1, 1)
