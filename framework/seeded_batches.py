@@ -39,6 +39,7 @@ class SeededBatches(Dataset[Any]):
         self._streams = streams
         self._epoch = epoch
         self._batched = batched
+        self._fetches_at_once = batched and isinstance(dataset, BatchedDataset)  # slow to ask
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
         """Return the batch with this number and these indices."""
@@ -54,7 +55,7 @@ class SeededBatches(Dataset[Any]):
     def _items(self, index: Any) -> Any:
         if not self._batched:
             return self.dataset[index]
-        if isinstance(self.dataset, BatchedDataset):
+        if self._fetches_at_once:
             return self.dataset.__getitems__(index)
         return [self.dataset[each] for each in index]
 
