@@ -23,6 +23,7 @@ from tests.benchmarks.hook_cost import (
 )
 from tests.benchmarks.loader_cost import every_batch, first_batches, skipping
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
+from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.overflow_cost import counting, what_if
 from tests.benchmarks.report import environment, misses, page, table
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
+    "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (what_if, counting)),
     "each": ("Each hook", (each_hook,)),
 }

@@ -72,6 +72,9 @@ METHOD = """
   the evaluation before that step included.
 - *Epochs begun in their middle.* `next(loader.batches(0, start))`, late and early starts in turn, epochs of 100,010
   batches of 4 rows: the time until the batch is there, the order of the epoch drawn anew included.
+- *Casts to narrow formats.* In a process of its own, on two threads, in wall-clock time. The plain pass reads as many
+  bytes and writes them into a new tensor, as the cast does; memory that is freed stays with the process (`mallopt`), or
+  new pages would cost more than anything else. *Scales given* leaves out the pass that finds the largest magnitudes.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.

@@ -45,12 +45,14 @@ def ratio(ours: Sequence[float], reference: Sequence[float]) -> Spread:
 class Turns:
     """Functions timed in turn, A B A B, the order reversed every other round; a block is ``calls`` calls.
 
-    ``after`` runs untimed after each block. ``seconds`` has a list of seconds per call for each function.
+    ``after`` runs untimed after each block. ``seconds`` has a list of seconds per call for each function. ``timer`` is
+    the clock: wall-clock time where several threads work.
     """
 
     functions: Sequence[Callable[[], Any]]
     calls: int = 1
     after: Callable[[], Any] = lambda: None
+    timer: Callable[[], float] = clock
     seconds: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,10 +64,10 @@ class Turns:
         blocks = list(zip(self.functions, self.seconds, strict=True))
         for function, seconds in blocks if self._forward else reversed(blocks):
             calls = range(self.calls)
-            begin = clock()
+            begin = self.timer()
             for _ in calls:
                 function()
-            seconds.append((clock() - begin) / self.calls)
+            seconds.append((self.timer() - begin) / self.calls)
             self.after()
         self._forward = not self._forward
 
