@@ -17,11 +17,13 @@ import experiments
 import sinks
 import training_hooks
 from framework.cli import main
+from framework.lowbit.formats import FormatRegistry
+from framework.lowbit.scaling import RuleRegistry
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
 from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)
-REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry)
+REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry, FormatRegistry, RuleRegistry)
 SMALL = {
     "mod_arithmetic": "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1"
     " --ff-dim 8 --epochs 2 --max-epochs 2 --snapshot-every 1 --overwrite",
