@@ -61,8 +61,8 @@ class Compiler:
             return None
         try:
             with torch.no_grad():
-                return made(*(argument for argument in arguments if isinstance(argument, Tensor)))
-        except RuntimeError:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
+                return made(*(argument.detach() for argument in arguments if isinstance(argument, Tensor)))
+        except Exception:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
             return None
 
     def _make(self, key: Hashable, function: Function, arguments: tuple[Any, ...]) -> Function | None:
@@ -95,11 +95,16 @@ def _kind(argument: Any) -> Hashable:
 
 
 def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None:
-    """Compile for arguments like these, or return ``None`` where that is impossible."""
+    """Compile for arguments like these, or return ``None`` where that is impossible.
+
+    The compiled function must not hold the tensors: they would live on, and be told apart from those it is given.
+    """
+    tensor = object()
+    fixed = tuple(tensor if isinstance(argument, Tensor) else argument for argument in arguments)
 
     def on_tensors(*given: Tensor) -> Any:
         remaining = iter(given)
-        return function(*(next(remaining) if isinstance(value, Tensor) else value for value in arguments))
+        return function(*(next(remaining) if value is tensor else value for value in fixed))
 
     try:
         with warnings.catch_warnings(), torch.no_grad():

@@ -1,11 +1,13 @@
 """Compiled casts: the same bits and counts as uncompiled ones, in every mode; and nothing else is touched."""
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from framework.lowbit import casts, compiled
@@ -139,6 +141,37 @@ def test_other_numbers_of_rows_are_not_compiled_anew(compiler):
 
 
 @pytest.mark.usefixtures("compiler")
+def test_the_tensors_of_the_first_call_are_let_go():
+    compiler, values = Compiler(patience=-1), gaussian(4096, 16)
+    before = weakref.ref(values)
+    compiler.run(largest_in, values)
+    del values
+    gc.collect()
+    assert before() is None
+
+
+def test_a_parameter_a_tensor_and_the_tensor_of_the_first_call_share_one_graph(compiler):
+    cast, values = Cast("e2m1", "block", q_scalar=0.75), gaussian(512, 128)
+    cast(values)
+    before = counters["stats"]["unique_graphs"]
+    cast(nn.Parameter(values + 1).detach())
+    with torch.no_grad():
+        cast(nn.Parameter(values + 1))
+    cast(values)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_a_graph_that_cannot_be_had_any_more_is_done_without(compiler, monkeypatch):
+    values = gaussian(512, 128)
+    expected = compiler.run(largest_in, values)
+
+    def refused(*given):
+        raise torch._dynamo.exc.FailOnRecompileLimitHit("too many")
+
+    monkeypatch.setattr(compiler, "_made", dict.fromkeys(compiler._made, refused))
+    assert torch.equal(compiler.run(largest_in, values), expected)
+
+
 def test_compiling_and_calling_draw_from_no_global_generator_and_warn_of_nothing(monkeypatch):
     monkeypatch.setattr(casts, "COMPILER", Compiler(patience=-1))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
