@@ -13,11 +13,13 @@ import torch
 import experiments
 import sinks
 import training_hooks
-from experiments.lowbit_lm.runner import LowbitLMConfig, LowbitLMRunner
+from experiments.lowbit_lm.runner import QUICK, LowbitLMConfig, LowbitLMRunner
 from framework.cli import main
+from framework.config import RunOptions
 from framework.lowbit.linear import BitLinear
 from framework.lowbit.regularizer import RangePenalty
-from framework.session import build_run
+from framework.session import Session, build_run
+from framework.train_step import forward_backward
 from sinks import read_jsonl
 from tests.framework.small_experiment import read_json
 
@@ -27,6 +29,8 @@ TINY: dict[str, Any] = {
     **{"evaluation_windows": 4, "warmup_steps": 1, "sample_tokens": 5, "log_every": 2},
     **{"forward_warmup_steps": 1, "merge_steps": 2},
 }
+PROOF = QUICK | {"vocabulary": 512, "width": 64, "layers": 2, "batch_size": 8, "steps": 150, "sample_tokens": 0}
+"""The preset quick, smaller still."""
 WORDS = " ".join(f"--{name} {value}" for name, value in TINY.items())
 QUANTISED = [strategy for strategy in LowbitLMRunner.strategies if strategy != "fp32"]
 
@@ -200,3 +204,39 @@ def test_bad_input_is_one_sentence_before_the_run(
     (sentence,) = capsys.readouterr().err.strip().splitlines()
     assert BAD[words] in sentence
     assert [*tmp_path.iterdir()] == []
+
+
+def gradient(tokens: Path, strategy: str) -> torch.Tensor:
+    """Return the first gradient of the matrices of the blocks, flat."""
+    runner = tiny(tokens, width=64, batch_size=8, context=32)
+    task = build_run(runner, strategy)[0]
+    forward_backward(task, task.loader.batch(0))
+    named = task.model.named_parameters()
+    return torch.cat(
+        [each.grad.flatten() for name, each in named if name.startswith("blocks.") and each.grad is not None]
+    )
+
+
+def test_the_first_gradient_is_the_nearer_to_full_precision_the_finer_the_casts(tokens: Path) -> None:
+    exact = gradient(tokens, "fp32")
+    errors = {strategy: float((gradient(tokens, strategy) - exact).norm() / exact.norm()) for strategy in QUANTISED}
+    assert 2 * errors["fp8"] < errors["fp4_block"] < errors["nvfp4"] < errors["fp4_direct"]
+    assert max(errors, key=lambda strategy: errors[strategy]) == "fp4_direct"
+
+
+def spread(values: list[float]) -> float:
+    return max(values) - min(values)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient-to-noise ratio")
+def test_metis_ends_nearer_to_full_precision_than_direct_casts_by_more_than_seeds_differ(tmp_path: Path) -> None:
+    gaps: dict[str, list[float]] = {"fp4_direct": [], "fp4_metis": []}
+    for seed in range(3):
+        config = LowbitLMConfig(**PROOF, seed=seed, output_dir=tmp_path / str(seed))
+        options = RunOptions(strategies=["fp32", *gaps], with_hooks="none")
+        exact, *others = (summary["final"]["val_loss"] for summary in Session(LowbitLMRunner(config), options).run())
+        for found, loss in zip(gaps.values(), others, strict=True):
+            found.append(abs(loss - exact))
+    margin = (sum(gaps["fp4_direct"]) - sum(gaps["fp4_metis"])) / 3
+    assert margin > max(map(spread, gaps.values()))
