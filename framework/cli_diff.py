@@ -45,9 +45,9 @@ def diff(words: Sequence[str], show: Callable[[str], None]) -> None:
 def _recorded(run: Path) -> Mapping[str, Any]:
     try:
         content: dict[str, Any] = json.loads((run / CONFIG).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        return {**content, "strategy": str(content["strategy"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{run} is not the folder of a run: there is no readable {CONFIG} in it.") from error
-    return content
 
 
 def _other_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -76,7 +76,8 @@ def _metrics(a: Path, b: Path, recorded: Sequence[Mapping[str, Any]]) -> tuple[s
     paths = [run / f"{of['strategy']}.jsonl" for run, of in zip((a, b), recorded, strict=True)]
     if not all(path.is_file() for path in paths):
         return "", ""
-    with paths[0].open() as left, paths[1].open() as right:
+    left, right = [path.open(encoding="utf-8", errors="replace") for path in paths]
+    with left, right:
         for number, (line_a, line_b) in enumerate(zip_longest(left, right), start=1):
             if line_a != line_b:
                 return _first_metric(number, line_a, line_b)
@@ -86,7 +87,10 @@ def _metrics(a: Path, b: Path, recorded: Sequence[Mapping[str, Any]]) -> tuple[s
 def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[str, str]:
     if line_a is None or line_b is None:
         return f"Metrics in JSONL: one of them ends before line {number}.", f"in the number of metrics, line {number}"
-    a, b = json.loads(line_a), json.loads(line_b)
+    try:
+        a, b = json.loads(line_a), json.loads(line_b)
+    except ValueError:
+        return f"Metrics in JSONL: line {number} is cut off or damaged.", f"in the metrics, line {number}"
     name = next((key for key in {**a, **b} if json.dumps(a.get(key)) != json.dumps(b.get(key))), "the order of metrics")
     return f"Metrics in JSONL: {name} differs in line {number}.", f"by step {a.get('step')}, in the metric {name}"
 
@@ -95,9 +99,15 @@ def _weights(a: Path, b: Path, recorded: Sequence[Mapping[str, Any]]) -> tuple[s
     paths = [run / weights_name(of["strategy"]) for run, of in zip((a, b), recorded, strict=True)]
     if not all(path.is_file() for path in paths):
         return "", ""
-    empty: dict[str, Any] = {"streams": {}}
-    contents = [{**empty, "state": torch.load(path, weights_only=True, map_location="cpu")} for path in paths]
+    contents = [{"streams": {}, "state": _loaded(path)} for path in paths]
     names = differing(*contents)
     if names:
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
     return "Final weights: the same.", ""
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise UsageError(f"{path} cannot be read as weights: it is damaged, or not one of loopscope's.") from error

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -98,7 +98,8 @@ class Session:
                 scratch = RunRecord(Path(elsewhere) / strategy, strategy)
                 scratch.make_folder()
                 device = check_device(self.options.guardian_device) if self.options.guardian_device else None
-                run = self._prepare(strategy, hooks[strategy], scratch, device, references.get(strategy))
+                without_sinks = replace(self, make_sinks=list)
+                run = without_sinks._prepare(strategy, hooks[strategy], scratch, device, references.get(strategy))
                 if compared:
                     run.manager.reset()
                 compared[strategy] = validate(run, moments, before["hooks"])

@@ -17,7 +17,7 @@ from torch import Tensor
 import experiments
 import sinks
 import training_hooks
-from framework.checkpoint_files import open_checkpoint
+from framework.checkpoint_files import checkpoints_in, open_checkpoint
 from framework.checkpointing import Checkpointing
 from framework.cli import main
 from framework.hook_points import HookPoint
@@ -215,7 +215,8 @@ class Outcome:
 def outcome(folder: Path) -> Outcome:
     """Read everything below ``folder`` that two equal runs have in common.
 
-    A lock is left out: one that dies when all is done leaves it, and a finished run is never opened again.
+    Of the checkpoints only the newest counts, and what is none. One that dies right after the last checkpoint leaves an
+    older one too many, and one that dies when all is done its lock: a finished run is not opened again.
     """
     found = Outcome()
     for path in sorted(folder.rglob("*")):
@@ -226,7 +227,10 @@ def outcome(folder: Path) -> Outcome:
             content = read_json(path)
             found.values |= dict(leaves({key: content[key] for key in ("hooks", "treatments", "data")}, name))
         elif path.parent.name == "checkpoints":
-            found.values |= dict(leaves(open_checkpoint(path).content(), name))
+            if path == next(checkpoints_in(path.parent), None):
+                found.values |= dict(leaves(open_checkpoint(path).content(), name))
+            elif path.suffix:
+                found.files[name] = b"left by a crash"
         elif path.parent.parent.name != "checkpoints" and path.is_file() and path.name != "run.lock":
             found.files[name] = path.read_bytes()
     return found
