@@ -7,6 +7,7 @@ from typing import Any
 
 from framework.display import Display
 from framework.loops import NoProgress
+from framework.session import Session
 from framework.training_state import LoopState
 from tests.framework.small_experiment import Small, session
 
@@ -50,7 +51,11 @@ def copy(folder: Path, remains: Path) -> None:
 
 def kill_after(step: int, folder: Path, remains: Path, runner: type[Small] = Small, **options: Any) -> bool:
     """Run or resume in ``folder`` until ``step`` is done; ``remains`` is what is left; tell whether it came so far."""
-    killed = session(folder, runner, **{"strategies": ["plain"], **options})
+    return kill(session(folder, runner, **{"strategies": ["plain"], **options}), step, folder, remains)
+
+
+def kill(killed: Session, step: int, folder: Path, remains: Path) -> bool:
+    """Do so with a session in ``folder``."""
     killed.display = KillingDisplay(Killing(step, folder, remains))
     try:
         killed.run()
