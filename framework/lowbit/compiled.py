@@ -14,7 +14,7 @@ from framework.flags import entered_modes
 
 SWITCH = "LOOPSCOPE_COMPILE_CASTS"
 """Environment variable; 0 lets nothing be compiled."""
-SMALLEST = 2**16
+SMALLEST = 2**15
 """Elements from which a compiled call is faster than several uncompiled operations."""
 PATIENCE = 2**27
 """Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
@@ -33,11 +33,11 @@ SAME_BITS: dict[str, str | int | bool | Function] = {
 class Compiler:
     """Functions on tensors in their compiled form, by what they were compiled for.
 
-    A function's first argument is a tensor in blocks (n, b) or flat (n). From call to call tensors may differ in n;
-    whatever else is passed is compiled in, and must be hashable. Compiled and uncompiled results have the same bits:
-    both are IEEE arithmetic, element by element in the same order, and maxima. (Sums of real numbers may differ in
-    their last digits.) So it does not matter when a function is compiled, which is once calls with arguments of its
-    kind have gone through as many elements as take longer than compiling does: short runs compile nothing.
+    A function's tensors come before its other arguments, and the first is in blocks (n, b) or flat (n). From call to
+    call tensors may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have
+    the same bits: both are IEEE arithmetic, element by element in the same order, and maxima. (Sums of real numbers may
+    differ in their last digits.) So it does not matter when a function is compiled, which is once calls with arguments
+    of its kind have gone through as many elements as take longer than compiling does: short runs compile nothing.
     """
 
     def __init__(self, patience: int = PATIENCE) -> None:
@@ -99,12 +99,11 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
 
     The compiled function must not hold the tensors: they would live on, and be told apart from those it is given.
     """
-    tensor = object()
-    fixed = tuple(tensor if isinstance(argument, Tensor) else argument for argument in arguments)
+    settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
 
     def on_tensors(*given: Tensor) -> Any:
-        remaining = iter(given)
-        return function(*(next(remaining) if value is tensor else value for value in fixed))
+        return function(*given, *settings)
 
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -112,7 +111,7 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
             made: Function = torch.compile(  # type: ignore[call-overload]
                 on_tensors, fullgraph=True, isolate_recompiles=True, recompile_limit=VARIANTS, options=SAME_BITS
             )
-            made(*(_of_any_length(argument) for argument in arguments if isinstance(argument, Tensor)))
+            made(*map(_of_any_length, tensors))
     except Exception:  # whatever is missing or broken in a compiler, there is another way
         return None
     return made
