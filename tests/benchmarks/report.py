@@ -79,9 +79,9 @@ METHOD = """
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.
 - *Checkpoints.* Steps of the paper preset's model in the real loop, each followed by a checkpoint, a plain
-  `torch._foreach_copy_` of the same tensors, and a wait for the writer. *Loop blocked* is the CPU time of the thread that
-  trains; the share of 100 steps is the CPU time of both threads, as if nothing ran side by side. Resuming is the CPU
-  time of a process up to its first step.
+  `torch._foreach_copy_` of the same tensors, and a wait for the writer. *Loop blocked* is the CPU time of the thread
+  that trains; the share of 100 steps is the CPU time of both threads, as if nothing ran side by side. Resuming is the
+  CPU time of a process up to its first step.
 """
 
 
