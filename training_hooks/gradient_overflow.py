@@ -54,8 +54,8 @@ class GradientOverflow(TrainingHook):
     Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
     PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
     is added up over ranks; gradients and weights are taken to be the same on all of them. A table for the whole run is
-    shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown in noise, and a note says
-    when it is over.
+    shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
+    in noise, and a note says when it is over.
 
     Assumes that blocks lie along a tensor's last dimension as it is stored; hardware takes them along the dimension
     that a product sums over. Activations of a compiled model can be asked about only in a pass of its own. A delayed
@@ -175,7 +175,7 @@ class GradientOverflow(TrainingHook):
     def _see(self, layer: str, values: Tensor) -> None:
         """Ask about an activation; numbers of tokens are none."""
         if values.is_floating_point() and self._asks_at(self._step):
-            self._what_if.ask("activations", layer, values, self._ledgers["activations"])
+            self._what_if.ask("activations", {layer: values}, self._ledgers["activations"])
 
     def _asks_at(self, step: int) -> bool:
         """Tell whether what if is asked at a step at which the hook fires."""

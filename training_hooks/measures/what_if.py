@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from framework.lowbit.casts import Cast, largest_magnitudes
 from framework.param_vectors import trainable, whole
+from training_hooks.measures.cast_losses import losses
 from training_hooks.measures.overflow_ledger import Ledger
 
 SUBJECTS = ("gradients", "weights", "activations")
@@ -59,22 +60,23 @@ class WhatIf:
         """Return the names of the questions about a subject, ``<subject>/<format>/<rule>``."""
         return [f"{subject}/{label(cast)}" for cast in self.casts]
 
-    def ask(self, subject: str, name: str, values: Tensor, ledger: Ledger) -> None:
-        """Count what each cast would lose of one tensor."""
-        dense = values.to_dense() if values.layout is not torch.strided else values
-        earlier = self._histories.get(f"{subject}/{name}")
-        for cast in self.casts:
-            ledger.add(name, f"{subject}/{label(cast)}", cast.counted(dense, earlier=earlier)[1])
+    def ask(self, subject: str, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
+        """Count what each cast would lose of each tensor."""
+        dense = {name: _dense(tensor) for name, tensor in tensors.items()}
+        past = [self._histories.get(f"{subject}/{name}") for name in dense]
+        for name, found in zip(dense, losses(list(dense.values()), self.casts, past), strict=True):
+            for cast, counts in zip(self.casts, found, strict=True):
+                ledger.add(name, f"{subject}/{label(cast)}", counts)
         if self._delay:
-            before = dense.new_zeros(self._delay) if earlier is None else earlier.to(dense.device)
-            newest = largest_magnitudes(dense, None).to(before.dtype)
-            self._histories[f"{subject}/{name}"] = torch.cat([before[1:], newest.reshape(1)])
+            self._histories |= {
+                f"{subject}/{name}": _appended(earlier, tensor, self._delay)
+                for (name, tensor), earlier in zip(dense.items(), past, strict=True)
+            }
 
     def ask_all(self, subject: str, model: nn.Module, ledger: Ledger) -> None:
         """Ask of all gradients or weights; activations were asked about while they passed."""
         if subject != "activations":
-            for name, tensor in tensors_of(model, subject).items():
-                self.ask(subject, name, tensor, ledger)
+            self.ask(subject, tensors_of(model, subject), ledger)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the largest magnitudes of the past."""
@@ -92,3 +94,13 @@ class WhatIf:
 def label(cast: Cast) -> str:
     """Return ``<format>/<rule>``."""
     return f"{cast.format}/{cast.rule}"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _appended(earlier: Tensor | None, values: Tensor, length: int) -> Tensor:
+    """Return the largest magnitudes of the last ``length`` tensors, this one's at the end; zeros are none."""
+    before = values.new_zeros(length) if earlier is None else earlier.to(values.device)
+    return torch.cat([before[1:], largest_magnitudes(values, None).to(before.dtype).reshape(1)])

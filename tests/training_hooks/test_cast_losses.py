@@ -1,0 +1,100 @@
+"""Losses counted in pieces are those that the cast itself counts."""
+
+import pytest
+import torch
+
+from framework.lowbit.casts import Cast, largest_magnitudes
+from framework.lowbit.counts import SUMS, Counts
+from framework.lowbit.formats import FormatRegistry
+from framework.lowbit.scaling import RuleRegistry
+from training_hooks.measures import cast_losses
+from training_hooks.measures.cast_losses import losses
+
+CASTS = [Cast(form, rule) for form in FormatRegistry.names() for rule in RuleRegistry.names()]
+WHOLE = [SUMS.index(name) for name in SUMS if name not in ("excess_sum", "squared_error", "squared_norm")]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(37, 100, generator=generator)
+    odd = gaussian.clone()
+    odd[3, 4:8] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    return {
+        "gaussian": gaussian,
+        "tiny": gaussian * 1e-30,
+        "huge": gaussian * 1e36,
+        "heavy-tailed": torch.empty(37, 100).cauchy_(generator=generator),
+        "subnormal": gaussian * 1e-42,
+        "constant": torch.full((5, 33), 0.3),
+        "zeros": torch.zeros(4, 32),
+        "non-finite": odd,
+        "nothing finite": torch.full((3, 3), torch.nan),
+        "outlier": gaussian.index_put((torch.tensor([1]), torch.tensor([1])), torch.tensor(1e9)),
+        "bfloat16": gaussian.bfloat16(),
+        "float16": (gaussian * 3e4).half(),
+        "transposed": gaussian.t(),
+        "number": torch.tensor(3.0),
+        "row": gaussian[0],
+        "four dimensions": gaussian[:32].reshape(2, 4, 4, 100),
+        "float64": gaussian.double(),
+        "empty": torch.empty(0, 16),
+    }
+
+
+def assert_counted_alike(values: torch.Tensor, casts: list[Cast], earlier: torch.Tensor | None = None) -> None:
+    (of_values,) = losses([values], casts, [earlier])
+    assert_alike(values, casts, of_values, earlier)
+
+
+def assert_alike(
+    values: torch.Tensor, casts: list[Cast], of_values: list[Counts], earlier: torch.Tensor | None = None
+) -> None:
+    for cast, found in zip(casts, of_values, strict=True):
+        counts = cast.counted(values, earlier=earlier)[1]
+        assert found.sums[WHOLE].tolist() == counts.sums[WHOLE].tolist(), cast
+        torch.testing.assert_close(found.sums, counts.sums, rtol=2e-6, atol=0.0, msg=str(cast))
+        torch.testing.assert_close(found.maxima, counts.maxima, rtol=1e-6, atol=0.0, msg=str(cast))
+
+
+@pytest.mark.parametrize("kind", tensors())
+def test_every_format_and_rule_loses_what_its_cast_counts(kind):
+    assert_counted_alike(tensors()[kind], CASTS)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "non-finite", "bfloat16", "transposed", "number"])
+def test_it_does_not_matter_where_a_piece_ends(kind, monkeypatch):
+    monkeypatch.setattr(cast_losses, "PIECE", 200)
+    assert_counted_alike(tensors()[kind], [Cast("e2m1", rule) for rule in RuleRegistry.names()])
+
+
+def test_scales_below_the_range_and_blocks_of_any_size_are_counted_alike():
+    casts = [Cast("e2m1", "block", block=size, q_scalar=scalar) for size in (1, 7, 1000) for scalar in (0.5, 0.01)]
+    assert_counted_alike(tensors()["gaussian"], casts)
+    assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "current", rounding="soft", q_scalar=0.3)])
+
+
+@pytest.mark.parametrize("piece", [cast_losses.PIECE, 1000])
+def test_tensors_of_many_kinds_at_once_are_counted_each_by_itself(piece, monkeypatch):
+    monkeypatch.setattr(cast_losses, "PIECE", piece)
+    casts = [Cast("e2m1", rule) for rule in RuleRegistry.names()]
+    many = [*tensors().values(), *tensors().values()]
+    past = [
+        torch.stack([torch.zeros(()), (largest_magnitudes(values, None) * index / 7).float()]) if index % 3 else None
+        for index, values in enumerate(many)
+    ]
+    for values, found, earlier in zip(many, losses(many, casts, past), past, strict=True):
+        assert_alike(values, casts, found, earlier)
+
+
+@pytest.mark.parametrize("past", [0.0, 0.1, 100.0])
+def test_delayed_scales_come_from_the_past_if_there_is_one(past):
+    earlier = torch.tensor([0.0, past, past / 2])
+    assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "delayed"), Cast("e5m2", "delayed")], earlier)
+
+
+def test_what_is_counted_is_left_as_it_was():
+    values = tensors()["non-finite"]
+    before, version = values.clone(), values._version
+    losses([values], CASTS)
+    assert torch.equal(values.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert values._version == version
