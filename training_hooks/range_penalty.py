@@ -28,11 +28,15 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the penalty's gradient, (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ for n elements, zero-dimensional."""
+    """Return the norm of the penalty's gradient, (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ for n elements, zero-dimensional.
+
+    In float64, since the squares of these numbers leave the range of float32.
+    """
     norms = []
-    for matrix in map(_wide, matrices):
-        inverse_cube = matrix.add(OFFSET).pow_(-3)
-        norms.append(joint_norm([matrix.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
+    for matrix in matrices:
+        wide = matrix.detach().double()
+        inverse_cube = wide.add(OFFSET).pow_(-3)
+        norms.append(joint_norm([wide.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     norm: Tensor = total * (2 * penalty.weight / sum(matrix.numel() for matrix in matrices))
     return norm

@@ -49,7 +49,16 @@ def test_the_gradient_of_the_penalty_is_that_of_autograd() -> None:
     gradients = [parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None]
     assert len(gradients) == 2
     found = report(net, torch.tensor(2.0), **options)["penalty_grad_norm"]
-    assert torch.allclose(found, torch.cat(gradients).norm(), rtol=1e-5)
+    assert found.item() == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
+
+
+def test_the_gradient_of_a_weight_next_to_the_pole_is_huge_and_finite() -> None:
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight[0, 0] = 1e-9 - 1e-6
+    near = net.weight[0, 0].double().item() + 1e-6
+    found = report(net, torch.tensor(2.0), weight=1e-12)["penalty_grad_norm"]
+    assert found.item() == pytest.approx(1e-12 / 4 * 2 * near**-3, rel=0.05)
 
 
 def test_without_a_penalty_only_the_means_are_reported() -> None:
