@@ -16,7 +16,7 @@ SWITCH = "LOOPSCOPE_COMPILE_CASTS"
 """Environment variable; 0 lets nothing be compiled."""
 SMALLEST = 2**15
 """Elements from which a compiled call is faster than several uncompiled operations."""
-PATIENCE = 2**27
+PATIENCE = 2**28
 """Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
 LARGEST = 2**31 - 1
 """Elements that 32-bit counts can tell."""
