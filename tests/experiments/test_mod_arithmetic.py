@@ -72,9 +72,9 @@ def test_pairs_are_drawn_uniformly() -> None:
 
 def test_drawing_the_pairs_of_the_paper_takes_little_time_and_memory() -> None:
     tracemalloc.start()
-    begin = time.perf_counter()
+    begin = time.process_time()
     train, test = draw_pairs(9973, 300_000, 1_000_000, 199)
-    seconds, (_, peak) = time.perf_counter() - begin, tracemalloc.get_traced_memory()
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (len(train), len(test)) == (300_000, 1_000_000)
     assert seconds < 5
