@@ -17,13 +17,14 @@ import sinks
 import training_hooks
 from framework import checkpoint_files
 from framework.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_intact, open_checkpoint, write_checkpoint
+from framework.checkpoint_writer import Kept
 from framework.checkpointing import Checkpointing
 from framework.cli import main
 from framework.errors import RunNotice, UsageError
-from tests.framework.crash_runs import Stumbling, outcome, patiently
+from tests.framework.crash_runs import Stumbling, outcome
 from tests.framework.killed_sessions import change_file, flipped, kill_after
 from tests.framework.small_experiment import Small, SmallSteps, contents, read_json, registered, session
-from tests.framework.test_checkpoint_files import Exploit
+from tests.framework.test_checkpoint_files import Exploit, written
 from training_hooks import PathLength
 
 FILLED = (sinks, training_hooks)
@@ -50,9 +51,9 @@ def entries():
 
 @pytest.fixture(autouse=True, scope="module")
 def patience():
-    """Have every run wait for its disk, so that two of them leave the same checkpoints."""
+    """Have every run wait for its disk, so that all leave the same checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+        patch.setattr(Checkpointing, "take", lambda checkpointing, wait: TAKE(checkpointing, wait=True))
         yield
 
 
@@ -178,8 +179,12 @@ def test_a_damaged_newer_checkpoint_pushes_no_intact_one_out(killed: Path, tmp_p
     told: list[str] = []
     found = newest_intact(folder_of(tmp_path / "again") / "checkpoints", told.append)
     assert found is not None
-    assert found.step in (4, 5)  # 5 may still have been under way
-    assert len(told) == 1
+    assert (found.step, len(told)) == (5, 1)
+
+
+def test_a_newer_checkpoint_than_the_one_that_is_written_counts_for_nothing_and_stays(tmp_path: Path) -> None:
+    older, _ = written(tmp_path, 4), written(tmp_path, 6)
+    assert Kept.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
 
 
 def test_a_checkpoint_of_a_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,36 +311,54 @@ def test_resume_goes_on_from_the_folder_alone_wherever_it_lies_now(tmp_path: Pat
 # A file system that fails
 
 
-def fail(number: int) -> Any:
-    def failing(*arguments: Any, **options: Any) -> None:
-        raise OSError(number, os.strerror(number))
+def failing(number: int, function: Any) -> Any:
+    """Return a function of ``os`` that refuses every path and file below a folder of checkpoints."""
 
-    return failing
+    def called(place: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else str(place)
+        if "/checkpoints/" in path:
+            raise OSError(number, os.strerror(number))
+        return function(place, *arguments, **options)
+
+    return called
 
 
 FAULTS = {
-    "no space while the state is written": ("framework.checkpoint_files._Digesting.write", errno.ENOSPC),
-    "fsync": ("framework.checkpoint_files._sync", errno.EIO),
-    "a read-only folder": ("framework.checkpoint_files.Path.mkdir", errno.EROFS),
-    "rename": ("framework.checkpoint_files.Path.rename", errno.EACCES),
+    "no space": (errno.ENOSPC, ("fsync",)),
+    "a broken disk": (errno.EIO, ("fsync",)),
+    "a read-only folder": (errno.EROFS, ("mkdir", "rename", "unlink", "rmdir")),
+    "a rename that fails": (errno.EACCES, ("rename",)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay(
-    fault, killed, whole, monkeypatch
-) -> None:
-    before, (target, number) = steps_in(killed), FAULTS[fault]
-    if fault == "a read-only folder":
-        target = "shutil.rmtree"
-        monkeypatch.setattr("framework.checkpoint_files.Path.rename", fail(number))
-    monkeypatch.setattr(target, fail(number))
-    said = resume(killed)
-    monkeypatch.undo()
+def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay(fault, killed, whole) -> None:
+    before, (number, functions) = steps_in(killed), FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        for function in functions:
+            patch.setattr(os, function, failing(number, getattr(os, function)))
+        said = resume(killed)
     assert any(f"could not be written: {os.strerror(number)}. Training goes on." in sentence for sentence in said)
-    assert set(before) <= set(steps_in(killed))
+    assert steps_in(killed) == before
     unlike = outcome(killed).unlike(outcome(whole[Small]))
     assert [name for name in unlike if "/checkpoints/" not in name] == []
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_state_costs_that_checkpoint_alone(killed, whole) -> None:
+    write, sizes = checkpoint_files._Digesting.write, []
+
+    def full(file: Any, data: Any) -> int:
+        sizes.append(len(data))
+        if sum(sizes[:-1]) < 5_000 <= sum(sizes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files._Digesting, "write", full)
+        said = resume(killed)
+    assert sum("could not be written: No space left on device." in sentence for sentence in said) == 1
+    assert steps_in(killed) == [6, 4, 2]
+    assert [name for name in outcome(killed).unlike(outcome(whole[Small])) if "/checkpoints/" not in name] == []
 
 
 def test_a_file_that_grows_beyond_its_limit_costs_the_checkpoint_only(tmp_path: Path) -> None:
