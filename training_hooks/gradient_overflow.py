@@ -55,7 +55,7 @@ class GradientOverflow(TrainingHook):
     PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
     is added up over ranks; gradients and weights are taken to be the same on all of them. A table for the whole run is
     shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
-    in noise, and a note says when it is over.
+    in noise, and a note says when it is over: of quantised layers, and of formats that were named.
 
     Assumes that blocks lie along a tensor's last dimension as it is stored; hardware takes them along the dimension
     that a product sums over. Activations of a compiled model can be asked about only in a pass of its own. A delayed
@@ -202,7 +202,8 @@ class GradientOverflow(TrainingHook):
         page = self._ledgers[subject].turn(next(ctx.model.parameters()).device)
         if page is None or not page.heard():
             return {}
-        self._alarms[subject].see(page, ctx.step)
+        if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked
+            self._alarms[subject].see(page, ctx.step)
         together = values_together(page) if subject == QUANTIZERS else {}
         return together | values_by_role(page, self._top_k)
 

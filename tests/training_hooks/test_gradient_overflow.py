@@ -396,11 +396,15 @@ def test_gradients_that_drown_in_noise_are_told_of_and_weights_are_not():
 
 
 def test_what_was_told_is_not_told_again_after_a_checkpoint():
-    hook = GradientOverflow(**ALWAYS, noise_threshold=1e6)
+    hook = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
     assert len(told(hook, [1.0])) == 1
-    resumed = GradientOverflow(**ALWAYS, noise_threshold=1e6)
+    resumed = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
     resumed.load_state_dict(hook.state_dict())
     assert told(resumed, [1.0]) == []
+
+
+def test_nobody_is_warned_of_formats_that_nobody_named():
+    assert told(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
 
 
 # Refusals
