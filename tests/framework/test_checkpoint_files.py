@@ -73,9 +73,7 @@ def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeyp
     monkeypatch.setattr("framework.checkpoint_files.FORMAT", 3)
     folder = written(tmp_path).folder
     monkeypatch.undo()
-    with pytest.raises(
-        DamagedCheckpointError, match=r"of format 3, .* newer loopscope; this one reads format 2"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"of format 3, .* newer loopscope; this one reads format 2"):
         open_checkpoint(folder)
 
 
@@ -122,9 +120,7 @@ def test_nothing_that_was_intact_is_lost_when_writing_fails(tmp_path: Path, monk
         with monkeypatch.context() as broken:
             target = Path if name == "rename" else os
             broken.setattr(target, name, refuse)
-            with pytest.raises(
-                LoopscopeError, match=r"step_000000003 could not be written: No space left"
-            ):
+            with pytest.raises(LoopscopeError, match=r"step_000000003 could not be written: No space left"):
                 written(tmp_path, 3, value=2.0)
     assert torch.equal(before.content()["weights"], torch.ones(50))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000003"]
