@@ -9,7 +9,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
