@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from framework.hook_points import EPOCH_END
+from framework.hook_points import EPOCH_END, STEP_POINTS
 from framework.manager import HookManager
 from framework.param_vectors import accumulate, joint_norm, whole
 from framework.train_step import TrainingTask
@@ -41,7 +41,8 @@ class GradientKeeper:
                 loop.gradient_steps += 1
             if self._previous and not skipped:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
-                if self._hooks.wants_previous_gradients(loop.epoch + in_next_epoch, loop.step + 1):
+                next_epoch, next_step = loop.epoch + in_next_epoch, loop.step + 1
+                if self._hooks.wants("needs_prev_step_grads", points=STEP_POINTS, epoch=next_epoch, step=next_step):
                     loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
 
 

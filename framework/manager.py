@@ -73,6 +73,8 @@ class HookManager:
         self.profiler = Profiler(enabled=profile)
         self._offload = StateOffload() if offload_state else None
         self._loop = loop
+        self.counts_epochs = loop == "epoch"
+        """Whether the loop counts epochs; the step loop counts steps."""
         self._guardian_device = guardian_device
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self._taps = TapSet(task.model, audit=audit)
@@ -137,7 +139,8 @@ class HookManager:
             for hook in reversed(self.hooks):
                 whatever_happens.callback(self._end_hook, hook, status)
             self.dispatch.flush_steps(self.state.loop.epoch)
-        self.failures.raise_pending()
+        if status == "completed":  # else the run ends for another reason
+            self.failures.raise_pending()
 
     def _end_hook(self, hook: TrainingHook, status: str) -> None:
         self._guarded(hook, "end", self.state.loop.step, partial(hook.end, status))
@@ -206,10 +209,6 @@ class HookManager:
         """Tell whether any active hook has the flag ``need``."""
         return self._listeners.need(need)
 
-    def wants_previous_gradients(self, epoch: int, step: int) -> bool:
-        """Tell whether a hook will look, at ``step``, at the gradients of the step before."""
-        return self.wants("needs_prev_step_grads", points=STEP_POINTS, epoch=epoch, step=step)
-
     def flush_steps(self) -> None:
         """Move the buffered step metrics to the host and deliver them as series."""
         if self.dispatch.has_steps:
@@ -227,11 +226,6 @@ class HookManager:
         """Let the body look at the run between two steps, through :attr:`isolation`."""
         with self.isolation.visit(), self._taps.silenced():
             yield
-
-    @property
-    def counts_epochs(self) -> bool:
-        """Tell whether the loop counts epochs; the step loop counts steps."""
-        return self._loop == "epoch"
 
     @property
     def run_streams(self) -> StreamState:
