@@ -27,8 +27,8 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: HookError | None = None
     """What a hook raised during the step that is under way, which is finished before the run ends."""
-    before: Sequence[Mapping[str, Any]] = ()
-    """The errors of the run that was interrupted and goes on."""
+    before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
+    """The errors of the run that was interrupted and goes on, and whom it left out."""
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
@@ -57,11 +57,13 @@ class HookFailures:
             raise pending
 
     def take_over(self) -> set[str]:
-        """Take over the errors of before, those at the start included; return the hooks that it had gone on without."""
-        if self.on_error == "raise":
-            return set()
-        self.errors[:] = map(dict, self.before)
-        return {error["hook"] for error in self.errors}
+        """Take over what was before, the start included; return the hooks that the run had gone on without."""
+        errors, left_out = self.before
+        left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
+        self.left_out = {**left_out, **self.left_out}
+        if self.on_error == "skip":
+            self.errors[:] = map(dict, errors)
+        return {*left_out, *(error["hook"] for error in self.errors)}
 
 
 def _may_finish_step(hook: TrainingHook, where: str) -> bool:

@@ -11,7 +11,7 @@ from framework.errors import UsageError
 from framework.isolation import Call
 from framework.manager import HookManager
 
-KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors"}
+KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
 class RunState:
@@ -51,6 +51,7 @@ class RunState:
             "metrics": manager.dispatch.state_dict(),
             "samples": manager.profiler.samples,
             "errors": manager.failures.errors,
+            "left_out": manager.failures.left_out,
         }
         return {**self._staging.copy(content), "pre_epoch": pre_epoch}
 
@@ -72,6 +73,6 @@ class RunState:
         put_back(content["state"], state, where)
         put_back_streams(content["streams"], state, where)
         manager.load_state_dict(content["hooks"])
-        manager.failures.before = content["errors"]
+        manager.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})

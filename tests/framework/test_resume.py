@@ -20,7 +20,7 @@ from framework.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_i
 from framework.checkpoint_writer import Kept
 from framework.checkpointing import Checkpointing
 from framework.cli import main
-from framework.errors import RunNotice, UsageError
+from framework.errors import RunNotice, UnsuitableError, UsageError
 from tests.framework.crash_runs import Stumbling, outcome
 from tests.framework.killed_sessions import change_file, flipped, kill_after
 from tests.framework.small_experiment import Small, SmallSteps, contents, read_json, registered, session
@@ -140,6 +140,33 @@ def test_a_hook_that_had_raised_stays_away_with_all_its_rows(tmp_path: Path) -> 
     assert_the_same(tmp_path / "killed", tmp_path / "whole")
     errors = read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_errors"]
     assert [(error["hook"], error["step"]) for error in errors] == [("stumbling", 5)]
+
+
+def test_a_hook_that_was_left_out_late_stays_out_with_its_reason(tmp_path: Path) -> None:
+    class Late(Stumbling):
+        """Finds out late that it does not suit."""
+
+        name = "late"
+
+        def compute(self, ctx: Any) -> dict[str, float]:
+            if ctx.step == 5:
+                raise UnsuitableError("Hook 'late' needs more.")
+            return super().compute(ctx)
+
+    class Watched(Small):
+        """Has it on by default, so that it may be left out."""
+
+        name = "watched"
+        minimal_hooks = ("training_metrics", "norms", "late")
+        default_group = "minimal"
+
+    options = {"epochs": 3, "checkpoint_every_steps": 2, "hooks": [], "hook_options": {}}
+    with registered(Late):
+        session(tmp_path / "whole", Watched, strategies=["plain"], **options).run()
+        assert kill_after(7, tmp_path / "first", tmp_path / "killed", Watched, **options)
+        resume(tmp_path / "killed", Watched, **options)
+    assert_the_same(tmp_path / "killed", tmp_path / "whole")
+    assert "late" in read_json(folder_of(tmp_path / "killed", Watched) / "summary.json")["hooks_left_out"]
 
 
 def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole) -> None:
