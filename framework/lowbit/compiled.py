@@ -1,9 +1,11 @@
 """Compiles the arithmetic of casts where a compiler exists; elsewhere, and for small tensors, it runs as it is."""
 
+import itertools
 import os
 import threading
 import warnings
 from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -102,6 +104,7 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
     settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
 
+    @_with_code_of_its_own
     def on_tensors(*given: Tensor) -> Any:
         return function(*given, *settings)
 
@@ -109,12 +112,21 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             made: Function = torch.compile(  # type: ignore[call-overload]
-                on_tensors, fullgraph=True, isolate_recompiles=True, recompile_limit=VARIANTS, options=SAME_BITS
+                on_tensors, fullgraph=True, recompile_limit=VARIANTS, options=SAME_BITS
             )
             made(*map(_of_any_length, tensors))
     except Exception:  # whatever is missing or broken in a compiler, there is another way
         return None
     return made
+
+
+def _with_code_of_its_own(function: Any) -> Function:
+    """Return a closure as one of another name: what differs between closures of one code, the compiler makes variable.
+
+    A format's largest number would then be an argument of the loop, and no constant of it.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
+    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
 
 def _of_any_length(tensor: Tensor) -> Tensor:
@@ -124,4 +136,5 @@ def _of_any_length(tensor: Tensor) -> Tensor:
     return view
 
 
+NUMBERS = itertools.count()
 COMPILER = Compiler()

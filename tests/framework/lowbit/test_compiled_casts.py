@@ -108,6 +108,17 @@ def test_compiled_casts_have_the_bits_and_counts_of_uncompiled_ones(cast, values
     compare(monkeypatch, cast, values, earlier=EARLIER if cast.scaling_rule.history else None)
 
 
+@pytest.mark.usefixtures("compiler")
+def test_casts_that_are_compiled_one_after_the_other_have_nothing_in_common(monkeypatch):
+    values = gaussian(40, 64)
+    for name in ("e2m1", "e4m3", "e5m2"):
+        cast = Cast(name, "mx_even")
+        with monkeypatch.context() as patch:
+            patch.setattr(casts, "COMPILER", EAGER)
+            expected = cast(values)
+        assert torch.equal(cast(values), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("rule", RuleRegistry.names())
