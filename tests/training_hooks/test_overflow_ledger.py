@@ -85,7 +85,7 @@ def test_the_rates_of_a_gaussian_are_those_that_the_descriptions_name():
     gaussian = torch.randn(100, 640)
     under = {rule: read(counts_of(gaussian, cast=Cast("e2m1", rule))) for rule in ("block", "nvfp4", "mx_floor")}
     assert under["mx_floor"]["element_overflow_rate"] == pytest.approx(0.023, abs=0.002)
-    assert under["nvfp4"]["element_overflow_rate"] == pytest.approx(0.03, abs=0.01)
+    assert under["nvfp4"]["element_overflow_rate"] == pytest.approx(0.035, abs=0.003)
     assert under["nvfp4"]["excess_max"] <= 17 / 16
     assert under["block"]["upper_half_fraction"] == pytest.approx(0.32, abs=0.01)
     assert under["block"]["underflow_rate"] == pytest.approx(0.07, abs=0.01)

@@ -57,7 +57,7 @@ FORMULAS: Mapping[str, tuple[str, str, str]] = {
     "element_overflow_rate": (
         "elements with |x| > s·M / all elements, s the scale, M the largest number of the format",
         "[0, 1], NaN",
-        "What saturates. By construction 2.3 % of a Gaussian under mx_floor and about 3 % under nvfp4 (by at most "
+        "What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at most "
         "1/16), 0 under tensor, block, current, mx_ceil and mx_rceil. Above that: outliers under a delayed scale, or a "
         "q_scalar below 1.",
     ),
@@ -83,7 +83,7 @@ FORMULAS: Mapping[str, tuple[str, str, str]] = {
     "underflow_rate": (
         "elements with x ≠ 0 that become 0 / all elements",
         "[0, 1], NaN",
-        "What is lost at the other end: a share of any Gaussian in few bits (8 % in e2m1 with a scale for 16). Rising: "
+        "What is lost at the other end: a share of any Gaussian in few bits (7 % in e2m1 with a scale for 16). Rising: "
         "one outlier sets the scale of many; take smaller blocks or a format with more exponent bits.",
     ),
     "non_finite_count": (
