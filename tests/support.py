@@ -222,14 +222,12 @@ class Run:
     saved: list[tuple[int, dict[str, int]]]
     """The step and the digest of every checkpoint."""
     error: Exception | None
+    final: dict[str, int] = field(default_factory=dict)
+    """The digest at the end, of which the streams of the process are part, that others draw from later."""
 
     @property
     def checkpoints(self) -> int:
         return len(self.saved)
-
-    @property
-    def final(self) -> dict[str, int]:
-        return of_the_run(self.state.digest())
 
 
 def train(
@@ -288,6 +286,7 @@ def train(
             manager.end("completed" if run.error is None else "failed")
         except raises as error:
             run.error = run.error or error
+    run.final = of_the_run(state.digest())
     return run
 
 
