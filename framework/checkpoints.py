@@ -147,6 +147,8 @@ def _restore(content: Mapping[str, Any], state: TrainingState) -> None:
     for name, extra in state.extras.items():
         extra.load_state_dict(content["extras"][name])
     state.loop.load_state_dict(_on_device(content["loop"], next(state.model.parameters()).device))
+    if state.scheduler is not None and state.loop.skipped_steps < state.loop.step:
+        state.optimizer._opt_called = True  # type: ignore[attr-defined]  # or the scheduler would warn, if it is first
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -23,7 +23,15 @@ from framework.cli import main
 from framework.errors import RunNotice, UnsuitableError, UsageError
 from tests.framework.crash_runs import Stumbling, outcome
 from tests.framework.killed_sessions import change_file, flipped, kill_after
-from tests.framework.small_experiment import Small, SmallSteps, contents, read_json, registered, session
+from tests.framework.small_experiment import (
+    STEPS_PER_EPOCH,
+    Small,
+    SmallSteps,
+    contents,
+    read_json,
+    registered,
+    session,
+)
 from tests.framework.test_checkpoint_files import Exploit, written
 from training_hooks import PathLength
 
@@ -110,6 +118,15 @@ def test_a_run_that_goes_on_ends_like_one_that_never_stopped(runner, step: int, 
     assert kill_after(step, tmp_path / "first", tmp_path / "killed", runner, **options)
     resume(tmp_path / "killed", runner, hooks=HOOKS[runner])
     assert_the_same(tmp_path / "killed", whole[runner])
+
+
+def test_nothing_is_said_where_the_scheduler_steps_before_the_optimizer_does(whole, tmp_path: Path) -> None:
+    options = {**OPTIONS, "checkpoint_every_steps": STEPS_PER_EPOCH}
+    assert kill_after(STEPS_PER_EPOCH + 1, tmp_path / "first", tmp_path / "killed", **options)
+    assert steps_in(tmp_path / "killed") == [STEPS_PER_EPOCH]
+    (said,) = resume(tmp_path / "killed")
+    assert said.startswith("The lock on")
+    assert_the_same(tmp_path / "killed", whole[Small])
 
 
 def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path) -> None:
