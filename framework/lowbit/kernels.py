@@ -115,7 +115,8 @@ def cast_and_count(
     """Return what :func:`cast` does, with the sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
 
     Whole numbers are exact. Real ones are sums of float32 numbers, added up pairwise, good to six digits or more: sums
-    in float64 would take more time than everything else. An excess beyond 2^128 is inf.
+    in float64 would take more time than everything else. An excess beyond 2^128 is inf, and of errors below
+    1e-15 of the largest magnitude the squares are lost.
     """
     rounded = cast(blocks, scales, draws, grid)
     limit = limits.unsqueeze(-1) if blocks.ndim > 1 else limits
