@@ -18,6 +18,9 @@ def compile_model(model: nn.Module) -> None:
     """
     if next(model.parameters()).device.type == "cpu":
         _check_compiler()
+    torch.use_deterministic_algorithms(  # which tells the compiler as well
+        torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     # torch looks at the gradient of whatever enters a graph behind a break, and warns of its own look
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     model.compile(dynamic=False)

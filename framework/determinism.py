@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from framework.errors import LoopscopeError
-from framework.flags import GlobalFlags
+from framework.flags import GlobalFlags, set_deterministic_algorithms
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MISSING = " does not have a deterministic implementation"
@@ -34,7 +34,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
     saved, workspace = flags.read_all(), os.environ.get(CUBLAS)
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:
-        torch.use_deterministic_algorithms(True)
+        set_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         os.environ.setdefault(CUBLAS, ":4096:8")  # read by CUDA's matrix products when they are first used

@@ -104,8 +104,16 @@ def _deterministic() -> tuple[bool, bool]:
     return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
+def set_deterministic_algorithms(on: bool, warn_only: bool = False) -> None:
+    """Do what torch's function of that name does, without importing its compiler for it, which takes seconds."""
+    if "torch._inductor" in sys.modules:
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    else:
+        _C._set_deterministic_algorithms(on, warn_only=warn_only)
+
+
 def _set_deterministic(saved: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(saved[0], warn_only=saved[1])
+    set_deterministic_algorithms(*saved)
 
 
 def _precisions(keys: list[tuple[str, str]]) -> list[str]:

@@ -1,6 +1,8 @@
 """Deterministic mode: on in the run, put back whatever happens, refused operations in one sentence with the remedy."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,19 @@ def test_other_errors_stay_what_they_are() -> None:
         raise error
     assert not isinstance(raised.value, NotDeterministicError)
     assert raised.value.__cause__ is None
+
+
+def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
+    program = """
+import sys, torch
+from framework.compilation import compile_model
+from framework.determinism import deterministic
+with deterministic(on=True):
+    assert torch.are_deterministic_algorithms_enabled()
+    assert "torch._inductor" not in sys.modules
+    compile_model(torch.nn.Linear(2, 2))
+    from torch._inductor import config
+    assert config.deterministic
+assert not config.deterministic
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
