@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from framework.errors import LoopscopeError
+from framework.lowbit.casts import Cast
+from framework.lowbit.counts import Counts
 from framework.lowbit.recipes import Recipe
 from framework.lowbit.roles import ROLES, Role
 
@@ -23,6 +25,7 @@ class LayerCall:
         seed: of the random numbers of its casts.
         with_gradient: autograd recorded it.
         earlier: by role, the largest magnitude that a rule with a history was given.
+        counted: what its forward casts lost, by role and cast, if that was counted.
         repeated: it is the recomputation of that call by activation checkpointing.
     """
 
@@ -30,6 +33,7 @@ class LayerCall:
     seed: int = 0
     with_gradient: bool = False
     earlier: dict[str, Tensor] = field(default_factory=dict)
+    counted: dict[tuple[Role, Cast], Counts] = field(default_factory=dict)
     repeated: bool = False
 
     def mark(self) -> Tensor | None:

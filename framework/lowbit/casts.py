@@ -12,16 +12,17 @@ from framework.lowbit.compiled import COMPILER
 from framework.lowbit.counts import SUMS, Counts, count
 from framework.lowbit.formats import FloatFormat, FormatRegistry
 from framework.lowbit.kernels import (
+    CHUNK,
     Grid,
     Scaling,
+    can_count,
     cast,
     cast_and_count,
     largest_in,
-    limits_of,
     measured,
     scales_for,
     scales_of,
-    unit_of,
+    was_counted,
 )
 from framework.lowbit.layout import Layout
 from framework.lowbit.scaling import RuleRegistry, ScalingRule
@@ -151,22 +152,36 @@ class Cast:
     def _counted_in_one(
         self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
     ) -> tuple[Tensor, Counts] | None:
-        """Return the cast and its counts from the compiled loop that does both, or ``None`` where there is none."""
-        if layout.per_row is not None:
-            measures = COMPILER.attempt(measured, layout.blocks, self._scaling())
-        elif (largest := COMPILER.attempt(largest_in, layout.blocks)) is not None:
-            scale = self._scale_of(largest, earlier)
-            measures = scale, limits_of(scale, self.number_format), unit_of(largest)
-        else:
-            measures = None
-        if (
-            measures is None
-            or (found := COMPILER.attempt(cast_and_count, layout.blocks, *measures, draws, self._grid())) is None
-        ):
+        """Return the cast and its counts from the compiled loop that does both, or ``None`` where it cannot be had."""
+        blocks, may_overflow = layout.blocks, self.q_scalar < 1 or self.scaling_rule.overflows
+        shape = layout.in_chunks(CHUNK)
+        if shape is None or not can_count(self.number_format):
             return None
-        blocks, sums, maxima = found
+        if layout.per_row is None:
+            measures = COMPILER.attempt(largest_in, blocks)
+            measures = measures if measures is None else (self._scale_of(measures, earlier), measures)
+        elif may_overflow:
+            measures = COMPILER.attempt(measured, blocks, self._scaling())
+        else:
+            scales = COMPILER.attempt(scales_of, blocks, self._scaling())
+            measures = scales if scales is None else (scales, scales)
+        if measures is None:
+            return None
+        scales, largest = (each.expand(shape[:2].numel()).reshape(*shape[:2], 1) for each in measures)
+        found = COMPILER.attempt(
+            cast_and_count,
+            blocks.view(shape),
+            scales,
+            scales.new_zeros(len(scales), 1, 1),
+            largest if may_overflow else None,
+            draws if draws is None else draws.view(shape),
+            self._grid(),
+        )
+        if found is None or not was_counted(found[1], found[2], layout.shape.numel()):
+            return None
+        rounded, sums, maxima = found
         sums[SUMS.index("total_elements")] = layout.shape.numel()
-        return layout.values(blocks), Counts(sums, maxima)
+        return layout.values(rounded.view(blocks.shape)), Counts(sums, maxima)
 
     def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor | None:
         """Draw what stochastic rounding needs, in the order of the tensor's values."""

@@ -29,6 +29,7 @@ Function = Callable[..., Any]
 SAME_BITS: dict[str, str | int | bool | Function] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
+    "emulate_precision_casts": True,
 }
 
 

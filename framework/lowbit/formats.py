@@ -10,8 +10,8 @@ from torch import Tensor
 from framework.errors import UsageError
 from framework.registry import Registry
 
-EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-"""By the type that a cast computes in: integers of its size, and the bits of its exponent."""
+EXPONENTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+"""By the type that a cast computes in: integers of its size, the place of its exponent in them, and its bias."""
 
 
 class FloatFormat:
@@ -123,8 +123,7 @@ def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = to
     """
     limit = number_format.maximum
     clamped = clamped_to(values, limit)
-    spacing = _power_below(clamped).clamp_min(number_format.smallest_normal()) * 2.0**-number_format.mantissa_bits
-    return round_(clamped / spacing) * spacing
+    return _round_to_spacing(clamped, _exponent_below(clamped, number_format), number_format, round_)
 
 
 def clamped_to(values: Tensor, limit: float) -> Tensor:
@@ -144,9 +143,9 @@ def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tenso
     That is the cast of the published Metis code (arXiv 2509.00404), which so lets an overflow pass almost unhurt:
     9.5 becomes 10 where e2m1 ends at 6. No hardware does that.
     """
-    power = _power_below(values).clamp(number_format.smallest_normal(), number_format.top_binade())
-    spacing = power * 2.0**-number_format.mantissa_bits
-    return torch.round(values / spacing) * spacing
+    top = math.frexp(number_format.maximum)[1] - 1
+    exponent = _exponent_below(values, number_format, top)
+    return _round_to_spacing(values, exponent, number_format, torch.round)
 
 
 def stochastic(generator: torch.Generator) -> Round:
@@ -173,7 +172,22 @@ def by_draws(draws: Tensor) -> Round:
     return round_
 
 
-def _power_below(values: Tensor) -> Tensor:
-    """Return the largest power of two that is not above the magnitude; 0 for subnormal numbers of the tensor's type."""
-    integers, exponent = EXPONENT_BITS[values.dtype]
-    return (values.view(integers) & exponent).view(values.dtype)
+def _exponent_below(values: Tensor, number_format: type[FloatFormat], top: int | None = None) -> Tensor:
+    """Return the bits of the largest power of two not above the magnitude, from the smallest normal number to ``top``.
+
+    Without ``top``, a NaN gives the bits of inf.
+    """
+    integers, place, bias = EXPONENTS[values.dtype]
+    bits = values.view(integers) & ((2 * bias + 1) << place)
+    smallest = (1 - number_format.bias() + bias) << place
+    return bits.clamp(smallest, None if top is None else (top + bias) << place)
+
+
+def _round_to_spacing(values: Tensor, exponent: Tensor, number_format: type[FloatFormat], round_: Round) -> Tensor:
+    """Round to multiples of 2^exponent / 2^mantissa bits; both that and its inverse are exact."""
+    _, place, bias = EXPONENTS[values.dtype]
+    finer = number_format.mantissa_bits << place
+    spacing = (exponent - finer).view(values.dtype)
+    if not torch.compiler.is_compiling():
+        return round_(values / spacing) * spacing
+    return round_(values * ((2 * bias << place) + finer - exponent).view(values.dtype)) * spacing

@@ -1,5 +1,6 @@
 """The arithmetic of casts on tensors laid out in blocks: what the compiler fuses, and what runs uncompiled as it is."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,9 @@ from framework.lowbit.formats import FloatFormat, Round, by_draws, clamped_to, t
 from framework.lowbit.scaling import ScalingRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+CHUNK = 2048
+"""Values that are added up in float32 at most; so many flags of two kinds, 1 and ``FIELD``, add up without rounding."""
+FIELD = 2.0 * CHUNK
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Grid:
 
 def largest_in(blocks: Tensor) -> Tensor:
     """Return the largest finite magnitude of each row of ``blocks`` (n, b), or of all of (n); 0 where is none."""
-    magnitude = blocks.abs()
+    magnitude = computable(blocks).abs()
     finite = torch.where(magnitude < torch.inf, magnitude, 0.0)
     return finite.amax(-1) if finite.numel() else finite.new_zeros(finite.shape[:-1])
 
@@ -54,8 +58,15 @@ def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, grid: Grid) -> Te
     ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
     """
     spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
-    scaled = computable(blocks) / torch.where(spread > 0, spread, 1.0)
-    return saturated(_rounded(scaled, draws, grid) * spread, blocks.dtype).to(blocks.dtype)
+    return _descaled(_scaled(blocks, spread), spread, draws, grid, blocks.dtype)
+
+
+def _scaled(values: Tensor, spread: Tensor) -> Tensor:
+    return computable(values) / torch.where(spread > 0, spread, 1.0)
+
+
+def _descaled(scaled: Tensor, spread: Tensor, draws: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
+    return saturated(_rounded(scaled, draws, grid) * spread, dtype).to(dtype)
 
 
 def _rounded(scaled: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
@@ -85,68 +96,94 @@ def as_float32(largest: Tensor) -> Tensor:
     return covering.clamp_max(FLOAT32_MAX)
 
 
-def measured(blocks: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what counting needs: the scales (n) of blocks (n, b), their limits (n), and the unit of errors."""
+def measured(blocks: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Return the scales (n) of blocks (n, b), and their largest magnitudes (n)."""
     largest = largest_in(blocks)
-    scales = scales_for(largest, scaling)
-    return scales, limits_of(scales, scaling.number_format), unit_of(largest.amax())
-
-
-def limits_of(scales: Tensor, number_format: type[FloatFormat]) -> Tensor:
-    """Return the largest float32 magnitudes that do not overflow: scale · maximum rounded down; inf for scale 0.
-
-    A float32 number exceeds scale · maximum if, and only if, it exceeds that.
-    """
-    exact = scales.double() * number_format.maximum
-    near = exact.float()
-    below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
-    return torch.where(scales > 0, below, torch.inf)
-
-
-def unit_of(largest: Tensor) -> Tensor:
-    """Return a power of two that brings the largest magnitude near 1, so that squares neither over- nor underflow."""
-    exponent = (as_float32(largest).view(torch.int32) >> 23).clamp(27, 227)
-    return ((254 - exponent) << 23).view(torch.float32)
+    return scales_for(largest, scaling), largest
 
 
 def cast_and_count(
-    blocks: Tensor, scales: Tensor, limits: Tensor, unit: Tensor, draws: Tensor | None, grid: Grid
+    chunks: Tensor, scales: Tensor, zeros: Tensor, largest: Tensor | None, draws: Tensor | None, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`cast` does, with the sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
 
-    Whole numbers are exact. Real ones are sums of float32 numbers, added up pairwise, good to six digits or more: sums
-    in float64 would take more time than everything else. An excess beyond 2^128 is inf, and of errors below
-    1e-15 of the largest magnitude the squares are lost.
+    One loop with a few operations on each element; so it is right only where :func:`can_count` says so before and
+    :func:`was_counted` after. Whole numbers are exact. Real ones are added up in float32 within a chunk and in float64
+    over the chunks, good to six digits.
+
+    Args:
+        chunks: (n, g, b), of n · g blocks; at most ``CHUNK`` values to a chunk.
+        scales: (n, g, 1).
+        zeros: (n, 1, 1). Everything that is computed has chunks and blocks for its dimensions because of them, without
+            which the compiler would make several loops.
+        largest: of the scales' shape, the largest magnitude of each block; ``None`` if none can overflow.
+        draws: of the shape of ``chunks``, for stochastic rounding.
+        grid: what to round to.
     """
-    rounded = cast(blocks, scales, draws, grid)
-    limit = limits.unsqueeze(-1) if blocks.ndim > 1 else limits
-    values = blocks.float()
+    maximum = grid.number_format.maximum
+    scales = scales + zeros
+    scaled = _scaled(chunks, scales)
+    rounded = (_rounded(scaled, draws, grid) * scales).to(chunks.dtype)
+    values, result = chunks.float() + scales * 0.0, rounded.float()
     magnitude = values.abs()
-    finite = (magnitude < torch.inf) & (limit > 0)  # always above 0, but so all is counted in one loop over blocks
-    magnitude = torch.where(finite, magnitude, 0.0)
-    over = magnitude > limit
-    excess = torch.where(over, magnitude / limit * 2.0**-64, 0.0)
-    error = torch.where(finite, (rounded.float() - values) * unit, 0.0)
-    overflowing, squared = _how_many(over), unit.double() ** 2
+    reach = torch.where(scales > 0, scales, torch.inf)  # what has a scale of 0 is lost to underflow
+    under = (result == 0) & (magnitude > 0)
+    flags = torch.where(under, 1.0, torch.where(exceeds(magnitude, reach, maximum / 2), FIELD, 0.0))
+    flags = _in_chunks(flags)
+    upper = (flags / FIELD).floor()
+    over, excess, excess_max = (flags.new_zeros(()),) * 3
+    if largest is not None:
+        beyond = exceeds(magnitude, reach, maximum)
+        over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
+        excess = _in_chunks(torch.where(beyond, scaled.abs(), 0.0)).sum() / maximum
+        excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
     sums = (
-        torch.ones_like(squared),
-        (overflowing > 0).double(),
-        torch.zeros_like(squared),
-        overflowing,
-        _how_many((rounded == 0) & (magnitude > 0)),
-        _how_many(~finite),
-        _how_many(magnitude + magnitude > limit),
-        excess.sum().double() * 2.0**64,
-        error.square().sum().double() / squared,
-        (magnitude * unit).square().sum().double() / squared,
+        torch.ones_like(over),
+        (over > 0).double(),
+        torch.zeros_like(over),
+        over,
+        (flags - upper * FIELD).sum(),
+        torch.zeros_like(over),
+        upper.sum(),
+        excess,
+        _in_chunks((result - values).square()).sum(),
+        _in_chunks(values.square()).sum(),
     )
-    smallest = torch.where(scales > 0, scales, torch.inf).amin()
+    return rounded, torch.stack(sums), torch.stack([excess_max, scales.amax().double(), 1 / reach.amin().double()])
+
+
+def _in_chunks(numbers: Tensor) -> Tensor:
+    return numbers.sum((1, 2)).double()
+
+
+def exceeds(magnitude: Tensor, scales: Tensor, limit: float) -> Tensor:
+    """Tell exactly whether a magnitude is above scale · limit, for a limit that :func:`can_count` allows.
+
+    With limit = 2^a - 2^b both products are exact, and by Sterbenz's lemma so is the difference where it is near.
+    """
+    power = _power_above(limit)
+    return magnitude - scales * power > scales * (limit - power)
+
+
+def _power_above(limit: float) -> float:
+    return 2.0 ** math.frexp(limit)[1]
+
+
+def can_count(number_format: type[FloatFormat]) -> bool:
+    """Tell whether the format's largest number is a power of two less another, as one with a full mantissa is."""
+    maximum = number_format.maximum
+    return math.frexp(_power_above(maximum) - maximum)[0] == 0.5
+
+
+def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
+    """Tell whether :func:`cast_and_count` was right: all finite, the results too, no square lost, no scale extreme.
+
+    A square below 2^-126 is not exact; where the mean of the squared errors is 2^20 times that, it does not show.
+    """
+    numbers = [*sums.tolist(), *maxima.tolist()]
+    squared_error, (scale, inverse_scale) = numbers[8], numbers[11:]
     return (
-        rounded,
-        torch.stack(sums),
-        torch.stack([excess.amax().double() * 2.0**64, scales.amax().double(), 1 / smallest.double()]),
+        all(map(math.isfinite, numbers))
+        and squared_error >= elements * 2.0**-106
+        and max(scale, inverse_scale) <= 2.0**100
     )
-
-
-def _how_many(flags: Tensor) -> Tensor:
-    return flags.to(torch.int32).sum(dtype=torch.int32).double()

@@ -1,9 +1,13 @@
 """Tensors laid out in the blocks that share a scale, and back."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SMALLEST_SHARE = 1 / 8
+"""Of the size that is asked for, what a chunk must have."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,20 @@ class Layout:
         padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
         per_row = (length + missing) // block
         return cls(padded.reshape(padded.numel() // block, block), values.shape, per_row)
+
+    def in_chunks(self, size: int) -> torch.Size | None:
+        """Return a shape (n, g, b) of n chunks of at most ``size`` values; ``None`` if they would be many small ones.
+
+        Of a tensor with one scale, pieces are the blocks, one to a chunk.
+        """
+        if self.per_row is None:
+            group, block = 1, math.gcd(len(self.blocks), size)
+        else:
+            block = self.blocks.shape[-1]
+            group = math.gcd(len(self.blocks), size // block)
+        if group * block < SMALLEST_SHARE * size:
+            return None
+        return torch.Size((self.blocks.numel() // (group * block), group, block))
 
     def scales(self, flat: Tensor) -> Tensor:
         """Return scales (n) in the tensor's shape with blocks in place of the last dimension; or the one scale."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from framework.lowbit.counts import Counts
 from framework.lowbit.linear_function import QuantizedLinear
 from framework.lowbit.metis import low_rank_cast
 from framework.lowbit.recipes import Recipe
-from framework.lowbit.roles import FORWARD_ROLES, Role
+from framework.lowbit.roles import FORWARD_ROLES, SAME_MATRIX, Role
 from framework.lowbit.splitting import LowRankFactors, SplitLinear, split_product
 from framework.param_vectors import is_sharded
 
@@ -113,28 +113,12 @@ class BitLinear(SplitLinear):
         heard = [] if call.repeated and role in FORWARD_ROLES else self._heard()
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
-            part_cast = lambda part: self._cast(role, cast, part, source, None, heard)
+            part_cast = lambda part: _cast(role, cast, part, heard, generator=source)
             return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
         earlier = self._earlier(role, values, call) if _history(cast) else None
-        return self._cast(role, cast, values, generator, earlier, heard)
-
-    def _cast(
-        self,
-        role: Role,
-        cast: Cast,
-        values: Tensor,
-        generator: torch.Generator | None,
-        earlier: Tensor | None,
-        heard: list[QuantizationListener],
-    ) -> Tensor:
-        """Cast, and count if somebody hears."""
-        if not heard:
-            return cast(values, generator=generator, earlier=earlier)
-        rounded, counts = cast.counted(values, generator=generator, earlier=earlier)
-        for listener in heard:
-            listener.record(role, counts)
-        return rounded
+        counted = call.counted if generator is None and earlier is None else None
+        return _cast(role, cast, values, heard, counted, generator=generator, earlier=earlier)
 
     def _heard(self) -> list[QuantizationListener]:
         return [listener for listener in self._quantization_hooks.values() if listener.is_heard()]
@@ -152,6 +136,32 @@ class BitLinear(SplitLinear):
             largest = largest_magnitudes(values, None).to(history)
             history.copy_(torch.cat([history[1:], largest.reshape(1)]))
         return earlier
+
+
+def _cast(
+    role: Role,
+    cast: Cast,
+    values: Tensor,
+    heard: Sequence[QuantizationListener],
+    counted: MutableMapping[tuple[Role, Cast], Counts] | None = None,
+    **options: Any,
+) -> Tensor:
+    """Cast, and count if somebody hears.
+
+    ``counted`` holds what the forward casts of the same call lost; a backward cast that is alike loses the same.
+    """
+    if not heard:
+        return cast(values, **options)
+    counts = None if counted is None else counted.get((SAME_MATRIX.get(role, role), cast))
+    if counts is not None:
+        rounded = cast(values, **options)
+    else:
+        rounded, counts = cast.counted(values, **options)
+    if counted is not None and role in FORWARD_ROLES:
+        counted[role, cast] = counts
+    for listener in heard:
+        listener.record(role, counts)
+    return rounded
 
 
 def _mapped(layer: BitLinear, x: Tensor) -> Tensor:

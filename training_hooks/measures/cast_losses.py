@@ -9,7 +9,7 @@ from torch import Tensor
 from framework.lowbit.casts import Cast
 from framework.lowbit.counts import Counts
 from framework.lowbit.formats import FloatFormat
-from framework.lowbit.kernels import Scaling, limits_of, scales_for, unit_of
+from framework.lowbit.kernels import Scaling, as_float32, scales_for
 from framework.lowbit.layout import Layout
 
 PIECE = 2**20
@@ -122,10 +122,10 @@ class _Group:
 
     def lost(self, earlier: list[Tensor | None]) -> list[list[Counts]]:
         """Return what the casts would lose, a list for each tensor."""
-        unit = unit_of(self.largest)
+        unit = _unit_of(self.largest)
         scales = [self._scales(cast, earlier) for cast in self.casts]
         columns = [_column(one, self._lengths(cast)) for cast, one in zip(self.casts, scales, strict=True)]
-        limits = [limits_of(each, cast.number_format) for cast, each in zip(self.casts, columns, strict=True)]
+        limits = [_limits_of(each, cast.number_format) for cast, each in zip(self.casts, columns, strict=True)]
         sums: list[list[Tensor]] = [[] for _ in [None, *self.casts]]
         for begin in range(0, len(self.rows), self._length):
             part = self.rows[begin : begin + self._length]
@@ -245,3 +245,20 @@ def _split(values: Tensor, length: int) -> Iterable[Tensor]:
     """Return a tensor in parts along its first dimension."""
     parts: tuple[Tensor, ...] = torch.split(values, length)
     return parts
+
+
+def _limits_of(scales: Tensor, number_format: type[FloatFormat]) -> Tensor:
+    """Return the largest float32 magnitudes that do not overflow: scale · maximum rounded down; inf for scale 0.
+
+    A float32 number exceeds scale · maximum if, and only if, it exceeds that.
+    """
+    exact = scales.double() * number_format.maximum
+    near = exact.float()
+    below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
+    return torch.where(scales > 0, below, torch.inf)
+
+
+def _unit_of(largest: Tensor) -> Tensor:
+    """Return a power of two that brings the largest magnitude near 1, so that squares neither over- nor underflow."""
+    exponent = (as_float32(largest).view(torch.int32) >> 23).clamp(27, 227)
+    return ((254 - exponent) << 23).view(torch.float32)

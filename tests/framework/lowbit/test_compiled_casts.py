@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from framework.lowbit import casts, compiled
 from framework.lowbit.casts import Cast
 from framework.lowbit.compiled import SWITCH, Compiler
 from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.kernels import largest_in
+from framework.lowbit.kernels import exceeds, largest_in
 from framework.lowbit.scaling import RuleRegistry
 
 EAGER = Compiler(patience=2**60)
@@ -52,16 +52,26 @@ def gaussian(*shape: int) -> Tensor:
 
 def hostile() -> Tensor:
     """Return numbers of all magnitudes, and what is no number: NaN of several bits, inf, -0, subnormal numbers."""
-    values = gaussian(24, 48) / gaussian(48, 24).t()
+    values = gaussian(64, 64) / gaussian(64, 64).t()
     values[3], values[4], values[5, ::3], values[6, ::5] = 0.0, torch.inf, torch.nan, -torch.inf
     values[7], values[8], values[9], values[10] = -0.0, 1e-42, 3.3e38, values[10] * 1e-30
     values[11, 5], values[11, 6] = -torch.nan, torch.tensor(0x7FA12345, dtype=torch.int32).view(torch.float32)
     return values
 
 
+def wide() -> Tensor:
+    """Return finite numbers of many magnitudes, blocks of zeros, and numbers that lie on the ends of the grid."""
+    values = gaussian(64, 96) * torch.logspace(-7, 3, 64).unsqueeze(1) / gaussian(64, 96)
+    values[3], values[4, ::3], values[5] = 0.0, -0.0, torch.tensor([6.0, -3.0, 0.25, 0.75]).repeat(24)
+    values[6, :32] = 1e-25
+    return values
+
+
 INPUTS = {
-    "gaussian": gaussian(40, 64),
+    "gaussian": gaussian(64, 64),
+    "wide": wide(),
     "hostile": hostile(),
+    "hostile in few places": torch.where(gaussian(64, 96) > 3.5, torch.nan, wide()),
     "ragged": gaussian(6, 41),
     "transposed": gaussian(32, 9).t(),
 }
@@ -144,6 +154,56 @@ def test_every_rounding_and_type_compiled_has_the_bits_and_counts_of_uncompiled_
 ):
     for values in INPUTS.values():
         compare(monkeypatch, Cast(name, "block", rounding, q_scalar=0.25), values.to(dtype))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("rule", "rounding"), [("current", "nearest"), ("nvfp4", "stochastic")])
+def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding, monkeypatch):
+    check_counted_in_one(Cast("e2m1", rule, rounding, q_scalar=0.75), [gaussian(64, 64), wide()], monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("rounding", casts.ROUNDINGS)
+@pytest.mark.parametrize("rule", RuleRegistry.names())
+def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, rounding, dtype, monkeypatch):
+    values = [gaussian(64, 64), gaussian(4, 8, 128)] + [wide()] * (dtype != torch.float16)
+    for q_scalar in (1.0, 0.75):
+        cast = Cast("e2m1", rule, rounding, q_scalar=q_scalar)
+        check_counted_in_one(cast, [each.to(dtype) for each in values], monkeypatch)
+
+
+def check_counted_in_one(cast: Cast, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Cast, "_counted_in_one", spying(Cast._counted_in_one, found))
+        for values in inputs:
+            compare(monkeypatch, cast, values)
+        assert [result is not None for result in found] == [True, False] * len(inputs)  # compiled, uncompiled
+        found.clear()
+        compare(monkeypatch, cast, torch.where(gaussian(64, 64) > 3, torch.inf, gaussian(64, 64)).to(inputs[0].dtype))
+        assert found == [None, None]
+
+
+def spying(function: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
+    def spied(*given: Any) -> Any:
+        found.append(function(*given))
+        return found[-1]
+
+    return spied
+
+
+@pytest.mark.parametrize("number_format", FormatRegistry.names())
+def test_what_exceeds_a_limit_is_told_exactly_at_every_neighbour_of_it(number_format):
+    maximum = FormatRegistry.get(number_format).maximum
+    scales = torch.cat([torch.rand(20_000, generator=torch.Generator().manual_seed(0)) + 0.5, torch.ones(1)])
+    scales = scales * torch.logspace(-25, 25, len(scales))
+    for limit in (maximum, maximum / 2):
+        exact = scales.double() * limit
+        near = exact.float()
+        for magnitude in (near, near.nextafter(near * 2), near.nextafter(near * 0), near / 2, near * 2, near * 0):
+            assert torch.equal(exceeds(magnitude, scales, limit), magnitude.double() > exact)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])

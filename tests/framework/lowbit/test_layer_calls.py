@@ -3,6 +3,7 @@
 import copy
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,25 @@ def test_what_checkpointing_repeats_is_counted_once():
         model[index].register_quantization_hook(heard)
     results(model, drawn(6, 20), in_pieces)
     assert {role: heard.roles.count(role) for role in ROLES} == dict.fromkeys(ROLES, 3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "counts"),
+    [("fp8", 3), ("fp8,backward_weight=e5m2/current", 4), ("e2m1/block/stochastic", 5), ("e4m3/delayed", 5)],
+)
+def test_a_backward_cast_like_the_forward_one_is_told_of_and_not_counted_again(recipe, counts, monkeypatch):
+    calls, count = [], Cast.counted
+
+    def counted(cast: Cast, *given: Tensor, **options: Any) -> Any:
+        calls.append(cast)
+        return count(cast, *given, **options)
+
+    monkeypatch.setattr(Cast, "counted", counted)
+    layer, heard = lowbit(find_recipe(recipe)), Heard()
+    layer.register_quantization_hook(heard)
+    results(layer, drawn(6, 20))
+    assert len(calls) == counts
+    assert sorted(heard.roles) == sorted(ROLES)
 
 
 @pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=named)
