@@ -13,13 +13,14 @@ from framework.lowbit.counts import SUMS, Counts, count
 from framework.lowbit.formats import FloatFormat, FormatRegistry
 from framework.lowbit.kernels import (
     CHUNK,
+    Counting,
     Grid,
     Scaling,
     can_count,
     cast,
     cast_and_count,
     largest_in,
-    measured,
+    scale_and_cast,
     scales_for,
     scales_of,
     was_counted,
@@ -98,7 +99,10 @@ class Cast:
         Shapes without values come back as they are.
         """
         layout = Layout.of(refuse_other_types(values), self.blocks())
-        return self._cast(layout, self._scales_of(layout, earlier), self._draws(layout, generator))
+        draws = self._draws(layout, generator)
+        if self._follows(earlier):
+            return self._cast(layout, self._scales_of(layout, earlier), draws)
+        return layout.values(COMPILER.run(scale_and_cast, layout.blocks, draws, self._scaling(), self._grid()))
 
     def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Do the same with scales that are given; where a scale is 0, all but NaN becomes 0."""
@@ -127,6 +131,10 @@ class Cast:
         """
         return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
 
+    def _follows(self, earlier: Tensor | None) -> bool:
+        """Tell whether the scale follows from earlier tensors."""
+        return self.scaling_rule.history > 0 and earlier is not None
+
     def _scaling(self) -> Scaling:
         return Scaling(self.scaling_rule, self.number_format, self.q_scalar)
 
@@ -140,7 +148,7 @@ class Cast:
 
     def _scale_of(self, largest: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the one scale of a tensor whose largest magnitude is given."""
-        if self.scaling_rule.history and earlier is not None:
+        if earlier is not None and self._follows(earlier):
             before = earlier.max().to(largest)
             largest = torch.where(before > 0, before, largest)
         return scales_for(largest, self._scaling())
@@ -153,35 +161,30 @@ class Cast:
         self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
     ) -> tuple[Tensor, Counts] | None:
         """Return the cast and its counts from the compiled loop that does both, or ``None`` where it cannot be had."""
-        blocks, may_overflow = layout.blocks, self.q_scalar < 1 or self.scaling_rule.overflows
         shape = layout.in_chunks(CHUNK)
         if shape is None or not can_count(self.number_format):
             return None
-        if layout.per_row is None:
-            measures = COMPILER.attempt(largest_in, blocks)
-            measures = measures if measures is None else (self._scale_of(measures, earlier), measures)
-        elif may_overflow:
-            measures = COMPILER.attempt(measured, blocks, self._scaling())
-        else:
-            scales = COMPILER.attempt(scales_of, blocks, self._scaling())
-            measures = scales if scales is None else (scales, scales)
-        if measures is None:
-            return None
-        scales, largest = (each.expand(shape[:2].numel()).reshape(*shape[:2], 1) for each in measures)
+        scale = None
+        if self._follows(earlier):
+            largest = COMPILER.attempt(largest_in, layout.blocks)
+            if largest is None:
+                return None
+            scale = self._scale_of(largest, earlier)
         found = COMPILER.attempt(
             cast_and_count,
-            blocks.view(shape),
-            scales,
-            scales.new_zeros(len(scales), 1, 1),
-            largest if may_overflow else None,
+            layout.blocks.view(shape),
+            layout.blocks.new_zeros(shape[0], 1, 1, dtype=torch.float32),
+            scale,
             draws if draws is None else draws.view(shape),
+            self._scaling(),
             self._grid(),
+            Counting(layout.per_row is None, self.q_scalar < 1 or self.scaling_rule.overflows),
         )
         if found is None or not was_counted(found[1], found[2], layout.shape.numel()):
             return None
         rounded, sums, maxima = found
         sums[SUMS.index("total_elements")] = layout.shape.numel()
-        return layout.values(rounded.view(blocks.shape)), Counts(sums, maxima)
+        return layout.values(rounded.view(layout.blocks.shape)), Counts(sums, maxima)
 
     def _draws(self, layout: Layout, generator: torch.Generator | None) -> Tensor | None:
         """Draw what stochastic rounding needs, in the order of the tensor's values."""

@@ -16,7 +16,7 @@ from framework.flags import entered_modes
 
 SWITCH = "LOOPSCOPE_COMPILE_CASTS"
 """Environment variable; 0 lets nothing be compiled."""
-SMALLEST = 2**15
+SMALLEST = 2**12
 """Elements from which a compiled call is faster than several uncompiled operations."""
 PATIENCE = 2**28
 """Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
@@ -36,8 +36,8 @@ SAME_BITS: dict[str, str | int | bool | Function] = {
 class Compiler:
     """Functions on tensors in their compiled form, by what they were compiled for.
 
-    A function's tensors come before its other arguments, and the first is in blocks (n, b) or flat (n). From call to
-    call tensors may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have
+    A function's first argument is a tensor in blocks (n, b), in chunks of them or flat (n). From call to call tensors
+    may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have
     the same bits: both are IEEE arithmetic, element by element in the same order, and maxima. (Sums of real numbers may
     differ in their last digits.) So it does not matter when a function is compiled, which is once calls with arguments
     of its kind have gone through as many elements as take longer than compiling does: short runs compile nothing.
@@ -102,12 +102,13 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
 
     The compiled function must not hold the tensors: they would live on, and be told apart from those it is given.
     """
-    settings = [argument for argument in arguments if not isinstance(argument, Tensor)]
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    places = itertools.count()
+    slots = [(next(places), None) if isinstance(each, Tensor) else (None, each) for each in arguments]
 
     @_with_code_of_its_own
     def on_tensors(*given: Tensor) -> Any:
-        return function(*given, *settings)
+        return function(*[setting if place is None else given[place] for place, setting in slots])
 
     try:
         with warnings.catch_warnings(), torch.no_grad():

@@ -48,8 +48,18 @@ def scales_for(largest: Tensor, scaling: Scaling) -> Tensor:
 
 
 def scales_of(blocks: Tensor, scaling: Scaling) -> Tensor:
-    """Return the scales (n) of blocks (n, b)."""
+    """Return the scales (n) of blocks (n, b), or the one of values (n)."""
     return scales_for(largest_in(blocks), scaling)
+
+
+def scale_and_cast(blocks: Tensor, draws: Tensor | None, scaling: Scaling, grid: Grid) -> Tensor:
+    """Return blocks (n, b), or values (n), after the cast with scales of their own."""
+    return cast(blocks, _stored(scales_of(blocks, scaling)), draws, grid)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the tensor as one that the compiler keeps: it would rather compute it once more for every use."""
+    return tensor.as_strided(tensor.shape, tensor.stride()) if torch.compiler.is_compiling() else tensor
 
 
 def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
@@ -96,16 +106,29 @@ def as_float32(largest: Tensor) -> Tensor:
     return covering.clamp_max(FLOAT32_MAX)
 
 
-def measured(blocks: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return the scales (n) of blocks (n, b), and their largest magnitudes (n)."""
-    largest = largest_in(blocks)
-    return scales_for(largest, scaling), largest
+@dataclass(frozen=True)
+class Counting:
+    """What is known of a tensor that is cast and counted.
+
+    Args:
+        whole: one scale is for all of it.
+        may_overflow: its scales do not follow from its own largest magnitudes so that these are in range.
+    """
+
+    whole: bool
+    may_overflow: bool
 
 
 def cast_and_count(
-    chunks: Tensor, scales: Tensor, zeros: Tensor, largest: Tensor | None, draws: Tensor | None, grid: Grid
+    chunks: Tensor,
+    zeros: Tensor,
+    scale: Tensor | None,
+    draws: Tensor | None,
+    scaling: Scaling,
+    grid: Grid,
+    counting: Counting,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`cast` does, with the sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
+    """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
 
     One loop with a few operations on each element; so it is right only where :func:`can_count` says so before and
     :func:`was_counted` after. Whole numbers are exact. Real ones are added up in float32 within a chunk and in float64
@@ -113,15 +136,19 @@ def cast_and_count(
 
     Args:
         chunks: (n, g, b), of n · g blocks; at most ``CHUNK`` values to a chunk.
-        scales: (n, g, 1).
         zeros: (n, 1, 1). Everything that is computed has chunks and blocks for its dimensions because of them, without
             which the compiler would make several loops.
-        largest: of the scales' shape, the largest magnitude of each block; ``None`` if none can overflow.
+        scale: the one scale, if it is not to follow from the tensor itself.
         draws: of the shape of ``chunks``, for stochastic rounding.
+        scaling: how scales follow.
         grid: what to round to.
+        counting: what is known.
     """
+    largest = largest_in(chunks)
+    largest = largest.amax() if counting.whole else largest
+    scales = _stored(scales_for(largest, scaling)) if scale is None else scale
+    scales = scales.expand(chunks.shape[:2]).unsqueeze(-1) + zeros
     maximum = grid.number_format.maximum
-    scales = scales + zeros
     scaled = _scaled(chunks, scales)
     rounded = (_rounded(scaled, draws, grid) * scales).to(chunks.dtype)
     values, result = chunks.float() + scales * 0.0, rounded.float()
@@ -132,10 +159,11 @@ def cast_and_count(
     flags = _in_chunks(flags)
     upper = (flags / FIELD).floor()
     over, excess, excess_max = (flags.new_zeros(()),) * 3
-    if largest is not None:
+    if counting.may_overflow:
         beyond = exceeds(magnitude, reach, maximum)
         over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
         excess = _in_chunks(torch.where(beyond, scaled.abs(), 0.0)).sum() / maximum
+        largest = largest.expand(chunks.shape[:2]).unsqueeze(-1)
         excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
     sums = (
         torch.ones_like(over),
