@@ -162,7 +162,7 @@ def cast_and_count(
     if counting.may_overflow:
         beyond = exceeds(magnitude, reach, maximum)
         over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
-        excess = _in_chunks(torch.where(beyond, scaled.abs(), 0.0)).sum() / maximum
+        excess = over + _in_chunks(torch.where(beyond, scaled.abs() - maximum, 0.0)).sum() / maximum
         largest = largest.expand(chunks.shape[:2]).unsqueeze(-1)
         excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
     sums = (
