@@ -160,6 +160,7 @@ def patiently(take: Callable[..., None]) -> Callable[..., None]:
 
 def _child(words: Sequence[str], log: Path, kill: Kill | None, counted: Path) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     for entry in (Small, SmallSteps):
         ExperimentRegistry.register(entry)
     HookRegistry.register(Stumbling)
