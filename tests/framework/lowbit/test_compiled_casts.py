@@ -164,7 +164,7 @@ def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("dtype", "rounding"), zip(INTEGERS, casts.ROUNDINGS, strict=True))
+@pytest.mark.parametrize(("dtype", "rounding"), [*zip(INTEGERS, casts.ROUNDINGS, strict=True)])
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, rounding, dtype, monkeypatch):
     values = [gaussian(64, 64), gaussian(4, 8, 128)] + [wide()] * (dtype != torch.float16)
