@@ -37,11 +37,6 @@ class FloatFormat:
         return 2.0 ** (1 - cls.bias())
 
     @classmethod
-    def top_binade(cls) -> float:
-        """Return the largest power of two."""
-        return 2.0 ** (math.frexp(cls.maximum)[1] - 1)
-
-    @classmethod
     def magnitudes(cls) -> Tensor:
         """Return every magnitude from 0 to ``maximum``, ascending; float64."""
         steps = 2**cls.mantissa_bits

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from framework.lowbit.counts import MAXIMA, SUMS
 from framework.lowbit.formats import FloatFormat, Round, by_draws, clamped_to, to_continued_grid, to_grid
 from framework.lowbit.scaling import ScalingRule
 
@@ -208,10 +209,9 @@ def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
 
     A square below 2^-126 is not exact; where the mean of the squared errors is 2^20 times that, it does not show.
     """
-    numbers = [*sums.tolist(), *maxima.tolist()]
-    squared_error, (scale, inverse_scale) = numbers[8], numbers[11:]
+    found = dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()], strict=True))
     return (
-        all(map(math.isfinite, numbers))
-        and squared_error >= elements * 2.0**-106
-        and max(scale, inverse_scale) <= 2.0**100
+        all(map(math.isfinite, found.values()))
+        and found["squared_error"] >= elements * 2.0**-106
+        and max(found["scale_max"], found["inverse_scale_max"]) <= 2.0**100
     )
