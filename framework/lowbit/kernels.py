@@ -159,13 +159,13 @@ def cast_and_count(
     flags = torch.where(under, 1.0, torch.where(exceeds(magnitude, reach, maximum / 2), FIELD, 0.0))
     flags = _in_chunks(flags)
     upper = (flags / FIELD).floor()
-    over, excess, excess_max = (flags.new_zeros(()),) * 3
+    over = excess = flags.new_zeros(())
     if counting.may_overflow:
         beyond = exceeds(magnitude, reach, maximum)
         over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
         excess = over + _in_chunks(torch.where(beyond, scaled.abs() - maximum, 0.0)).sum() / maximum
-        largest = largest.expand(chunks.shape[:2]).unsqueeze(-1)
-        excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
+    largest = largest.expand(chunks.shape[:2]).unsqueeze(-1)
+    excess_max = torch.where(exceeds(largest, reach, maximum), largest / scales, 0.0).amax().double() / maximum
     sums = (
         torch.ones_like(over),
         (over > 0).double(),
@@ -207,11 +207,13 @@ def can_count(number_format: type[FloatFormat]) -> bool:
 def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
     """Tell whether :func:`cast_and_count` was right: all finite, the results too, no square lost, no scale extreme.
 
-    A square below 2^-126 is not exact; where the mean of the squared errors is 2^20 times that, it does not show.
+    Nor may anything have overflowed under a rule that says that nothing does. A square below 2^-126 is not exact; where
+    the mean of the squared errors is 2^20 times that, it does not show.
     """
     found = dict(zip((*SUMS, *MAXIMA), [*sums.tolist(), *maxima.tolist()], strict=True))
     return (
         all(map(math.isfinite, found.values()))
+        and (found["total_overflow_elements"] > 0) == (found["excess_max"] > 0)
         and found["squared_error"] >= elements * 2.0**-106
         and max(found["scale_max"], found["inverse_scale_max"]) <= 2.0**100
     )

@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from framework.lowbit import casts, compiled
 from framework.lowbit.casts import Cast
 from framework.lowbit.compiled import SWITCH, Compiler
+from framework.lowbit.counts import SUMS
 from framework.lowbit.formats import FormatRegistry
 from framework.lowbit.kernels import exceeds, largest_in
 from framework.lowbit.scaling import RuleRegistry
@@ -171,6 +172,14 @@ def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, ro
     for q_scalar in (1.0, 0.75):
         cast = Cast("e2m1", rule, rounding, q_scalar=q_scalar)
         check_counted_in_one(cast, [each.to(dtype) for each in values], monkeypatch)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_rule_that_overflows_although_it_denies_it_is_counted_all_the_same(monkeypatch):
+    monkeypatch.setattr(RuleRegistry.get("mx_floor"), "overflows", False)
+    cast = Cast("e2m1", "mx_floor")
+    assert everything(cast, gaussian(64, 64))[3][SUMS.index("total_overflow_elements")] > 0
+    compare(monkeypatch, cast, gaussian(64, 64))
 
 
 def check_counted_in_one(cast: Cast, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
