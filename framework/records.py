@@ -79,8 +79,16 @@ class RunRecord:
             while self._made:
                 self._made.pop().rmdir()
 
-    def claim(self) -> None:
-        """Remove what an earlier run left here, of which nothing else would be written over."""
+    def claim(self, reference: Path | None = None) -> None:
+        """Remove what an earlier run left here, of which nothing else would be written over.
+
+        Its final weights stay under another name if they are the ``reference`` of the run that begins, which may have
+        to be resumed with them.
+        """
+        if reference == self.weights_path:
+            self.weights_path.replace(self.reference_path)
+        elif reference != self.reference_path:
+            self.reference_path.unlink(missing_ok=True)
         for path in self._left_by_a_run():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -187,6 +195,11 @@ class RunRecord:
     def weights_path(self) -> Path:
         """Where the final weights lie."""
         return self.directory / weights_name(self.strategy)
+
+    @property
+    def reference_path(self) -> Path:
+        """Where final weights that a run has written over lie, if it measures against them."""
+        return self.directory / f"{self.strategy}_reference.pt"
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a state dict."""

@@ -1,7 +1,7 @@
 """A reference solution: the final weights of an earlier run, against which hooks measure."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ class Reference:
     weights: Mapping[str, Tensor]
 
 
-def find_reference(given: Path | None, earlier: Path, experiment: str, strategy: str) -> Path | None:
-    """Return the file of the reference for one strategy: the one ``given``, else the ``earlier`` final weights.
+def find_reference(given: Path | None, earlier: Sequence[Path], experiment: str, strategy: str) -> Path | None:
+    """Return the file of the reference for one strategy: the one ``given``, else the first ``earlier`` one there is.
 
     ``given`` may be a file of weights, the folder of one run, which then serves every strategy, or a folder in which
     each strategy has its own: that of an experiment, or an output directory. Raises :class:`UsageError` if nothing of
     the kind is there.
     """
     if given is None:
-        return earlier if earlier.is_file() else None
+        return next((path for path in earlier if path.is_file()), None)
     if given.is_file():
         return given
     if not given.exists():

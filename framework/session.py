@@ -158,7 +158,8 @@ class Session:
         )
         found: dict[str, Reference] = {}
         for strategy in asking:
-            path = find_reference(given, records[strategy].weights_path, runner.name, strategy)
+            earlier = (records[strategy].weights_path, records[strategy].reference_path)
+            path = find_reference(given, earlier, runner.name, strategy)
             reference = None if path is None else self._load_reference(path, strategy)
             if reference is not None:
                 found[strategy] = reference
@@ -227,8 +228,8 @@ class Session:
             if session_run.resumed is not None:
                 tell_of_environment(session_run.resumed, {**versions(), **environment(task.model)})
                 return
-            record.claim()
             path = None if reference is None else reference.path
+            record.claim(path)
             record.write_config(run, hooks, options, path, runner.describe_data())
 
         session_run = StrategyRun(

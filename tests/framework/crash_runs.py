@@ -111,10 +111,11 @@ def _watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
             if when == "half":
                 HALVES[name](function, *arguments, **options)
             _die()
-        result = function(*arguments, **options)
-        if dies:
-            _die()
-        return result
+        try:
+            return function(*arguments, **options)
+        finally:
+            if dies:
+                _die()
 
     setattr(owner, name, watched)
 
@@ -137,6 +138,9 @@ class Stumbling(TrainingHook):
         if ctx.step == self.at:
             raise ValueError("stumbled")
         return {"steps": self.steps}
+
+    def reset(self) -> None:
+        self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,15 +99,19 @@ def test_a_run_killed_from_outside_at_random_moments_ends_the_same(name, case_of
     case, chance, folder, log = case_of(name), random.Random(name), tmp_path / "run", tmp_path / "run.log"
     words = ["run", *case.words, "--output-dir", str(folder)]
     begin = time.monotonic()
-    assert run([*words, "--overwrite"], log) == 0
-    whole, died, options = time.monotonic() - begin, 0, ["--overwrite"]
+    assert run(words, log) == 0
+    whole, died, finished = time.monotonic() - begin, 0, True
     while died < 6:
-        process = start([*words, *options], log)
+        if finished:
+            shutil.rmtree(folder)
+        process = start(words if finished else [*words, "--resume"], log)
         process.join(whole * chance.uniform(0.05, 0.7))
         if process.exitcode is None and process.pid is not None:
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
-        died, options = died + (process.exitcode != 0), ["--resume" if process.exitcode else "--overwrite"]
+        assert process.exitcode in (0, -signal.SIGKILL), log.read_text()
+        finished = process.exitcode == 0
+        died += not finished
     assert run([*words, "--resume"], log) == 0, log.read_text()
     assert outcome(folder).unlike(case.expected) == []
 

@@ -137,7 +137,7 @@ def test_a_run_that_differs_is_named(earlier, tmp_path):
 )
 def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
     with pytest.raises(UsageError, match=sentence):
-        find_reference(tmp_path / given, tmp_path / "none", "small", "plain")
+        find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain")
 
 
 @pytest.mark.parametrize(
