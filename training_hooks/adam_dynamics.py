@@ -272,6 +272,10 @@ def _moved(parameter: Tensor | None, state: Mapping[str, Any] | None) -> bool:
 
 
 def _infos() -> list[MetricInfo]:
+    return [*_moment_infos(), *_share_infos(), *_solution_infos()]
+
+
+def _moment_infos() -> list[MetricInfo]:
     return [
         MetricInfo("first_moment_norm", "‖m̂‖₂", "[0, ∞)", "The gradient that persists over about 1/(1−β₁) steps."),
         MetricInfo(
@@ -297,6 +301,11 @@ def _infos() -> list[MetricInfo]:
             "[−1, 1]",
             "Agreement of this batch with the average of those before it and itself.",
         ),
+    ]
+
+
+def _share_infos() -> list[MetricInfo]:
+    return [
         MetricInfo(
             "below_eps_fraction",
             "elements with √v̂ < ε / all elements",
@@ -327,6 +336,11 @@ def _infos() -> list[MetricInfo]:
             )
             for name, level in PERCENTILES.items()
         ],
+    ]
+
+
+def _solution_infos() -> list[MetricInfo]:
+    return [
         MetricInfo(
             "update_solution_cosine",
             "cos(Δθ, d), d = θ_ref − θ₋",
