@@ -79,21 +79,24 @@ class RunRecord:
             while self._made:
                 self._made.pop().rmdir()
 
-    def claim(self, reference: Path | None = None) -> None:
+    def claim(self, reference: Path | None = None) -> Path | None:
         """Remove what an earlier run left here, of which nothing else would be written over.
 
         Its final weights stay under another name if they are the ``reference`` of the run that begins, which may have
-        to be resumed with them.
+        to be resumed with them. Return where the reference lies from now on.
         """
-        if reference == self.weights_path:
+        lies = None if reference is None else reference.resolve()
+        if lies == self.weights_path.resolve():
             self.weights_path.replace(self.reference_path)
-        elif reference != self.reference_path:
+            reference = self.reference_path
+        elif lies != self.reference_path.resolve():
             self.reference_path.unlink(missing_ok=True)
         for path in self._left_by_a_run():
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        return reference
 
     def _left_by_a_run(self) -> Iterator[Path]:
         """Yield every path that a run may write here, the one by which it is known last."""
@@ -199,7 +202,7 @@ class RunRecord:
     @property
     def reference_path(self) -> Path:
         """Where final weights that a run has written over lie, if it measures against them."""
-        return self.directory / f"{self.strategy}_reference.pt"
+        return self.directory / reference_name(self.strategy)
 
     def write_weights(self, model: nn.Module) -> None:
         """Write the final weights as a state dict."""
@@ -239,6 +242,11 @@ def newest(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]
 def weights_name(strategy: str) -> str:
     """Return the name of the file of a strategy's final weights."""
     return f"{strategy}_final.pt"
+
+
+def reference_name(strategy: str) -> str:
+    """Return the name of the file of the final weights that a run has written over and measures against."""
+    return f"{strategy}_reference.pt"
 
 
 def average_name(strategy: str, kind: str) -> str:

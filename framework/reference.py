@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from framework.config import ExperimentConfig
 from framework.errors import UsageError
 from framework.number_text import listed
-from framework.records import CONFIG, environment, versions, weights_name
+from framework.records import CONFIG, environment, reference_name, versions, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
 """Options that may differ between a run and its reference without making them two problems."""
@@ -40,13 +40,13 @@ def find_reference(given: Path | None, earlier: Sequence[Path], experiment: str,
         return given
     if not given.exists():
         raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
-    name = weights_name(strategy)
-    places = [given / strategy / name, given / experiment / strategy / name]
+    folders = given / strategy, given / experiment / strategy
+    places = [folder / name for name in (weights_name(strategy), reference_name(strategy)) for folder in folders]
     found = next((place for place in [*places, *given.glob(weights_name("*"))] if place.is_file()), None)
     if found is None:
         raise UsageError(
             f"--reference {given} holds no final weights of strategy {strategy!r}: there is no {weights_name('*')}, "
-            f"{' or '.join(str(place.relative_to(given)) for place in places)} in it."
+            f"{' or '.join(str(place.relative_to(given)) for place in places[:2])} in it."
         )
     return found
 

@@ -228,8 +228,7 @@ class Session:
             if session_run.resumed is not None:
                 tell_of_environment(session_run.resumed, {**versions(), **environment(task.model)})
                 return
-            path = None if reference is None else reference.path
-            record.claim(path)
+            path = record.claim(None if reference is None else reference.path)
             record.write_config(run, hooks, options, path, runner.describe_data())
 
         session_run = StrategyRun(

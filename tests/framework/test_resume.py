@@ -129,15 +129,23 @@ def test_nothing_is_said_where_the_scheduler_steps_before_the_optimizer_does(who
     assert_the_same(tmp_path / "killed", whole[Small])
 
 
-def test_the_weights_that_a_run_writes_over_stay_its_reference_when_it_goes_on(tmp_path: Path) -> None:
-    options = {**OPTIONS, "hooks": ["parameter_delta", "gradient_projection"], "hook_options": {}}
-    for folder in ("whole", "first"):
-        session(tmp_path / folder, strategies=["plain"], **{**options, "hooks": ["norms"]}).run()
-    session(tmp_path / "whole", strategies=["plain"], overwrite=True, **options).run()
-    assert kill_after(5, tmp_path / "first", tmp_path / "killed", overwrite=True, **options)
-    resume(tmp_path / "killed", hooks=options["hooks"], hook_options={})
-    assert_the_same(tmp_path / "killed", tmp_path / "whole")
-    assert "gradient_projection" in (folder_of(tmp_path / "whole") / "plain.jsonl").read_text()
+@pytest.mark.parametrize("named", [False, True])
+def test_the_weights_that_a_run_writes_over_stay_its_reference_when_it_goes_on(named: bool, tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": ["parameter_delta", "gradient_projection"], "hook_options": {}, "overwrite": True}
+    given = lambda folder: {"reference": tmp_path / folder} if named else {}
+    for folder in ("whole", "run"):
+        session(tmp_path / folder, strategies=["plain"], epochs=3, hooks=["norms"]).run()
+    session(tmp_path / "whole", strategies=["plain"], **options, **given("whole")).run()
+    assert kill_after(5, tmp_path / "run", tmp_path / "killed", **options, **given("run"))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "killed").rename(tmp_path / "run")
+    resume(tmp_path / "run", **{**options, "overwrite": False}, **given("run"))
+    assert_the_same(tmp_path / "run", tmp_path / "whole")
+    folder = folder_of(tmp_path / "whole")
+    assert "gradient_projection/" in (folder / "plain.jsonl").read_text()
+    assert read_json(folder / "experiment_config.json")["run"]["reference"] == str(folder / "plain_reference.pt")
+    session(tmp_path / "whole", strategies=["plain"], epochs=3, hooks=["norms"], overwrite=True).run()
+    assert not (folder / "plain_reference.pt").exists()
 
 
 def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path) -> None:
