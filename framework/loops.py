@@ -126,8 +126,7 @@ def _after_step(task: TrainingTask, hooks: HookManager, loop: LoopState, progres
 def _pause(hooks: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
     """Let others act between two steps; then end the run if a hook raised during the step."""
     pauses.pause(loop, unit_ended=unit_ended)
-    if hooks.failures.pending is not None:
-        hooks.failures.raise_pending()
+    hooks.failures.raise_pending()
 
 
 def _snapshot(hooks: HookManager) -> None:
@@ -151,7 +150,7 @@ def _training_step(
     hooks.fire(HookPoint.PRE_STEP)
     loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()
     loss = forward_backward(task, batch)
-    skipped = task.scaler is not None and is_skipped(task)
+    skipped = is_skipped(task)
     loop.loss = loss
     loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
     loop.running_steps += 1

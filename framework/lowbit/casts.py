@@ -19,6 +19,7 @@ from framework.lowbit.kernels import (
     can_count,
     cast,
     cast_and_count,
+    delayed,
     largest_in,
     scale_and_cast,
     scales_for,
@@ -149,8 +150,7 @@ class Cast:
     def _scale_of(self, largest: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the one scale of a tensor whose largest magnitude is given."""
         if earlier is not None and self._follows(earlier):
-            before = earlier.max().to(largest)
-            largest = torch.where(before > 0, before, largest)
+            largest = delayed(largest, earlier)
         return scales_for(largest, self._scaling())
 
     def _cast(self, layout: Layout, scales: Tensor, draws: Tensor | None) -> Tensor:

@@ -48,6 +48,12 @@ def scales_for(largest: Tensor, scaling: Scaling) -> Tensor:
     return scales.clamp_max(FLOAT32_MAX)
 
 
+def delayed(largest: Tensor, earlier: Tensor) -> Tensor:
+    """Return the largest magnitude of earlier tensors in the place of a tensor's own, if there were any."""
+    before = earlier.max().to(largest)
+    return torch.where(before > 0, before, largest)
+
+
 def scales_of(blocks: Tensor, scaling: Scaling) -> Tensor:
     """Return the scales (n) of blocks (n, b), or the one of values (n)."""
     return scales_for(largest_in(blocks), scaling)

@@ -9,7 +9,7 @@ from torch import Tensor
 from framework.lowbit.casts import Cast
 from framework.lowbit.counts import Counts
 from framework.lowbit.formats import FloatFormat
-from framework.lowbit.kernels import Scaling, as_float32, scales_for
+from framework.lowbit.kernels import Scaling, as_float32, delayed, scales_for
 from framework.lowbit.layout import Layout
 
 PIECE = 2**20
@@ -154,7 +154,8 @@ class _Group:
             return [scales_for(largest, scaling) for largest in self.largest_in(block)]
         largest = list(self.largest)
         if cast.scaling_rule.history:
-            largest = [_delayed(one, before) for one, before in zip(largest, earlier, strict=True)]
+            past = zip(largest, earlier, strict=True)
+            largest = [one if before is None else delayed(one, before) for one, before in past]
         return [scales_for(one, scaling).reshape(1) for one in largest]
 
     def _sums(self, part: Tensor, magnitude: Tensor, units: Tensor, lengths: list[int]) -> Tensor:
@@ -218,14 +219,6 @@ def _to_grid(clamped: Tensor, number_format: type[FloatFormat], spare: Tensor) -
     torch.bitwise_and(clamped.view(torch.int32), EXPONENT, out=spare.view(torch.int32))
     spacing = spare.clamp_min_(number_format.smallest_normal()).mul_(2.0**-number_format.mantissa_bits)
     return clamped.div_(spacing).round_().mul_(spacing)
-
-
-def _delayed(largest: Tensor, earlier: Tensor | None) -> Tensor:
-    """Return the largest magnitude of the past if there is one."""
-    if earlier is None:
-        return largest
-    before = earlier.max().to(largest)
-    return torch.where(before > 0, before, largest)
 
 
 def _column(numbers: list[Tensor], lengths: list[int]) -> Tensor:
