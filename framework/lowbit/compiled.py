@@ -37,10 +37,11 @@ class Compiler:
     """Functions on tensors in their compiled form, by what they were compiled for.
 
     A function's first argument is a tensor in blocks (n, b), in chunks of them or flat (n). From call to call tensors
-    may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have
-    the same bits: both are IEEE arithmetic, element by element in the same order, and maxima. (Sums of real numbers may
-    differ in their last digits.) So it does not matter when a function is compiled, which is once calls with arguments
-    of its kind have gone through as many elements as take longer than compiling does: short runs compile nothing.
+    may differ in n; the rest is compiled in, and must be hashable. Compiled and uncompiled results have the same bits:
+    both are IEEE arithmetic on each element, in operations that are the same or exact, and maxima. (Sums of real
+    numbers may differ after six digits.) So it does not matter when a function is compiled, which is once calls with
+    arguments of its kind have gone through as many elements as take longer than compiling does: short runs compile
+    nothing.
     """
 
     def __init__(self, patience: int = PATIENCE) -> None:

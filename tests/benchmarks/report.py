@@ -75,6 +75,9 @@ METHOD = """
 - *Casts to narrow formats.* In a process of its own, on two threads, in wall-clock time. The plain pass reads as many
   bytes and writes them into a new tensor, as the cast does; memory that is freed stays with the process (`mallopt`), or
   new pages would cost more than anything else. *Scales given* leaves out the pass that finds the largest magnitudes.
+- *Overflow of narrow formats.* What if: the hook's own time at every other step, against the steps between, shared out
+  over 100. Counting: by how much a step whose casts are counted is longer than the next one, whose are not, caches and
+  all; *one step in 4* is a quarter of that, not a run of its own.
 - *Memory.* Each kind of run in its own process: the largest resident memory, and the storages of all tensors that
   Python's garbage collector reaches after a step, both less those of the bare loop, in copies of the training state.
   The bars leave 5 % for what the allocator rounds, and 1 % for what the loop keeps beside the training state.
