@@ -1,6 +1,8 @@
 # The whole tool set: run, test, lint, docs, bench. Each makes the environment first, once.
 
-PYTHON ?= python3.11
+# The first Python that runs and is 3.11 or newer; PYTHON=... names another.
+PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3.14 python3 python,$(shell \
+	$(python) -c 'import sys; sys.version_info >= (3, 11) and print("$(python)")' 2>/dev/null)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,6 +36,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m docs.generate
 
 $(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) '.[dev,wandb,tensorboard,plot,lm]'
 	touch $(STAMP)

@@ -311,12 +311,14 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
 
 def check_device(name: str | None) -> torch.device:
     """Return the device called ``name``; ``None`` means the accelerator if there is one, the CPU otherwise."""
+    # Without check_available torch names what it was built for: CUDA, in its default wheel for Linux, on any machine.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return accelerator or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        usable = {"cpu", *[device.type for device in [torch.accelerator.current_accelerator()] if device is not None]}
-        raise UsageError(f"Device {name!r} cannot be used here. Known: {', '.join(sorted(usable))}.") from error
+        known = "cpu" if accelerator is None else f"{accelerator.type}, cpu"
+        raise UsageError(f"Device {name!r} cannot be used here. Known: {known}.") from error
     return device

@@ -1,5 +1,6 @@
 """What a test draws does not depend on the tests before it, and how long drawn examples take is not its subject."""
 
+import platform
 import random
 
 import numpy as np
@@ -17,3 +18,8 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_report_header() -> str:
+    """Say which torch and Python the tests ran on."""
+    return f"torch {torch.__version__} on Python {platform.python_version()}, {torch.get_num_threads()} threads"

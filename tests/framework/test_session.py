@@ -244,8 +244,22 @@ def test_a_device_that_cannot_hold_numbers_here_is_refused(name: str) -> None:
 
 
 def test_the_default_device_is_the_accelerator_or_the_cpu() -> None:
-    assert check_device(None) == (torch.accelerator.current_accelerator() or torch.device("cpu"))
+    assert check_device(None).type == (torch.zeros(1, device="cuda").device.type if torch.cuda.is_available() else "cpu")
     assert check_device("cpu") == torch.device("cpu")
+
+
+def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch's default wheel for Linux says on a machine without a GPU."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    assert check_device(None) == torch.device("cpu")
+    with pytest.raises(UsageError, match=r"Known: cpu\."):
+        check_device("cuda:99")
 
 
 def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
