@@ -21,8 +21,7 @@ from framework.cli_sinks import wanted_sinks
 from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names, require
 from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks
 from framework.console_notices import Label, show_warnings
-from framework.errors import LoopscopeError, UsageError, unknown
-from framework.number_text import counted, listed
+from framework.errors import LoopscopeError, UsageError, counted, listed, unknown
 from framework.records import versions
 from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
 from framework.runner import ExperimentRunner

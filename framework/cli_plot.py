@@ -6,9 +6,7 @@ from pathlib import Path
 
 from framework.cli_words import Words, parted
 from framework.config import require
-from framework.errors import UsageError
-from framework.number_text import listed
-from framework.optional import require_package
+from framework.errors import UsageError, listed, require_package
 from framework.plotting.curves import RecordedRun, read_run
 from framework.plotting.naming import file_stem
 from framework.plotting.panels import Look, Picture, matcher, metric_picture

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from framework.contexts import MetricInfo, RunInfo
+from framework.errors import counted
 from framework.hook_points import ALWAYS, EpochWindow
 from framework.hooks import TrainingHook
-from framework.number_text import counted, duration_text, number_text
+from framework.number_text import duration_text, number_text
 from framework.registry import hook_kind, hook_options
 from framework.runner import ExperimentRunner
 from framework.train_step import TrainingTask

@@ -1,7 +1,8 @@
-"""The errors of loopscope, and the sentence that names what was meant."""
+"""The errors of loopscope, and what their sentences are made of."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 
 
 class LoopscopeError(Exception):
@@ -46,3 +47,34 @@ def nearest(value: str, choices: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(value, choices, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def listed(names: Sequence[object], most: int = 6) -> str:
+    """Join names, of many the first, and say how many more there are.
+
+    >>> listed(["a", "b"], 3), listed([7, 9, 11, 12], 2)
+    ('a, b', '7, 9 and 2 more')
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """Return a number with the name of what it counts, whose plural is made with an s unless it is given.
+
+    >>> counted(1, "epoch"), counted(1200, "step"), counted(2, "batch", "batches")
+    ('1 epoch', '1,200 steps', '2 batches')
+    """
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+
+
+def require_package(package: str, needed_by: str, extra: str) -> None:
+    """Raise :class:`UsageError` that says how to get ``package`` with an extra of loopscope, if it is missing.
+
+    A mere folder of that name is none: it has no origin.
+    """
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise UsageError(
+            f"{needed_by} needs the package {package}, which is not installed: pip install 'loopscope[{extra}]'."
+        )

@@ -1,7 +1,7 @@
 """How numbers are shown to people: four significant digits, and times and rates in the unit that fits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 SHOWN_ITEMS = 3
@@ -35,25 +35,6 @@ def value_text(value: Any) -> str:
 
 def _listed(shown: list[str], total: int) -> str:
     return ", ".join(shown) + (f", ... ({total})" if total > len(shown) else "") if total else "none"
-
-
-def listed(names: Sequence[object], most: int = 6) -> str:
-    """Join names, of many the first, and say how many more there are.
-
-    >>> listed(["a", "b"], 3), listed([7, 9, 11, 12], 2)
-    ('a, b', '7, 9 and 2 more')
-    """
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
-
-
-def counted(count: int, singular: str, plural: str = "") -> str:
-    """Return a number with the name of what it counts, whose plural is made with an s unless it is given.
-
-    >>> counted(1, "epoch"), counted(1200, "step"), counted(2, "batch", "batches")
-    ('1 epoch', '1,200 steps', '2 batches')
-    """
-    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def duration_text(seconds: float) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.config import ExperimentConfig
-from framework.errors import UsageError
-from framework.number_text import listed
+from framework.errors import UsageError, listed
 from framework.records import CONFIG, environment, reference_name, versions, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})

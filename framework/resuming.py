@@ -6,8 +6,7 @@ from typing import Any
 
 from framework.checkpoint_files import Checkpoint, newest_intact
 from framework.durable_files import plain_json
-from framework.errors import RunNotice, UsageError
-from framework.number_text import listed
+from framework.errors import RunNotice, UsageError, listed
 from framework.records import RunRecord
 
 MAY_DIFFER = {"output_dir"}

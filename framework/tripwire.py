@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from framework.errors import StateMutationError
-from framework.number_text import listed
+from framework.errors import StateMutationError, listed
 from framework.param_vectors import is_sharded, local_shards
 from framework.training_state import MODULE_HOOKS, TrainingState, nested
 

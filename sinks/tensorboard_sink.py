@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from framework.contexts import RunInfo
-from framework.errors import UsageError
+from framework.errors import UsageError, require_package
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import Series
 from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
-from sinks.optional import require_package
 from sinks.recorded_run import emits_of, record_of
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class TensorBoardSink(ReplaySink):
     @classmethod
     def check_installed(cls) -> None:
         """Raise :class:`UsageError` if tensorboard is missing."""
-        require_package("tensorboard", cls.name)
+        require_package("tensorboard", f"Sink {cls.name!r}", "tensorboard")
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

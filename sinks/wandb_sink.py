@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from framework.contexts import RunInfo
-from framework.errors import LoopscopeError, RunNotice, UsageError
+from framework.errors import LoopscopeError, RunNotice, UsageError, require_package
 from framework.hook_points import HookPoint
 from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
 from sinks import wandb_client
 from sinks.jsonl import JSONLSink
-from sinks.optional import require_package
 from sinks.recorded_run import record_of
 from sinks.wandb_client import Client, job_of
 from sinks.wandb_process import Ending, new_run_id
@@ -59,7 +58,7 @@ class WandbSink(ReplaySink):
     @classmethod
     def check_installed(cls) -> None:
         """Raise :class:`UsageError` if wandb is missing."""
-        require_package("wandb", cls.name)
+        require_package("wandb", f"Sink {cls.name!r}", "wandb")
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

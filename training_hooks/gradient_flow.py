@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.errors import RunNotice, UnsuitableError, UsageError, listed
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.number_text import listed
 from framework.param_vectors import is_sharded, joint_norm
 from framework.registry import HookRegistry
 from framework.taps import GradientTap

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError, unknown
+from framework.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.lowbit.casts import Cast
@@ -18,7 +18,6 @@ from framework.lowbit.linear import BitLinear
 from framework.lowbit.roles import ROLES
 from framework.lowbit.scaling import RuleRegistry
 from framework.metrics import Metrics
-from framework.number_text import counted
 from framework.quantization_taps import QuantizationTap, quantized_modules
 from framework.registry import HookRegistry
 from framework.taps import GradientTap, Tap

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
+from framework.errors import UnsuitableError, UsageError, listed
 from framework.hook_points import EPOCH_END, HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.number_text import listed
 from framework.registry import HookRegistry
 
 SMALLEST_SPREAD = 1e-10

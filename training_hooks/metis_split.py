@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.data import derived_seed
-from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.errors import RunNotice, UnsuitableError, UsageError, listed
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.lowbit.linear import BitLinear
 from framework.lowbit.metis import Decomposition, MetisOptions
 from framework.lowbit.splitting import LowRankFactors, split_weight
 from framework.metrics import Metrics
-from framework.number_text import listed
 from framework.param_vectors import is_sharded, joint_norm
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext

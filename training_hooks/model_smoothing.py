@@ -6,12 +6,11 @@ from typing import Any
 
 from framework.commits import StatePart
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
+from framework.errors import UnsuitableError, UsageError, listed
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
-from framework.number_text import listed
 from framework.param_vectors import norm, trainable
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext

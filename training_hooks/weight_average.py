@@ -9,12 +9,11 @@ import torch
 from framework.borrowing import fully_sharded_modules
 from framework.checkpoints import save_tensors
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError, unknown
+from framework.errors import UnsuitableError, UsageError, listed, unknown
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
-from framework.number_text import listed
 from framework.param_vectors import is_sharded, norm, trainable
 from framework.records import average_name
 from framework.registry import HookRegistry

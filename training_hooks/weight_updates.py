@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError
+from framework.errors import RunNotice, UnsuitableError, UsageError, counted
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.number_text import counted
 from framework.param_vectors import trainable
 from framework.registry import HookRegistry
 from training_hooks.measures.conditions import Conditions

@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from framework.errors import UsageError
-from framework.number_text import listed
+from framework.errors import UsageError, listed
 from framework.plotting.curves import Curve, RecordedRun
 from framework.plotting.naming import near_names, run_labels, shared_beginning
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.errors import UsageError
-from framework.number_text import listed
+from framework.errors import UsageError, listed
 from framework.plotting.curves import RecordedRun
 from framework.plotting.naming import run_labels
 from framework.plotting.panels import COLOURS, Panel, Picture, Style, common_title, styled

@@ -244,7 +244,9 @@ def test_a_device_that_cannot_hold_numbers_here_is_refused(name: str) -> None:
 
 
 def test_the_default_device_is_the_accelerator_or_the_cpu() -> None:
-    assert check_device(None).type == (torch.zeros(1, device="cuda").device.type if torch.cuda.is_available() else "cpu")
+    assert check_device(None).type == (
+        torch.zeros(1, device="cuda").device.type if torch.cuda.is_available() else "cpu"
+    )
     assert check_device("cpu") == torch.device("cpu")
 
 

@@ -4,8 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from framework.errors import RunNotice
-from framework.number_text import listed
+from framework.errors import RunNotice, listed
 
 NAMED = 5
 """Parameters that a warning names."""

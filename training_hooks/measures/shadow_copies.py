@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.number_text import listed
+from framework.errors import listed
 from framework.param_vectors import is_sharded, local_shards
 from training_hooks.measures.xla import shard_alike
 

@@ -1,17 +1,16 @@
-"""Packages that only one sink needs."""
+"""Packages that only a part of loopscope needs."""
 
 import pytest
 
-from framework.errors import UsageError
-from sinks.optional import require_package
+from framework.errors import UsageError, require_package
 
 
 def test_a_package_that_is_there_is_accepted():
-    require_package("json", "some")
+    require_package("json", "Sink 'some'", "some")
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "a_folder_of_runs").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match=r"'some' needs the package a_folder_of_runs.*'loopscope\[a_folder_of_runs\]'"):
-        require_package("a_folder_of_runs", "some")
+        require_package("a_folder_of_runs", "Sink 'some'", "a_folder_of_runs")
