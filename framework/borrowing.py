@@ -1,6 +1,5 @@
 """Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_not
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import LoopscopeError, unknown
-from framework.precision import twin
-from framework.train_step import TrainingTask
+from framework.sharding import fully_sharded_modules, gathered_for_a_while
 
 
 @contextmanager
@@ -88,43 +86,6 @@ def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]
     finally:
         for group, held in zip(groups, before, strict=True):
             group["lr"] = held
-
-
-@contextmanager
-def lent_scaler(task: TrainingTask) -> Iterator[None]:
-    """Let the body scale its losses by a twin of the task's scaler, which may itself be in the middle of a step."""
-    scaler = task.scaler
-    try:
-        task.scaler = twin(scaler)
-        yield
-    finally:
-        task.scaler = scaler
-
-
-def fully_sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 (``fully_shard``) gathers before their forward and scatters after backward."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-
-
-def finish_sharding(modules: list[Any]) -> None:
-    """Let FSDP2 register now what it registers on modules at their first forward, so that no rollback undoes it."""
-    for module in modules:
-        module._get_fsdp_state()._lazy_init()
-
-
-@contextmanager
-def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
-    """Scatter what FSDP2 gathered for a forward without backward: its root would go on with the gathered copy.
-
-    Left alone, that copy would replace the sharded parameters in ``model.parameters()``, and the next forward would
-    use it whatever the optimizer did to the shards in between.
-    """
-    try:
-        yield
-    finally:
-        for module in fully_sharded_modules(model):
-            module.reshard()
 
 
 @contextmanager

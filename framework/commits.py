@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from framework.errors import LoopscopeError, UsageError, unknown
-from framework.param_vectors import (
-    Vector,
-    gradients,
-    is_partial,
-    joint_norm,
-    live_gradients,
-    local_shards,
-    overwrite,
-)
+from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, overwrite
+from framework.sharding import is_partial, local_shards
 
 
 class StatePart(Enum):

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from framework.hook_points import EPOCH_END, STEP_POINTS
 from framework.manager import HookManager
-from framework.param_vectors import accumulate, joint_norm, whole
+from framework.param_vectors import accumulate, joint_norm
+from framework.sharding import whole
 from framework.train_step import TrainingTask
 from framework.training_state import LoopState
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.borrowing import finish_sharding, fully_sharded_modules
 from framework.random_streams import StreamState
+from framework.sharding import finish_sharding, fully_sharded_modules
 from framework.structure import Structure
 from framework.tensor_identity import BriefIdentities, TensorIdentities
 from framework.tensor_parts import addresses

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.param_vectors import local_shards
 from framework.random_streams import StreamState
+from framework.sharding import local_shards
 from framework.training_state import TrainingState
 
 

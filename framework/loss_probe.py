@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from framework.batches import micro_batches, rows
-from framework.borrowing import (
-    fully_sharded_modules,
-    gathered_for_a_while,
-    lent_buffers,
-    lent_gradients,
-    lent_modes,
-    lent_scaler,
-)
+from framework.borrowing import lent_buffers, lent_gradients, lent_modes
 from framework.curvature import ExactHessian, Method, central_difference
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from framework.profiler import Profiler
-from framework.train_step import TrainingTask, forward_backward, measure_gradients
+from framework.sharding import fully_sharded_modules, gathered_for_a_while
+from framework.train_step import TrainingTask, forward_backward, lent_scaler, measure_gradients
 from framework.training_state import TrainingState
 
 

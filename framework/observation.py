@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from framework.borrowing import gathered_for_a_while, lent_buffers, lent_modes
+from framework.borrowing import lent_buffers, lent_modes
 from framework.contexts import ForwardResult, OptimizerGroup
 from framework.errors import unknown
+from framework.sharding import gathered_for_a_while
 from framework.training_state import TrainingState
 
 

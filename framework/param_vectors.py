@@ -11,51 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.sharding import dtensor_class, is_sharded, local_shards, whole
+
 Vector = Mapping[str, Tensor]
 Layout = tuple[Any, tuple[int, ...]]
 """The device mesh of a DTensor (None: a plain tensor) and the dimensions of the mesh that it is sharded over."""
 WIDE = frozenset({torch.float32, torch.float64})
 
 
-def _dtensor_class() -> Any:
-    """Return the DTensor class if this process has loaded it: a tensor of it cannot exist before."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor."""
-    dtensor = _dtensor_class()
-    return dtensor is not None and isinstance(tensor, dtensor)
-
-
-def is_partial(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor whose value is a sum over ranks that nobody has taken yet."""
-    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
-
-
-def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that hold the bytes on this rank: a DTensor's local shard, any other tensor itself."""
-    dtensor = _dtensor_class()
-    if dtensor is None:
-        return list(tensors)
-    with torch.no_grad():
-        return [tensor.to_local() if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
-
-
-def whole(value: Tensor) -> Tensor:
-    """Return the whole of a sharded DTensor, the reduced value of a partial one, any other tensor itself."""
-    dtensor = _dtensor_class()
-    if dtensor is not None and isinstance(value, dtensor):
-        return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
-    return value
-
-
 @torch.no_grad()
 def dot(a: Vector, b: Vector) -> Tensor:
     """Return the inner product of two vectors, zero-dimensional."""
     pairs = [(a[name], b[name]) for name in a if name in b]
-    dtensor = _dtensor_class()
+    dtensor = dtensor_class()
     if dtensor is None or not any(isinstance(one, dtensor) for one, _ in pairs):
         return _sum([_plain_dot(one, other) for one, other in pairs])
     return _sharded_dot(pairs, dtensor)
@@ -73,7 +41,7 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
     Bit for bit that of ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors; float16 and bfloat16
     are reduced in float32, since a float16 norm overflows at 65504.
     """
-    dtensor = _dtensor_class()
+    dtensor = dtensor_class()
     if dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors):
         return _sharded_dot(zip(tensors, tensors, strict=True), dtensor).sqrt()
     if not tensors:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates, lent_scaler
+from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates
 from framework.commits import (
     Clipping,
     CommitRecord,
@@ -33,9 +33,10 @@ from framework.errors import LoopscopeError, unknown
 from framework.guardian import Snapshot
 from framework.light_snapshot import LightSnapshot
 from framework.loss_probe import LossProbe
-from framework.param_vectors import Vector, accumulate, copied, live_gradients, local_shards
+from framework.param_vectors import Vector, accumulate, copied, live_gradients
 from framework.profiler import Profiler
-from framework.train_step import TrainingTask, forward_backward, is_skipped, measure_gradients, update
+from framework.sharding import local_shards
+from framework.train_step import TrainingTask, forward_backward, is_skipped, lent_scaler, measure_gradients, update
 from framework.training_state import TrainingState
 
 

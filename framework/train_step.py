@@ -1,6 +1,7 @@
 """One optimizer step: zero_grad, forward and backward over the micro-batches, then the update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from framework.batches import micro_batches, rows
 from framework.data import Batch, Loader
-from framework.precision import overflowed
+from framework.precision import overflowed, twin
 
 
 @dataclass
@@ -100,3 +101,14 @@ def update(task: TrainingTask, *, step_scheduler: bool, skipped: bool = False) -
         task.scaler.update()
     if step_scheduler and not skipped and task.scheduler is not None:
         task.scheduler.step()
+
+
+@contextmanager
+def lent_scaler(task: TrainingTask) -> Iterator[None]:
+    """Let the body scale its losses by a twin of the task's scaler, which may itself be in the middle of a step."""
+    scaler = task.scaler
+    try:
+        task.scaler = twin(scaler)
+        yield
+    finally:
+        task.scaler = scaler

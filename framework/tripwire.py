@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from framework.errors import StateMutationError, listed
-from framework.param_vectors import is_sharded, local_shards
+from framework.sharding import is_sharded, local_shards
 from framework.training_state import MODULE_HOOKS, TrainingState, nested
 
 _version = attrgetter("_version")

@@ -11,8 +11,8 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.param_vectors import whole
 from framework.registry import HookRegistry
+from framework.sharding import whole
 from training_hooks.measures.concentration import entropy_of_shares, gini
 from training_hooks.measures.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
 from training_hooks.measures.fourier_metrics import FOURIER_METRICS

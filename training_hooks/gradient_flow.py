@@ -14,8 +14,9 @@ from framework.errors import RunNotice, UnsuitableError, UsageError, listed
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.param_vectors import is_sharded, joint_norm
+from framework.param_vectors import joint_norm
 from framework.registry import HookRegistry
+from framework.sharding import is_sharded
 from framework.taps import GradientTap
 from training_hooks.measures.blocks import Chain, find_chains
 

@@ -16,9 +16,10 @@ from framework.lowbit.linear import BitLinear
 from framework.lowbit.metis import Decomposition, MetisOptions
 from framework.lowbit.splitting import LowRankFactors, split_weight
 from framework.metrics import Metrics
-from framework.param_vectors import is_sharded, joint_norm
+from framework.param_vectors import joint_norm
 from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.sharding import is_sharded
 
 
 @HookRegistry.register

@@ -10,8 +10,8 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.param_vectors import whole
 from framework.registry import HookRegistry
+from framework.sharding import whole
 from training_hooks.measures.concentration import gini
 from training_hooks.measures.embeddings import first_embedding, first_name, matrix_named
 from training_hooks.measures.spectra import participation_ratio

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 
-from framework.borrowing import fully_sharded_modules
 from framework.checkpoints import save_tensors
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.errors import UnsuitableError, UsageError, listed, unknown
@@ -14,9 +13,10 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
-from framework.param_vectors import is_sharded, norm, trainable
+from framework.param_vectors import norm, trainable
 from framework.records import average_name
 from framework.registry import HookRegistry
+from framework.sharding import fully_sharded_modules, is_sharded
 from training_hooks.measures.smoothing import distance
 from training_hooks.measures.weight_averages import WeightAverage as Average
 from training_hooks.measures.weight_averages import averaged_state_dict

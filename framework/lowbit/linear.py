@@ -20,7 +20,7 @@ from framework.lowbit.metis import low_rank_cast
 from framework.lowbit.recipes import Recipe
 from framework.lowbit.roles import FORWARD_ROLES, SAME_MATRIX, Role
 from framework.lowbit.splitting import LowRankFactors, SplitLinear, split_product
-from framework.param_vectors import is_sharded
+from framework.sharding import is_sharded
 
 
 class QuantizationListener(Protocol):

@@ -24,10 +24,10 @@ from framework.param_vectors import (
     norm,
     overwrite,
     trainable,
-    whole,
 )
 from framework.random_streams import RandomStreams
 from framework.sapi import ModelDataContext
+from framework.sharding import whole
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.two_ranks import on_two_ranks

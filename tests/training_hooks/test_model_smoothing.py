@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from framework.borrowing import fully_sharded_modules
 from framework.digest import described
 from framework.errors import UsageError
 from framework.loops import NoProgress, epoch_loop
 from framework.manager import HookManager
-from framework.param_vectors import whole
+from framework.sharding import fully_sharded_modules, whole
 from framework.train_step import TrainingTask, forward_backward, update
 from framework.training_state import LoopState
 from tests.cases import matrix

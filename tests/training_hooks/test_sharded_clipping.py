@@ -13,8 +13,9 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.loops import epoch_loop
 from framework.manager import HookManager
-from framework.param_vectors import trainable, whole
+from framework.param_vectors import trainable
 from framework.random_streams import RandomStreams
+from framework.sharding import whole
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.support import RecordingSink, mean_loss, run_info

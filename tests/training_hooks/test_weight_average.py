@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from framework.borrowing import fully_sharded_modules
 from framework.digest import described
 from framework.errors import LoopscopeError, UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.records import RunRecord, average_name
+from framework.sharding import fully_sharded_modules
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState, of_the_run
 from tests.support import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from framework.contexts import OptimizerGroup
-from framework.param_vectors import whole
+from framework.sharding import whole
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from framework.errors import UnsuitableError, UsageError
-from framework.param_vectors import whole
+from framework.sharding import whole
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn")
 """Names of a projection whose rows are all queries, then all keys, then all values."""

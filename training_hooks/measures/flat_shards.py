@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.param_vectors import is_sharded, local_shards
+from framework.sharding import is_sharded, local_shards
 
 Mesh = tuple[Any, int]
 """A device mesh and one of its dimensions, over which some parameters are sharded."""

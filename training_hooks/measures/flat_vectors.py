@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.param_vectors import WIDE, Vector, is_sharded, whole
+from framework.param_vectors import WIDE, Vector
+from framework.sharding import is_sharded, whole
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from itertools import islice
 from torch import Tensor, nn
 
 from framework.batches import rows
-from framework.borrowing import fully_sharded_modules
 from framework.curvature import Method
 from framework.data import Batch, Loader
 from framework.errors import UnsuitableError
 from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
 from framework.sapi import ModelDataContext
+from framework.sharding import fully_sharded_modules
 from training_hooks.measures.flat_vectors import FlatSpace
 from training_hooks.measures.lanczos import Product
 from training_hooks.measures.stability import Rise

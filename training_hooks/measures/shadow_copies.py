@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import listed
-from framework.param_vectors import is_sharded, local_shards
+from framework.sharding import is_sharded, local_shards
 from training_hooks.measures.xla import shard_alike
 
 

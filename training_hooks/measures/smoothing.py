@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.param_vectors import Vector, is_sharded, joint_norm, local_shards, norm, trainable
+from framework.param_vectors import Vector, joint_norm, norm, trainable
+from framework.sharding import is_sharded, local_shards
 from training_hooks.measures.shadow_copies import ShadowCopies
 from training_hooks.measures.xla import step_markers
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import UnsuitableError, UsageError
-from framework.param_vectors import WIDE, is_sharded
+from framework.param_vectors import WIDE
+from framework.sharding import is_sharded
 
 ROWS_TOGETHER = 512
 """Rows of a difference that are held in memory at once."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.param_vectors import WIDE, is_sharded, local_shards
+from framework.param_vectors import WIDE
+from framework.sharding import is_sharded, local_shards
 from training_hooks.measures.element_samples import held_here, sample_indices
 from training_hooks.measures.flat_shards import laid_out_like
 from training_hooks.measures.part_norms import ROW, norms

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.param_vectors import local_shards, trainable, whole
+from framework.param_vectors import trainable
+from framework.sharding import local_shards, whole
 from training_hooks.measures.shadow_copies import ShadowCopies, floating_buffers
 from training_hooks.measures.xla import step_markers
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.lowbit.casts import Cast, largest_magnitudes
-from framework.param_vectors import trainable, whole
+from framework.param_vectors import trainable
+from framework.sharding import whole
 from training_hooks.measures.cast_losses import losses
 from training_hooks.measures.overflow_ledger import Ledger
 
