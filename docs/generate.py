@@ -9,7 +9,7 @@ from pathlib import Path
 import training_hooks
 from framework.hook_points import ALWAYS, STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
 from framework.hooks import InterventionHook, TrainingHook
-from framework.registry import HookRegistry, hook_kind, hook_options
+from framework.selection import HookRegistry, hook_kind, hook_options
 
 FOLDER = Path(__file__).parent / "hooks"
 BENCHMARKS = Path(__file__).parent / "benchmarks.md"

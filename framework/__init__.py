@@ -8,9 +8,9 @@ from framework.errors import HookError, LoopscopeError, StateMutationError, Usag
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import DebugInterventionHook, InterventionHook, TrainingHook
 from framework.metrics import MetricSink
-from framework.registry import ExperimentRegistry, HookRegistry
 from framework.runner import ExperimentRunner, GrokkingConfig, GrokkingRunner
 from framework.sapi import ModelDataContext
+from framework.selection import ExperimentRegistry, HookRegistry
 
 __all__ = [
     "DebugInterventionHook",

@@ -23,8 +23,8 @@ from framework.console import Mode, RunConsole, print_experiments, print_hook, p
 from framework.console_notices import Label, show_warnings
 from framework.errors import LoopscopeError, UsageError, counted, listed, unknown
 from framework.records import versions
-from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
 from framework.runner import ExperimentRunner
+from framework.selection import ExperimentRegistry, HookRegistry, SinkRegistry
 from framework.session import Session, check_device
 from framework.signals import StoppedError
 

@@ -7,7 +7,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from framework.cli_errors import wrong_value
 from framework.errors import UsageError, unknown
-from framework.registry import HookRegistry, hook_options
+from framework.selection import HookRegistry, hook_options
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

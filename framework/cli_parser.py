@@ -15,8 +15,8 @@ from framework.cli_help import HelpfulParser
 from framework.config import RunFlags
 from framework.errors import unknown
 from framework.metrics import MetricSink
-from framework.registry import SinkRegistry
 from framework.runner import ExperimentRunner
+from framework.selection import SinkRegistry
 
 Experiment = type[ExperimentRunner[Any]]
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from framework.cli_words import parted
 from framework.errors import UsageError, unknown
-from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, run_folders
+from framework.selection import SinkRegistry
 
 REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
 

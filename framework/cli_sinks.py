@@ -5,7 +5,7 @@ from typing import Any
 
 from framework.cli_parser import flag_name
 from framework.metrics import MetricSink
-from framework.registry import SinkRegistry
+from framework.selection import SinkRegistry
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:

@@ -32,8 +32,8 @@ from framework.display import Display
 from framework.hooks import TrainingHook
 from framework.loops import NoProgress, Progress
 from framework.metrics import MetricSink
-from framework.registry import SinkRegistry
 from framework.runner import ExperimentRunner
+from framework.selection import SinkRegistry
 from framework.train_step import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]

@@ -11,6 +11,7 @@ from framework.console_notices import Notice
 from framework.contexts import RunInfo
 from framework.hook_points import HookPoint
 from framework.metrics import MetricSink, Series
+from framework.selection import always_on
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3
@@ -79,7 +80,7 @@ class Board:
     """The state of a display, and nothing of how it looks.
 
     Args:
-        live_metrics: full names by group; of nothing else than ``training_metrics`` where it is empty.
+        live_metrics: full names by group; of nothing else than hooks that are always on where it is empty.
     """
 
     live_metrics: Groups = field(default_factory=dict)
@@ -132,10 +133,10 @@ class Board:
 def parted(cells: Mapping[str, Cell], live_metrics: Groups, run: RunInfo | None) -> tuple[list[Group], list[Group]]:
     """Part metrics, by full name, into the groups of live ones and the others by hook.
 
-    Without live metrics those of ``training_metrics`` are. Hooks stand in the order in which their metrics were
+    Without live metrics those of hooks that are always on are. Hooks stand in the order in which their metrics were
     described. A live metric goes by the last part of its name, unless another of its group ends alike.
     """
-    groups = live_metrics or {"training": [name for name in cells if name.startswith("training_metrics/")]}
+    groups = live_metrics or {"training": [name for name in cells if name.partition("/")[0] in always_on()]}
     live = []
     for heading, names in groups.items():
         here = [name for name in names if name in cells]

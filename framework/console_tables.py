@@ -17,8 +17,8 @@ from framework.errors import counted
 from framework.hook_points import ALWAYS, EpochWindow
 from framework.hooks import TrainingHook
 from framework.number_text import duration_text, number_text
-from framework.registry import hook_kind, hook_options
 from framework.runner import ExperimentRunner
+from framework.selection import hook_kind, hook_options
 from framework.train_step import TrainingTask
 
 INDENT = 4

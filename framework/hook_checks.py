@@ -8,14 +8,10 @@ from framework.commits import StatePart
 from framework.errors import UsageError, unknown
 from framework.hook_points import POINTS_OF_LOOP, HookPoint, windows_for
 from framework.hooks import InterventionHook, TrainingHook
+from framework.registry import qualified
 
 KEYWORDS = ("all", "observers", "with_debug")
 """Words that ``--hooks`` takes beside the names of hooks."""
-
-
-def qualified(entry: type) -> str:
-    """Return a class's full name."""
-    return f"{entry.__module__}.{entry.__qualname__}"
 
 
 def check_hook_class(hook: type[TrainingHook]) -> None:

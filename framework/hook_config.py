@@ -7,7 +7,7 @@ from typing import Any
 from framework.commit_check import refuse_undeclared_commits
 from framework.errors import UsageError, unknown
 from framework.hooks import TrainingHook
-from framework.registry import HookRegistry, hook_options
+from framework.selection import HookRegistry, hook_options
 
 OptionsByHook = Mapping[str, Mapping[str, Any]]
 

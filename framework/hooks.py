@@ -41,6 +41,8 @@ class TrainingHook(ABC):
     uses_reference_weights: ClassVar[bool] = False
     """The hook reports more if there is a reference solution."""
     debug: ClassVar[bool] = False
+    always: ClassVar[bool] = False
+    """The hook is on, and comes first, whenever any hook is on."""
 
     @abstractmethod
     def compute(self, ctx: RunDataContext) -> Metrics:

@@ -24,8 +24,8 @@ from framework.metrics import Metrics, MetricSink
 from framework.offload import StateOffload
 from framework.profiler import Profiler
 from framework.random_streams import StreamState
-from framework.registry import without_duplicates
 from framework.sapi import ModelDataContext
+from framework.selection import without_duplicates
 from framework.taps import Tap, TapOwner, TapSet
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState

@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from framework.lowbit.counts import Counts
+from framework.own_hooks import OwnHook
 
 
-class QuantizationListener:
+class QuantizationListener(OwnHook):
     """Takes what the quantisers of one module count while it is heard.
 
     Args:

@@ -26,7 +26,7 @@ from framework.durable_files import write_json
 from framework.errors import UsageError
 from framework.hook_config import ConfiguredHook
 from framework.manager import HookManager
-from framework.registry import SinkRegistry
+from framework.selection import SinkRegistry
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 

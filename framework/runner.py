@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from framework.config import ExperimentConfig, require
 from framework.data import Batch, Loader
 from framework.hook_points import LoopType
-from framework.registry import GROUPS, bulk_hooks
+from framework.selection import GROUPS, always_on, bulk_hooks
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 OptionsByHook = Mapping[str, Mapping[str, Any]]
@@ -34,7 +34,7 @@ class ExperimentRunner(ABC, Generic[Config]):
     """Named sets of options, for ``--preset``."""
     loop: ClassVar[LoopType] = "epoch"
     scheduler_interval: ClassVar[Literal["epoch", "step"]] = "epoch"
-    minimal_hooks: ClassVar[Sequence[str]] = ("training_metrics",)
+    minimal_hooks: ClassVar[Sequence[str]] = ()
     """The group ``minimal``."""
     default_group: ClassVar[str | None] = None
     """The group of ``--with-hooks`` where none is given; ``--with-hooks none`` switches it off."""
@@ -58,7 +58,7 @@ class ExperimentRunner(ABC, Generic[Config]):
         """The groups of ``--with-hooks``; none of them contains a committing or a debug hook."""
         return {
             "none": [],
-            "minimal": self.minimal_hooks,
+            "minimal": [*always_on(), *self.minimal_hooks],
             **{group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")},
         }
 

@@ -27,9 +27,9 @@ from framework.precision import Precision
 from framework.random_streams import RandomStreams, seed_everything
 from framework.records import RunRecord, environment, versions
 from framework.reference import Reference, differences, find_reference, load_reference
-from framework.registry import HookRegistry, select_hooks
 from framework.resuming import described, newest_of, refuse_another_run, tell_of_environment
 from framework.runner import ExperimentRunner
+from framework.selection import HookRegistry, select_hooks
 from framework.strategy_run import StrategyRun
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from framework.compilation import eagerly, is_compiled
 from framework.errors import StateMutationError, UsageError, unknown
+from framework.own_hooks import OwnFunction
 from framework.quantization_taps import QuantizationListener, QuantizationTap, Quantized
 
 Thing = TypeVar("Thing")
@@ -117,7 +118,7 @@ class TapSet:
         if tap.kind == "parameter":
             parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
             _refuse_frozen(parameter, owner, tap)
-            self._handles.append(parameter.register_hook(watched))  # type: ignore[no-untyped-call]
+            self._handles.append(parameter.register_hook(OwnFunction(watched)))  # type: ignore[no-untyped-call]
             return
         module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
         around: Around = _around_output(watched, is_heard)
@@ -135,7 +136,7 @@ class TapSet:
             self._eager.append((module, vars(module).get("forward")))
             module.forward = _eager_forward(module, around)
         elif self._compiled:
-            self._handles.append(module.register_forward_hook(_uncompiled(around[1])))
+            self._handles.append(module.register_forward_hook(_uncompiled_hook()(around[1])))
         else:
             self._handles += _attach_around(module, around)
 
@@ -211,6 +212,15 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
+@cache
+def _uncompiled_hook() -> type[OwnFunction]:
+    """Return a class of hooks that end the graph of a compiled model; made late, since this imports torch's compiler.
+
+    Its call itself must be kept out of graphs: torch would compile one that only calls an uncompiled function.
+    """
+    return type("UncompiledHook", (OwnFunction,), {"__call__": _uncompiled(OwnFunction.__call__)})
+
+
 def _eager_forward(module: nn.Module, around: Around) -> Any:
     """Return the forward of a module of a compiled model that works on an alias, which no graph must see."""
     before, after = around
@@ -230,8 +240,8 @@ def _eager_forward(module: nn.Module, around: Around) -> Any:
 def _attach_around(module: nn.Module, around: Around) -> list[torch.utils.hooks.RemovableHandle]:
     """Have functions called around a module's forward."""
     before, after = around
-    handles = [module.register_forward_hook(after)]
-    return handles if before is None else [module.register_forward_pre_hook(before), *handles]
+    handles = [module.register_forward_hook(OwnFunction(after))]
+    return handles if before is None else [module.register_forward_pre_hook(OwnFunction(before)), *handles]
 
 
 def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:

@@ -7,7 +7,6 @@ tests of bit identity compare it: what is added here is known to all of them.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from framework.digest import digest
 from framework.flags import GlobalFlags
-from framework.quantization_taps import QuantizationListener
+from framework.own_hooks import OwnHook
 from framework.random_streams import RandomStreams
 from framework.structure import Structure
 from framework.tensor_parts import inner_tensors
@@ -32,7 +31,6 @@ MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-TAPS = "framework.taps"
 
 
 class Stateful(Protocol):
@@ -156,15 +154,15 @@ class TrainingState:
             yield f"parameters/{name}", parameter
             yield f"requires_grad/{name}", parameter.requires_grad
             yield f"gradients/{name}", parameter.grad
-            yield f"gradient hooks/{name}", _without_taps(parameter._backward_hooks)
-            yield f"gradient hooks/{name}/after", _without_taps(parameter._post_accumulate_grad_hooks)
+            yield f"gradient hooks/{name}", _of_others(parameter._backward_hooks)
+            yield f"gradient hooks/{name}/after", _of_others(parameter._post_accumulate_grad_hooks)
         for name, buffer in self.model.named_buffers():
             yield f"buffers/{name}", buffer
         for name, module in self.model.named_modules():
             yield f"modules/{name}", (type(module), *map(tuple, (module._parameters, module._buffers, module._modules)))
             for key, value in vars(module).items():
                 if "_hooks" in key and isinstance(value, dict):
-                    yield f"module hooks/{name}.{key}", _without_taps(value)
+                    yield f"module hooks/{name}.{key}", _of_others(value)
                 elif key not in ("_parameters", "_buffers", "_modules"):
                     yield from nested(f"modules/{name}.{key}", value)
 
@@ -217,10 +215,9 @@ class TrainingState:
         return entries
 
 
-def _without_taps(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Return the hooks that are there without the framework's own, which change nothing they do not declare."""
-    others = [hook for hook in (hooks or {}).values() if not isinstance(hook, QuantizationListener)]
-    return [hook for hook in others if not (isinstance(hook, FunctionType) and hook.__module__ == TAPS)]
+def _of_others(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """Return the hooks that are there without loopscope's own, which change nothing they do not declare."""
+    return [hook for hook in (hooks or {}).values() if not isinstance(hook, OwnHook)]
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

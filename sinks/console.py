@@ -16,7 +16,7 @@ from framework.contexts import RunInfo
 from framework.hook_points import HookPoint
 from framework.metrics import MetricSink, Series
 from framework.number_text import number_text, value_text
-from framework.registry import SinkRegistry
+from framework.selection import SinkRegistry
 from sinks.record import plain
 
 ITEM_GAP = 3

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from framework.contexts import RunInfo
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import Series
-from framework.registry import SinkRegistry
 from framework.replay import RecordSink
+from framework.selection import SinkRegistry
 from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from sinks.run_file import RunFile, complete_lines
 

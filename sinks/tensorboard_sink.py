@@ -9,8 +9,8 @@ from framework.contexts import RunInfo
 from framework.errors import UsageError, require_package
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.metrics import Series
-from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
+from framework.selection import SinkRegistry
 from sinks.recorded_run import emits_of, record_of
 
 if TYPE_CHECKING:

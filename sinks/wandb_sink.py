@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from framework.contexts import RunInfo
 from framework.errors import LoopscopeError, RunNotice, UsageError, require_package
 from framework.hook_points import HookPoint
-from framework.registry import SinkRegistry
 from framework.replay import ReplaySink, RunDescription, status_of
+from framework.selection import SinkRegistry
 from sinks import wandb_client
 from sinks.jsonl import JSONLSink
 from sinks.recorded_run import record_of

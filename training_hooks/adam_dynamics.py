@@ -14,8 +14,8 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
 from framework.param_vectors import live_gradients, trainable
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from training_hooks.measures.adam_update import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]

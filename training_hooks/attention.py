@@ -13,7 +13,7 @@ from framework.errors import LoopscopeError, UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from training_hooks.measures.attention_layers import AttentionLayer, HeadWeights, find_attention
 from training_hooks.measures.attention_scores import AttentionCall, reading
 from training_hooks.measures.circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum

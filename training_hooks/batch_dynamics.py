@@ -10,7 +10,7 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from training_hooks.measures.count_sketch import check_dimensions
 from training_hooks.measures.gradient_history import GradientHistory, refuse_above, spectrum
 from training_hooks.measures.spectra import effective_rank, leading_share

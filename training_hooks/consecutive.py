@@ -12,7 +12,7 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from training_hooks.measures.flat_shards import FlatLayout, FlatMemory, FlatVector
 
 

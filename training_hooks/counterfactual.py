@@ -11,8 +11,8 @@ from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, dot, minus, trainable
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 
 NO_ORDERING = 1e-5
 """Below this share of ‖g‖² what is left of g beside c̄ is rounding, in float32, and has no direction."""

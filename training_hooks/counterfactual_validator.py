@@ -12,8 +12,8 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import DebugInterventionHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from training_hooks.counterfactual import inner_products, shuffled_epochs
 from training_hooks.measures.student_t import critical_value
 

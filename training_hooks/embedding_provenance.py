@@ -10,7 +10,7 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.taps import GradientTap
 from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 

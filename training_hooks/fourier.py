@@ -11,7 +11,7 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.sharding import whole
 from training_hooks.measures.concentration import entropy_of_shares, gini
 from training_hooks.measures.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection

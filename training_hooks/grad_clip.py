@@ -14,8 +14,8 @@ from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, norm_of_each
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from framework.sharding import is_sharded, whole
 from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
 

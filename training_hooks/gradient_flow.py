@@ -15,7 +15,7 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import joint_norm
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.sharding import is_sharded
 from framework.taps import GradientTap
 from training_hooks.measures.blocks import Chain, find_chains

@@ -13,7 +13,7 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, accumulate, dot
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 
 class SquaredNorms(NamedTuple):

@@ -19,7 +19,7 @@ from framework.lowbit.roles import ROLES
 from framework.lowbit.scaling import RuleRegistry
 from framework.metrics import Metrics
 from framework.quantization_taps import QuantizationTap, quantized_modules
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.taps import GradientTap, Tap
 from training_hooks.measures.overflow_ledger import Ledger
 from training_hooks.measures.overflow_readings import infos

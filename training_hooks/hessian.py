@@ -13,8 +13,8 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, copied, minus, overwrite, trainable
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from training_hooks.measures.entanglement import (
     Departure,
     Trail,

@@ -12,7 +12,7 @@ from framework.errors import UnsuitableError, UsageError, listed
 from framework.hook_points import EPOCH_END, HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 SMALLEST_SPREAD = 1e-10
 TOGETHER = 1024  # steps whose windows are laid out in memory at once

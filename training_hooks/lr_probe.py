@@ -14,8 +14,8 @@ from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:

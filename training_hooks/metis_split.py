@@ -17,8 +17,8 @@ from framework.lowbit.metis import Decomposition, MetisOptions
 from framework.lowbit.splitting import LowRankFactors, split_weight
 from framework.metrics import Metrics
 from framework.param_vectors import joint_norm
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from framework.sharding import is_sharded
 
 

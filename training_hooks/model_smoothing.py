@@ -12,8 +12,8 @@ from framework.hooks import InterventionHook
 from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
 from framework.param_vectors import norm, trainable
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from training_hooks.measures.shadow_copies import ShadowCopies
 from training_hooks.measures.smoothing import SmoothingConfig, blend_buffers, distance
 

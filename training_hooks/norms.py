@@ -7,7 +7,7 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import max_abs, norm, norm_of_each, trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 
 @HookRegistry.register

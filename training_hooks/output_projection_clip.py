@@ -10,8 +10,8 @@ from framework.contexts import MetricInfo, RunDataContext, RunInfo
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from framework.taps import GradientTap
 from training_hooks.measures.output_projection import ClipOptions, OutputProjectionClipper, Scope
 from training_hooks.measures.tied_embeddings import EmbeddingPair

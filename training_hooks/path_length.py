@@ -12,7 +12,7 @@ from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from training_hooks.measures.flat_shards import FlatLayout, FlatMemory
 
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up

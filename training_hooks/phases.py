@@ -12,7 +12,7 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import norm, trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
 

@@ -12,7 +12,7 @@ from framework.hooks import TrainingHook
 from framework.lowbit.regularizer import OFFSET, RangePenalty, penalised, share
 from framework.metrics import Metrics
 from framework.param_vectors import joint_norm
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 
 def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

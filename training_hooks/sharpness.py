@@ -15,8 +15,8 @@ from framework.errors import UsageError, unknown
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
 from framework.metrics import Metrics, MetricValue
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 from training_hooks.measures.critical_sharpness import critical_infos, gradient_metrics, update_metrics
 from training_hooks.measures.lanczos import (
     Density,

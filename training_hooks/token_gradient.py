@@ -10,7 +10,7 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.sharding import whole
 from training_hooks.measures.concentration import gini
 from training_hooks.measures.embeddings import first_embedding, first_name, matrix_named

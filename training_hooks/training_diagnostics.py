@@ -12,7 +12,7 @@ from framework.hook_points import EPOCH_END, HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import Vector, accumulate, norm, trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 AROUND_THE_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 EPSILON = 1e-12

@@ -7,7 +7,7 @@ from framework.contexts import MetricInfo, RunDataContext
 from framework.hook_points import STEP_POINTS, HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 
 
 def present(**values: Any) -> dict[str, Any]:
@@ -30,6 +30,7 @@ class TrainingMetrics(TrainingHook):
     """
 
     name = "training_metrics"
+    always = True
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_STEP, HookPoint.SNAPSHOT})
     loop_points = {
         "epoch": frozenset({HookPoint.POST_EPOCH}),

@@ -15,7 +15,7 @@ from framework.lowbit.splitting import layers_with_factors
 from framework.metrics import Metrics
 from framework.param_vectors import norm, trainable
 from framework.records import average_name
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.sharding import fully_sharded_modules, is_sharded
 from training_hooks.measures.smoothing import distance
 from training_hooks.measures.weight_averages import WeightAverage as Average

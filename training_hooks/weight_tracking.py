@@ -11,7 +11,7 @@ from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import WIDE, Vector, norm_of_each, trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from framework.sharding import is_sharded, whole
 from training_hooks.measures.power_law import PowerLawFit, fit_power_law
 from training_hooks.measures.spectra import effective_rank, stable_rank

@@ -10,7 +10,7 @@ from framework.hook_points import HookPoint, StepSchedule
 from framework.hooks import TrainingHook
 from framework.metrics import Metrics
 from framework.param_vectors import trainable
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from training_hooks.measures.conditions import Conditions
 from training_hooks.measures.update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 

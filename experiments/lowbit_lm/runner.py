@@ -13,8 +13,8 @@ from framework.lowbit.conversion import layers_to_quantize, quantize_model
 from framework.lowbit.metis import Gains, MetisOptions
 from framework.lowbit.recipes import RECIPES, Recipe, find_recipe
 from framework.lowbit.regularizer import RangePenalty, penalised
-from framework.registry import ExperimentRegistry
 from framework.runner import OptionsByHook
+from framework.selection import ExperimentRegistry
 
 BASELINE, METIS = "fp32", "fp4_metis"
 PENALISED = "blocks.*"

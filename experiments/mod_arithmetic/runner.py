@@ -11,8 +11,8 @@ from experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, su
 from experiments.mod_arithmetic.model import GrokkingTransformer
 from framework.config import require
 from framework.data import Loader, TensorLoader
-from framework.registry import ExperimentRegistry
 from framework.runner import GrokkingConfig, GrokkingRunner
+from framework.selection import ExperimentRegistry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from experiments.tied_lm.training import LanguageModelConfig, LanguageModelRunner
-from framework.registry import ExperimentRegistry
 from framework.runner import OptionsByHook
+from framework.selection import ExperimentRegistry
 
 
 @dataclass(frozen=True, kw_only=True)

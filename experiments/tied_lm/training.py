@@ -183,7 +183,7 @@ class LanguageModelRunner(ExperimentRunner[Config]):
 
     loop = "step"
     scheduler_interval = "step"
-    minimal_hooks: ClassVar[Sequence[str]] = ("training_metrics", "weight_updates")
+    minimal_hooks: ClassVar[Sequence[str]] = ("weight_updates",)
     default_group: ClassVar[str] = "minimal"
 
     @cached_property

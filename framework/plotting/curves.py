@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from framework.errors import UsageError
 from framework.metrics import Series
-from framework.registry import SinkRegistry
 from framework.replay import RecordSink, RunDescription
+from framework.selection import SinkRegistry
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})

@@ -17,8 +17,8 @@ from framework.hook_points import STEP_POINTS, HookPoint, windows_for
 from framework.loops import epoch_loop
 from framework.manager import HookManager
 from framework.param_vectors import copied, trainable
-from framework.registry import HookRegistry, bulk_hooks
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry, bulk_hooks
 from framework.session import Session, asks_for_reference
 from framework.train_step import forward_backward
 from tests.benchmarks.rows import MILLISECONDS, PERCENT, TIMES, Effort, Row

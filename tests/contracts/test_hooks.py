@@ -15,7 +15,7 @@ from framework.errors import UsageError
 from framework.hook_points import EVERY_STEP, HookPoint
 from framework.hooks import InterventionHook, TrainingHook, treatments
 from framework.manager import HookManager
-from framework.registry import HookRegistry, hook_kind
+from framework.selection import HookRegistry, hook_kind
 from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair
 from tests.support import (
     CASES,

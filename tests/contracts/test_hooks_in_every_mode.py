@@ -15,7 +15,7 @@ from framework.errors import UnsuitableError, UsageError
 from framework.hook_points import EVERY_STEP
 from framework.hooks import InterventionHook
 from framework.precision import Precision
-from framework.registry import HookRegistry, hook_kind
+from framework.selection import HookRegistry, hook_kind
 from framework.train_step import TrainingTask
 from framework.training_state import TrainingState
 from tests.cases import slow_unless, turn

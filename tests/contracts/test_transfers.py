@@ -6,7 +6,7 @@ import pytest
 
 import training_hooks  # noqa: F401 - fills the registry
 from framework.hooks import InterventionHook
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from tests.contracts.test_hooks import HEALTH, make, reference, refusal
 from tests.support import CASES, train
 from tests.transfers import TransferCount

@@ -19,7 +19,7 @@ import training_hooks
 from framework.cli import main
 from framework.lowbit.formats import FormatRegistry
 from framework.lowbit.scaling import RuleRegistry
-from framework.registry import ExperimentRegistry, HookRegistry, SinkRegistry
+from framework.selection import ExperimentRegistry, HookRegistry, SinkRegistry
 from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)

@@ -8,7 +8,7 @@ from docs import generate
 from framework.contexts import MetricInfo
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
-from framework.registry import hook_options
+from framework.selection import hook_options
 
 SHIPPED = pytest.mark.parametrize("hook", generate.shipped_hooks(), ids=lambda hook: hook.name)
 

@@ -10,7 +10,7 @@ import training_hooks
 from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
 from framework.config import RunOptions
 from framework.errors import RunNotice
-from framework.registry import bulk_hooks
+from framework.selection import bulk_hooks
 from framework.session import Session
 from sinks import JSONLSink, read_jsonl
 from tests.framework.small_experiment import read_json

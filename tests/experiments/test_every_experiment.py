@@ -9,8 +9,8 @@ import experiments
 import training_hooks
 from framework.cli_parser import parse_run, run_parser
 from framework.config import ExperimentConfig
-from framework.registry import ExperimentRegistry, HookRegistry
 from framework.runner import ExperimentRunner
+from framework.selection import ExperimentRegistry, HookRegistry
 from framework.value_types import fits
 
 FILLED = (experiments, training_hooks)

@@ -22,7 +22,7 @@ from framework.checkpointing import Checkpointing
 from framework.cli import main
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
-from framework.registry import ExperimentRegistry, HookRegistry
+from framework.selection import ExperimentRegistry, HookRegistry
 from tests.framework.small_experiment import Small, SmallSteps, read_json
 
 FILLED = (experiments, sinks, training_hooks)

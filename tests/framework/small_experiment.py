@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from framework.config import RunOptions
 from framework.data import TensorLoader, fixed_order, random_order
 from framework.hooks import TrainingHook
-from framework.registry import ExperimentRegistry, HookRegistry
 from framework.runner import GrokkingConfig, GrokkingRunner
+from framework.selection import ExperimentRegistry, HookRegistry
 from framework.session import Session
 from sinks import CSVSink, JSONLSink
 

@@ -14,7 +14,7 @@ import sinks
 import training_hooks
 from framework.cli import main
 from framework.cli_parser import parse_run
-from framework.registry import ExperimentRegistry, HookRegistry
+from framework.selection import ExperimentRegistry, HookRegistry
 from tests.docs.markdown import ROOT
 from tests.framework.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered
 

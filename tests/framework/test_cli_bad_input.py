@@ -13,7 +13,7 @@ from framework.commits import StatePart
 from framework.errors import UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook, TrainingHook
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from tests.framework.small_experiment import Small, contents, registered
 
 assert experiments.__all__

@@ -11,8 +11,8 @@ from framework.commit_check import VERBS, refuse_undeclared_commits
 from framework.commits import StatePart, UndeclaredCommitError
 from framework.hook_points import HookPoint
 from framework.hooks import InterventionHook
-from framework.registry import HookRegistry
 from framework.sapi import ModelDataContext
+from framework.selection import HookRegistry
 
 assert training_hooks.__all__
 

@@ -20,7 +20,7 @@ from framework.console_tables import (
 from framework.contexts import MetricInfo
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
-from framework.registry import ExperimentRegistry, HookRegistry, hook_kind, hook_options
+from framework.selection import ExperimentRegistry, HookRegistry, hook_kind, hook_options
 from tests.framework.small_experiment import session
 
 

@@ -8,7 +8,8 @@ from framework.errors import UsageError
 from framework.hook_checks import check_hook_class
 from framework.hook_points import HookPoint
 from framework.hooks import DebugInterventionHook, InterventionHook, TrainingHook
-from framework.registry import HookRegistry, Registry, bulk_hooks, hook_kind, hook_options, select_hooks
+from framework.registry import Registry
+from framework.selection import HookRegistry, bulk_hooks, hook_kind, hook_options, select_hooks
 
 assert training_hooks.__all__
 HookRegistry.discover()  # before any test puts a package on the path, since discovery happens once

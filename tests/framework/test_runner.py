@@ -12,8 +12,8 @@ from torch.nn import functional
 import training_hooks
 from framework.checkpoint_files import open_checkpoint
 from framework.hook_checks import hook_kind
-from framework.registry import GROUPS, HookRegistry
 from framework.runner import GrokkingRunner
+from framework.selection import GROUPS, HookRegistry
 from tests.framework.small_experiment import Small, SmallConfig, session
 
 assert training_hooks.__all__

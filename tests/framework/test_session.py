@@ -11,7 +11,7 @@ import training_hooks
 from framework.errors import HookError, UsageError
 from framework.hook_points import HookPoint
 from framework.hooks import TrainingHook
-from framework.registry import HookRegistry, bulk_hooks
+from framework.selection import HookRegistry, bulk_hooks
 from framework.session import build_run, check_device, chosen_strategies
 from sinks import read_jsonl
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, contents, read_json, registered, session

@@ -8,7 +8,7 @@ import torch
 
 from framework.hook_points import HookPoint
 from framework.manager import HookManager
-from framework.registry import SinkRegistry
+from framework.selection import SinkRegistry
 from sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 from tests.sinks.emits import exact, run_info
 from tests.support import Case, SpyHook, at, build

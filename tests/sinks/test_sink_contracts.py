@@ -12,7 +12,8 @@ from framework.hook_points import HookPoint
 from framework.loops import epoch_loop, step_loop
 from framework.manager import HookManager
 from framework.metrics import MetricSink, Series
-from framework.registry import Registry, SinkRegistry, check_sink_class
+from framework.registry import Registry
+from framework.selection import SinkRegistry, check_sink_class
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import lines
 from tests.support import Case, RecordingSink, SpyHook, build, differences, of_the_run

@@ -9,7 +9,7 @@ from torch.nn import functional
 from framework.errors import UsageError
 from framework.loops import epoch_loop
 from framework.manager import HookManager
-from framework.registry import HookRegistry, hook_kind, select_hooks
+from framework.selection import HookRegistry, hook_kind, select_hooks
 from tests.support import STEPS_PER_EPOCH, Case, assert_same_bytes, build, train
 from training_hooks.counterfactual import ordering_split
 from training_hooks.counterfactual_validator import (

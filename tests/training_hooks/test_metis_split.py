@@ -23,7 +23,7 @@ from framework.manager import HookManager
 from framework.param_vectors import copied
 from framework.precision import Precision
 from framework.reference import load_reference
-from framework.registry import HookRegistry
+from framework.selection import HookRegistry
 from tests import support
 from tests.support import (
     LOOPS,

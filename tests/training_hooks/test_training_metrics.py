@@ -5,7 +5,7 @@ import torch
 
 from framework.hook_points import HookPoint
 from framework.metrics import Series
-from framework.registry import HookRegistry, select_hooks
+from framework.selection import HookRegistry, select_hooks
 from tests.support import Case, SpyHook, at, train
 from training_hooks.training_metrics import TrainingMetrics
 

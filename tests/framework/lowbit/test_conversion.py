@@ -18,7 +18,7 @@ from framework.lowbit.linear import BitLinear
 from framework.lowbit.recipes import RECIPES, find_recipe
 from framework.manager import HookManager
 from framework.random_streams import RandomStreams
-from framework.registry import HookRegistry, bulk_hooks
+from framework.selection import HookRegistry, bulk_hooks
 from framework.training_state import TrainingState
 from tests.support import (
     MODELS,
