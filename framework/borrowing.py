@@ -13,7 +13,7 @@ from framework.sharding import fully_sharded_modules, gathered_for_a_while
 
 
 @contextmanager
-def lent_buffers(model: nn.Module) -> Iterator[None]:
+def borrowed_buffers(model: nn.Module) -> Iterator[None]:
     """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards.
 
     What the body sets on modules, as a forward pass that keeps its attention weights does, is put back as well.
@@ -37,7 +37,7 @@ def lent_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def lent_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
+def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
     """Put every module into train or eval mode for the body (``None``: leave the modes, but put them back)."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -52,7 +52,7 @@ def lent_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def lent_gradients(model: nn.Module) -> Iterator[None]:
+def borrowed_gradients(model: nn.Module) -> Iterator[None]:
     """Start the body without gradients; the true ones are put back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -65,7 +65,7 @@ def lent_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
+def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float] | None) -> Iterator[None]:
     """Give the optimizer's parameter groups these learning rates for the body (``None``: leave theirs).
 
     Raises :class:`LoopscopeError` unless there is one for each.
@@ -89,20 +89,20 @@ def lent_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]
 
 
 @contextmanager
-def lent_for_evaluation(model: nn.Module) -> Iterator[None]:
+def borrowed_for_evaluation(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode for the body; modes, buffers, attributes and shards are put back."""
-    with gathered_for_a_while(model), lent_buffers(model), lent_modes(model, train=False):
+    with gathered_for_a_while(model), borrowed_buffers(model), borrowed_modes(model, train=False):
         yield
 
 
 @contextmanager
-def lent_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def borrowed_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Put other tensors in the place of the named parameters and buffers for the body, under all names of each.
 
     The live tensors are not touched: the entries of the modules' tables are exchanged. What modules keep beside
-    their tables, as recurrent ones do, is put back by :func:`lent_buffers`, to be entered before. Tensors are converted
-    to dtype and device of those that they stand for. Raises :class:`LoopscopeError` for a name that the model lacks, a
-    shape that differs, and under FSDP2, whose wrappers hold references of their own to the parameters.
+    their tables, as recurrent ones do, is put back by :func:`borrowed_buffers`, to be entered before. Tensors are
+    converted to dtype and device of those that they stand for. Raises :class:`LoopscopeError` for a name that the
+    model lacks, a shape that differs, and under FSDP2, whose wrappers hold references of their own to the parameters.
     """
     if fully_sharded_modules(model):
         raise LoopscopeError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.borrowing import lent_for_evaluation, lent_weights
+from framework.borrowing import borrowed_for_evaluation, borrowed_weights
 from framework.contexts import ForwardResult, ObserverServices, RunDataContext
 from framework.hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from framework.loss_probe import LossProbe
@@ -82,7 +82,12 @@ class ContextBuilder:
 
     def _evaluate(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         model = self._task.model
-        with torch.no_grad(), self._state.streams.isolated(), lent_for_evaluation(model), lent_weights(model, weights):
+        with (
+            torch.no_grad(),
+            self._state.streams.isolated(),
+            borrowed_for_evaluation(model),
+            borrowed_weights(model, weights),
+        ):
             self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
             return self._task.evaluate(model)
 

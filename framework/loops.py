@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from framework.borrowing import lent_for_evaluation
+from framework.borrowing import borrowed_for_evaluation
 from framework.data import Batch
 from framework.gradient_keeper import GradientKeeper
 from framework.hook_points import EPOCH_END, HookPoint
@@ -200,7 +200,7 @@ def evaluate(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
     """Evaluate in eval mode, isolated from the run, and decide whether to stop."""
 
     def in_eval_mode() -> dict[str, float]:
-        with lent_for_evaluation(task.model):
+        with borrowed_for_evaluation(task.model):
             return task.evaluate(task.model)
 
     loop.evaluation = hooks.isolated("evaluation", in_eval_mode)

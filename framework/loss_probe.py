@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from framework.batches import micro_batches, rows
-from framework.borrowing import lent_buffers, lent_gradients, lent_modes
+from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
 from framework.curvature import ExactHessian, Method, central_difference
 from framework.data import Batch
 from framework.errors import LoopscopeError
 from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from framework.profiler import Profiler
 from framework.sharding import fully_sharded_modules, gathered_for_a_while
-from framework.train_step import TrainingTask, forward_backward, lent_scaler, measure_gradients
+from framework.train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
 from framework.training_state import TrainingState
 
 
@@ -112,10 +112,10 @@ class LossProbe:
     def _borrowed(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._streams.isolated())
-            stack.enter_context(lent_buffers(self._model))
-            stack.enter_context(lent_modes(self._model, train=None))
-            stack.enter_context(lent_gradients(self._model))
-            stack.enter_context(lent_scaler(self._task))
+            stack.enter_context(borrowed_buffers(self._model))
+            stack.enter_context(borrowed_modes(self._model, train=None))
+            stack.enter_context(borrowed_gradients(self._model))
+            stack.enter_context(borrowed_scaler(self._task))
             stack.enter_context(gathered_for_a_while(self._model))
             stack.enter_context(torch.enable_grad())
             yield

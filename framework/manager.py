@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_modes
+from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
 from framework.commits import CommitRecord, StatePart
 from framework.context_builder import ContextBuilder
 from framework.contexts import MetricInfo, RunDataContext, RunInfo
@@ -384,7 +384,12 @@ class HookManager:
         model = self.task.model
 
         def compute() -> dict[str, torch.Tensor] | None:
-            with lent_buffers(model), lent_modes(model, train=None), lent_gradients(model), torch.enable_grad():
+            with (
+                borrowed_buffers(model),
+                borrowed_modes(model, train=None),
+                borrowed_gradients(model),
+                torch.enable_grad(),
+            ):
                 return self.task.target_grad(model)
 
         with self._taps.silenced():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from framework.borrowing import lent_buffers, lent_modes
+from framework.borrowing import borrowed_buffers, borrowed_modes
 from framework.contexts import ForwardResult, OptimizerGroup
 from framework.errors import unknown
 from framework.sharding import gathered_for_a_while
@@ -32,8 +32,8 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(state.streams.isolated())
-        stack.enter_context(lent_buffers(model))
-        stack.enter_context(lent_modes(model, train=train))
+        stack.enter_context(borrowed_buffers(model))
+        stack.enter_context(borrowed_modes(model, train=train))
         stack.enter_context(gathered_for_a_while(model))
         for name in capture:
             handle = modules[name].register_forward_hook(_keeper(captured, name))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.borrowing import lent_buffers, lent_gradients, lent_learning_rates
+from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_learning_rates
 from framework.commits import (
     Clipping,
     CommitRecord,
@@ -36,7 +36,7 @@ from framework.loss_probe import LossProbe
 from framework.param_vectors import Vector, accumulate, copied, live_gradients
 from framework.profiler import Profiler
 from framework.sharding import local_shards
-from framework.train_step import TrainingTask, forward_backward, is_skipped, lent_scaler, measure_gradients, update
+from framework.train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
 from framework.training_state import TrainingState
 
 
@@ -181,13 +181,13 @@ class ModelDataContext:
         random streams. A per-epoch scheduler is not stepped, commits of other hooks are not made.
         """
         with ExitStack() as stack:
-            stack.enter_context(lent_gradients(self.model))
-            stack.enter_context(lent_scaler(self._task))
+            stack.enter_context(borrowed_gradients(self.model))
+            stack.enter_context(borrowed_scaler(self._task))
             stack.enter_context(torch.enable_grad())
             if step:
                 self._must_mutate("run_training_epoch(step=True)")
             else:
-                stack.enter_context(lent_buffers(self.model))
+                stack.enter_context(borrowed_buffers(self.model))
             return self._train(loader, step=step)
 
     def take_step(self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None) -> Tensor:
@@ -202,9 +202,9 @@ class ModelDataContext:
         groups = self._task.optimizer.param_groups
         self._profiler.passed("forward_backward", chosen)
         with (
-            lent_gradients(self.model),
-            lent_scaler(self._task),
-            lent_learning_rates(groups, learning_rates),
+            borrowed_gradients(self.model),
+            borrowed_scaler(self._task),
+            borrowed_learning_rates(groups, learning_rates),
             torch.enable_grad(),
         ):
             loss = forward_backward(self._task, chosen)

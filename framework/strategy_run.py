@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from framework.borrowing import lent_for_evaluation
+from framework.borrowing import borrowed_for_evaluation
 from framework.checkpoint_files import Checkpoint
 from framework.checkpoint_writer import CheckpointWriter
 from framework.checkpointing import Checkpointing, CheckpointPlan
@@ -153,7 +153,7 @@ class StrategyRun:
         """Look at the model in eval mode, isolated from the run."""
 
         def looking() -> Result:
-            with lent_for_evaluation(self.task.model):
+            with borrowed_for_evaluation(self.task.model):
                 return look(self.task.model)
 
         return self.manager.isolated(name, looking)

@@ -104,7 +104,7 @@ def update(task: TrainingTask, *, step_scheduler: bool, skipped: bool = False) -
 
 
 @contextmanager
-def lent_scaler(task: TrainingTask) -> Iterator[None]:
+def borrowed_scaler(task: TrainingTask) -> Iterator[None]:
     """Let the body scale its losses by a twin of the task's scaler, which may itself be in the middle of a step."""
     scaler = task.scaler
     try:

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from framework.audit import Audit
-from framework.borrowing import lent_buffers, lent_for_evaluation, lent_gradients, lent_modes, lent_weights
+from framework.borrowing import (
+    borrowed_buffers,
+    borrowed_for_evaluation,
+    borrowed_gradients,
+    borrowed_modes,
+    borrowed_weights,
+)
 from framework.errors import LoopscopeError, UsageError
 from framework.hook_points import HookPoint
 from tests.support import (
@@ -42,7 +48,7 @@ class Remembering(nn.Module):
 def test_a_forward_pass_leaves_no_trace_in_buffers_and_attributes(raises):
     model = Remembering()
     table, buffers = model._buffers, dict(model.norm._buffers)
-    with suppress(Mishap), lent_buffers(model):
+    with suppress(Mishap), borrowed_buffers(model):
         model(torch.randn(3, 4))
         assert model.calls == 1
         assert model.norm.num_batches_tracked == 1
@@ -60,7 +66,7 @@ def test_a_buffer_that_two_modules_share_is_shared_while_lent():
     shared = torch.zeros(2)
     first.register_buffer("shared", shared)
     second.register_buffer("shared", shared)
-    with lent_buffers(nn.ModuleList([first, second])):
+    with borrowed_buffers(nn.ModuleList([first, second])):
         first.shared.add_(1)
         assert second.shared.tolist() == [1, 1]
     assert first.shared is second.shared is shared
@@ -71,7 +77,7 @@ def test_a_buffer_that_two_modules_share_is_shared_while_lent():
 def test_modes_come_back_module_by_module(train):
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(), nn.Dropout())
     model[1].eval()
-    with suppress(Mishap), lent_modes(model, train=train):
+    with suppress(Mishap), borrowed_modes(model, train=train):
         assert [module.training for module in model] == ([True, False, True] if train is None else [train] * 3)
         model.train()
         raise Mishap
@@ -83,7 +89,7 @@ def test_gradients_come_back_as_the_same_tensors():
     model(torch.ones(2)).backward()
     model.bias.grad = None
     gradient = model.weight.grad
-    with suppress(Mishap), lent_gradients(model):
+    with suppress(Mishap), borrowed_gradients(model):
         assert model.weight.grad is None
         model(torch.ones(2)).backward()
         raise Mishap
@@ -101,9 +107,9 @@ def test_under_audit_a_borrowed_pass_is_no_change(model):
     audit.begin()
     with (
         state.streams.isolated(),
-        lent_buffers(task.model),
-        lent_modes(task.model, train=True),
-        lent_gradients(task.model),
+        borrowed_buffers(task.model),
+        borrowed_modes(task.model, train=True),
+        borrowed_gradients(task.model),
     ):
         task.compute_loss(task.model, scene.batch).backward()
     audit.check("Nobody")
@@ -114,7 +120,7 @@ def test_lent_weights_stand_under_all_names_of_a_tied_parameter_and_the_live_one
     model = TiedModel()
     live, table, order = model.embedding.weight, model.decoder._parameters, list(model.state_dict())
     version, other = live._version, torch.ones_like(live, dtype=torch.float64)
-    with suppress(Mishap), lent_weights(model, {"embedding.weight": other}):
+    with suppress(Mishap), borrowed_weights(model, {"embedding.weight": other}):
         assert model.decoder.weight is model.embedding.weight
         assert torch.equal(model.decoder.weight, torch.ones_like(live))
         if raises:
@@ -131,7 +137,7 @@ def test_a_model_with_lent_weights_computes_what_one_that_loaded_them_does(build
     for buffer in other.buffers():
         buffer.add_(1)
     before = model.eval()(inputs)
-    with lent_for_evaluation(model), lent_weights(model, other.state_dict()):
+    with borrowed_for_evaluation(model), borrowed_weights(model, other.state_dict()):
         lent = model(inputs)
     loaded, again = other.eval()(inputs), model(inputs)
     for expected, found in ((loaded, lent), (before, again)):
@@ -141,9 +147,9 @@ def test_a_model_with_lent_weights_computes_what_one_that_loaded_them_does(build
 def test_weights_that_do_not_fit_are_refused_before_any_is_lent():
     model = nn.Linear(2, 1)
     with pytest.raises(UsageError, match=r"Unknown weight 'weigth'\. Did you mean 'weight'"):
-        lent_weights(model, {"weigth": torch.ones(1, 2)}).__enter__()
+        borrowed_weights(model, {"weigth": torch.ones(1, 2)}).__enter__()
     with pytest.raises(LoopscopeError, match=r"'weight' has shape \(2,\), but the model's has \(1, 2\)"):
-        lent_weights(model, {"weight": torch.ones(2)}).__enter__()
+        borrowed_weights(model, {"weight": torch.ones(2)}).__enter__()
 
 
 @pytest.mark.parametrize("case", [Case(model, loop=loop) for loop in LOOPS for model in MODELS], ids=str)
