@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint docs bench slow clean
+.PHONY: types run test lint docs bench slow clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -23,7 +23,12 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
-lint: $(STAMP)
+# mypy and editors cannot see through an editable install whose folders are renamed: a folder of links shows them the package.
+types:
+	rm -rf build/types && mkdir -p build/types/loopscope
+	ln -s $(CURDIR)/framework/* $(foreach folder,training_hooks sinks experiments,$(CURDIR)/$(folder)) build/types/loopscope/
+
+lint: $(STAMP) types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import training_hooks
-from framework.hook_points import ALWAYS, STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
-from framework.hooks import InterventionHook, TrainingHook
-from framework.selection import HookRegistry, hook_kind, hook_options
+from loopscope import training_hooks
+from loopscope.hook_points import ALWAYS, STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
+from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.selection import HookRegistry, hook_kind, hook_options
 
 FOLDER = Path(__file__).parent / "hooks"
 BENCHMARKS = Path(__file__).parent / "benchmarks.md"
@@ -35,7 +35,7 @@ NEEDS = {
 
 def shipped_hooks() -> list[type[TrainingHook]]:
     """Return the hooks of this distribution, by name; those of other installed packages are not documented here."""
-    return [hook for hook in HookRegistry if hook.__module__.partition(".")[0] == PACKAGE]
+    return [hook for hook in HookRegistry if hook.__module__.startswith(f"{PACKAGE}.")]
 
 
 def pages(hooks: Iterable[type[TrainingHook]] | None = None) -> dict[str, str]:
@@ -226,7 +226,7 @@ def parse_arguments(text: str) -> dict[str, str]:
 def markdown(text: str) -> str:
     """Turn the markup of a docstring into Markdown.
 
-    >>> markdown("see :func:`~framework.curvature.central_difference` and ``k``")
+    >>> markdown("see :func:`~loopscope.curvature.central_difference` and ``k``")
     'see `central_difference` and `k`'
     """
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")

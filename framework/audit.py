@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from framework.guardian import Part
-from framework.training_state import TrainingState, differing
-from framework.tripwire import mutation, unreadable
+from .guardian import Part
+from .training_state import TrainingState, differing
+from .tripwire import mutation, unreadable
 
 
 class Audit:

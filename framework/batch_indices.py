@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from framework.held_generators import held_generators, put_back, seed_all, states_of, undisturbed
-from framework.random_streams import RandomStreams
+from .held_generators import held_generators, put_back, seed_all, states_of, undisturbed
+from .random_streams import RandomStreams
 
 Draw = Callable[[int], torch.Generator]
 """Gives the generator of the n-th block of an epoch's order, the same one whenever it is asked."""

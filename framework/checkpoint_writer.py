@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.checkpoint_files import (
+from .checkpoint_files import (
     Checkpoint,
     DamagedCheckpointError,
     checkpoint_name,

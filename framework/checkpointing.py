@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from framework.checkpoint_writer import CheckpointWriter
-from framework.errors import RunNotice
-from framework.manager import HookManager
-from framework.run_state import RunState
-from framework.signals import Signals, StoppedError
-from framework.training_state import LoopState
+from .checkpoint_writer import CheckpointWriter
+from .errors import RunNotice
+from .manager import HookManager
+from .run_state import RunState
+from .signals import Signals, StoppedError
+from .training_state import LoopState
 
 
 @dataclass(frozen=True)

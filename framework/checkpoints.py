@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.checkpoint_files import open_checkpoint, write_checkpoint
-from framework.durable_files import write_whole
-from framework.errors import UsageError
-from framework.random_streams import MT19937_BYTES, NumpyState, PythonState, StreamState
-from framework.training_state import TrainingState
+from .checkpoint_files import open_checkpoint, write_checkpoint
+from .durable_files import write_whole
+from .errors import UsageError
+from .random_streams import MT19937_BYTES, NumpyState, PythonState, StreamState
+from .training_state import TrainingState
 
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
 KEYS = {*PER_NAME, "kinds", "optimizer", "scheduler", "scaler", "loop", "extras"}

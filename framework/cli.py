@@ -10,23 +10,23 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from framework.cli_diff import DIFF_USAGE, diff
-from framework.cli_help import HelpfulParser
-from framework.cli_hook_options import parse_hook_options
-from framework.cli_parser import Experiment, parse_recorded, parse_run, print_config
-from framework.cli_plot import PLOT_USAGE, plot
-from framework.cli_replay import replay, replay_usage
-from framework.cli_resume import recorded_run
-from framework.cli_sinks import wanted_sinks
-from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names, require
-from framework.console import Mode, RunConsole, print_experiments, print_hook, print_hooks
-from framework.console_notices import Label, show_warnings
-from framework.errors import LoopscopeError, UsageError, counted, listed, unknown
-from framework.records import versions
-from framework.runner import ExperimentRunner
-from framework.selection import ExperimentRegistry, HookRegistry, SinkRegistry
-from framework.session import Session, check_device
-from framework.signals import StoppedError
+from .cli_diff import DIFF_USAGE, diff
+from .cli_help import HelpfulParser
+from .cli_hook_options import parse_hook_options
+from .cli_parser import Experiment, parse_recorded, parse_run, print_config
+from .cli_plot import PLOT_USAGE, plot
+from .cli_replay import replay, replay_usage
+from .cli_resume import recorded_run
+from .cli_sinks import wanted_sinks
+from .config import ExperimentConfig, RunFlags, RunOptions, field_names, require
+from .console import Mode, RunConsole, print_experiments, print_hook, print_hooks
+from .console_notices import Label, show_warnings
+from .errors import LoopscopeError, UsageError, counted, listed, unknown
+from .records import versions
+from .runner import ExperimentRunner
+from .selection import ExperimentRegistry, HookRegistry, SinkRegistry
+from .session import Session, check_device
+from .signals import StoppedError
 
 USAGE = """usage: loopscope COMMAND ...
 

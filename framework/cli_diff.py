@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint_files import open_checkpoint
-from framework.comparing import Parting, differing, moments_of
-from framework.config import require
-from framework.errors import LoopscopeError, UsageError
-from framework.records import CHECKPOINTS, CONFIG, weights_name
+from .checkpoint_files import open_checkpoint
+from .comparing import Parting, differing, moments_of
+from .config import require
+from .errors import LoopscopeError, UsageError
+from .records import CHECKPOINTS, CONFIG, weights_name
 
 DIFF_USAGE = """usage: loopscope diff RUN_A RUN_B
 

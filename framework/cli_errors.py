@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from framework.errors import UsageError, nearest, unknown
-from framework.value_types import choices, in_words
+from .errors import UsageError, nearest, unknown
+from .value_types import choices, in_words
 
 
 def dashed(name: str) -> str:

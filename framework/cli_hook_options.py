@@ -5,9 +5,9 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from framework.cli_errors import wrong_value
-from framework.errors import UsageError, unknown
-from framework.selection import HookRegistry, hook_options
+from .cli_errors import wrong_value
+from .errors import UsageError, unknown
+from .selection import HookRegistry, hook_options
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -9,14 +9,14 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentError, Namespace
 
-from framework.cli_config_file import read_config
-from framework.cli_errors import refusal
-from framework.cli_help import HelpfulParser
-from framework.config import RunFlags
-from framework.errors import unknown
-from framework.metrics import MetricSink
-from framework.runner import ExperimentRunner
-from framework.selection import SinkRegistry
+from .cli_config_file import read_config
+from .cli_errors import refusal
+from .cli_help import HelpfulParser
+from .config import RunFlags
+from .errors import unknown
+from .metrics import MetricSink
+from .runner import ExperimentRunner
+from .selection import SinkRegistry
 
 Experiment = type[ExperimentRunner[Any]]
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")

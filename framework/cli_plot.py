@@ -4,14 +4,21 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from framework.cli_words import Words, parted
-from framework.config import require
-from framework.errors import UsageError, listed, require_package
-from framework.plotting.curves import RecordedRun, read_run
-from framework.plotting.naming import file_stem
-from framework.plotting.panels import Look, Picture, matcher, metric_picture
-from framework.plotting.provenance import WANTED, provenance_picture
-from framework.replay import run_folders
+from .cli_words import Words, parted
+from .config import require
+from .errors import UsageError, listed, require_package
+from .plotting import (
+    WANTED,
+    Look,
+    Picture,
+    RecordedRun,
+    file_stem,
+    matcher,
+    metric_picture,
+    provenance_picture,
+    read_run,
+)
+from .replay import run_folders
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_USAGE = """usage: loopscope plot RUN... --metrics PATTERN... [options]
@@ -57,7 +64,7 @@ def default_name(picture: Picture) -> Path:
 
 
 def _write(picture: Picture, look: Look, path: Path) -> None:
-    from framework.plotting.drawing import figure_of, save
+    from .plotting import figure_of, save
 
     save(figure_of(picture, look), path)
 

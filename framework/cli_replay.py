@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from framework.cli_words import parted
-from framework.errors import UsageError, unknown
-from framework.replay import ReplaySink, run_folders
-from framework.selection import SinkRegistry
+from .cli_words import parted
+from .errors import UsageError, unknown
+from .replay import ReplaySink, run_folders
+from .selection import SinkRegistry
 
 REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
 

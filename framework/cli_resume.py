@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.errors import UsageError
-from framework.records import CONFIG
+from .errors import UsageError
+from .records import CONFIG
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from framework.cli_parser import flag_name
-from framework.metrics import MetricSink
-from framework.selection import SinkRegistry
+from .cli_parser import flag_name
+from .metrics import MetricSink
+from .selection import SinkRegistry
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:

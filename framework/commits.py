@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.errors import LoopscopeError, UsageError, unknown
-from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, overwrite
-from framework.sharding import is_partial, local_shards
+from .errors import LoopscopeError, UsageError, unknown
+from .param_vectors import Vector, gradients, joint_norm, live_gradients, overwrite
+from .sharding import is_partial, local_shards
 
 
 class StatePart(Enum):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.checkpoint_files import DamagedCheckpointError, checkpoints_in, open_checkpoint
-from framework.training_state import ON_DEMAND
+from .checkpoint_files import DamagedCheckpointError, checkpoints_in, open_checkpoint
+from .training_state import ON_DEMAND
 
 COMPARED = ("state", "streams")
 Moment = tuple[int, int]

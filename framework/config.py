@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from framework.errors import UsageError
-from framework.value_types import fits, in_words
+from .errors import UsageError
+from .value_types import fits, in_words
 
 
 def require(condition: bool, sentence: str) -> None:

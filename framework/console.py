@@ -9,13 +9,13 @@ from typing import Any, Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from framework.console_board import Groups
-from framework.console_live import LiveDisplay
-from framework.console_notices import Label, Notice, show_warnings, without_repeats
-from framework.console_numbers import ProgressNumbers
-from framework.console_output import can_be_taken, make_console
-from framework.console_progress import BarView, LineView, TrainingProgress, View
-from framework.console_tables import (
+from .console_board import Groups
+from .console_live import LiveDisplay
+from .console_notices import Label, Notice, show_warnings, without_repeats
+from .console_numbers import ProgressNumbers
+from .console_output import can_be_taken, make_console
+from .console_progress import BarView, LineView, TrainingProgress, View
+from .console_tables import (
     comparison_rows,
     comparison_table,
     experiment_list,
@@ -27,14 +27,14 @@ from framework.console_tables import (
     sample_text,
     strategy_header,
 )
-from framework.contexts import RunInfo
-from framework.display import Display
-from framework.hooks import TrainingHook
-from framework.loops import NoProgress, Progress
-from framework.metrics import MetricSink
-from framework.runner import ExperimentRunner
-from framework.selection import SinkRegistry
-from framework.train_step import TrainingTask
+from .contexts import RunInfo
+from .display import Display
+from .hooks import TrainingHook
+from .loops import NoProgress, Progress
+from .metrics import MetricSink
+from .runner import ExperimentRunner
+from .selection import SinkRegistry
+from .train_step import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]
 

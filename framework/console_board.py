@@ -6,12 +6,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from framework.console_blocks import FALLING, FLAT, RISING, Cell, Group, brief, flattened
-from framework.console_notices import Notice
-from framework.contexts import RunInfo
-from framework.hook_points import HookPoint
-from framework.metrics import MetricSink, Series
-from framework.selection import always_on
+from .console_blocks import FALLING, FLAT, RISING, Cell, Group, brief, flattened
+from .console_notices import Notice
+from .contexts import RunInfo
+from .hook_points import HookPoint
+from .metrics import MetricSink, Series
+from .selection import always_on
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3

@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from framework.console_blocks import ARROW_STYLES, HEADING_STYLE, Group, fitted
-from framework.console_board import Board, parted
-from framework.console_lines import Line, cropped, padded, printable, shortened
-from framework.console_notices import LABEL_STYLES, Notice
-from framework.console_progress import LONGEST_BAR, SHORTEST_BAR, Position
-from framework.console_tables import REMARKS, comparison_rows
+from .console_blocks import ARROW_STYLES, HEADING_STYLE, Group, fitted
+from .console_board import Board, parted
+from .console_lines import Line, cropped, padded, printable, shortened
+from .console_notices import LABEL_STYLES, Notice
+from .console_progress import LONGEST_BAR, SHORTEST_BAR, Position
+from .console_tables import REMARKS, comparison_rows
 
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
 NARROWEST_METRICS = 28

@@ -10,12 +10,12 @@ from typing import IO, Any, NamedTuple
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from framework.console_board import Board, BoardSink, Groups
-from framework.console_kept_output import output_kept
-from framework.console_layout import Glyphs, frame
-from framework.console_notices import Notice
-from framework.console_progress import SECONDS_BETWEEN_UPDATES, Position, View
-from framework.console_screen import Screen
+from .console_board import Board, BoardSink, Groups
+from .console_kept_output import output_kept
+from .console_layout import Glyphs, frame
+from .console_notices import Notice
+from .console_progress import SECONDS_BETWEEN_UPDATES, Position, View
+from .console_screen import Screen
 
 LARGEST_SHARE = 0.02
 MOST_KEPT = 1_000_000

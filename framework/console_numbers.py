@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from framework.console_blocks import flattened
-from framework.contexts import RunInfo
-from framework.hook_points import HookPoint
-from framework.metrics import MetricSink, Series
-from framework.number_text import number_text
+from .console_blocks import flattened
+from .contexts import RunInfo
+from .hook_points import HookPoint
+from .metrics import MetricSink, Series
+from .number_text import number_text
 
 
 class ProgressNumbers(MetricSink):

@@ -12,14 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from framework.contexts import MetricInfo, RunInfo
-from framework.errors import counted
-from framework.hook_points import ALWAYS, EpochWindow
-from framework.hooks import TrainingHook
-from framework.number_text import duration_text, number_text
-from framework.runner import ExperimentRunner
-from framework.selection import hook_kind, hook_options
-from framework.train_step import TrainingTask
+from .contexts import MetricInfo, RunInfo
+from .errors import counted
+from .hook_points import ALWAYS, EpochWindow
+from .hooks import TrainingHook
+from .number_text import duration_text, number_text
+from .runner import ExperimentRunner
+from .selection import hook_kind, hook_options
+from .train_step import TrainingTask
 
 INDENT = 4
 REMARKS = ("treatments", "failed hooks")

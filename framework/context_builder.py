@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.borrowing import borrowed_for_evaluation, borrowed_weights
-from framework.contexts import ForwardResult, ObserverServices, RunDataContext
-from framework.hook_points import EPOCH_END, STEP_POINTS, HookPoint
-from framework.loss_probe import LossProbe
-from framework.observation import forward_pass, optimizer_groups
-from framework.profiler import Profiler
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from .borrowing import borrowed_for_evaluation, borrowed_weights
+from .contexts import ForwardResult, ObserverServices, RunDataContext
+from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
+from .loss_probe import LossProbe
+from .observation import forward_pass, optimizer_groups
+from .profiler import Profiler
+from .train_step import TrainingTask
+from .training_state import TrainingState
 
 Vector = dict[str, Tensor]
 

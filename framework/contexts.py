@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.hook_points import HookPoint
-from framework.profiler import Profiler
+from .hook_points import HookPoint
+from .profiler import Profiler
 
 
 @dataclass(frozen=True)

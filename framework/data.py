@@ -19,10 +19,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from framework.batch_indices import BatchIndices, on_streams, samplers_of
-from framework.errors import UsageError
-from framework.random_streams import RandomStreams
-from framework.seeded_batches import SeededBatches, WorkerStart, as_it_is
+from .batch_indices import BatchIndices, on_streams, samplers_of
+from .errors import UsageError
+from .random_streams import RandomStreams
+from .seeded_batches import SeededBatches, WorkerStart, as_it_is
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/batches.py
 Order = Callable[[int], Tensor]

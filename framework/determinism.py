@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from framework.errors import LoopscopeError
-from framework.flags import GlobalFlags, set_deterministic_algorithms
+from .errors import LoopscopeError
+from .flags import GlobalFlags, set_deterministic_algorithms
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 MISSING = " does not have a deterministic implementation"

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.contexts import RunInfo
-from framework.errors import RunNotice, StateMutationError, UsageError
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.hooks import TrainingHook
-from framework.isolation import Call, Isolation
-from framework.metrics import Metrics, MetricSink, PendingMetrics, Series
+from .contexts import RunInfo
+from .errors import RunNotice, StateMutationError, UsageError
+from .hook_points import STEP_POINTS, HookPoint
+from .hooks import TrainingHook
+from .isolation import Call, Isolation
+from .metrics import Metrics, MetricSink, PendingMetrics, Series
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from framework.contexts import RunInfo
-from framework.hooks import TrainingHook
-from framework.loops import NoProgress, Progress
-from framework.train_step import TrainingTask
+from .contexts import RunInfo
+from .hooks import TrainingHook
+from .loops import NoProgress, Progress
+from .train_step import TrainingTask
 
 
 class Display:

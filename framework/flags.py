@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 
-from framework.random_streams import accelerator_devices
+from .random_streams import accelerator_devices
 
 _C: Any = torch._C
 _optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from framework.hook_points import EPOCH_END, STEP_POINTS
-from framework.manager import HookManager
-from framework.param_vectors import accumulate, joint_norm
-from framework.sharding import whole
-from framework.train_step import TrainingTask
-from framework.training_state import LoopState
+from .hook_points import EPOCH_END, STEP_POINTS
+from .manager import HookManager
+from .param_vectors import accumulate, joint_norm
+from .sharding import whole
+from .train_step import TrainingTask
+from .training_state import LoopState
 
 ROOM = 128  # steps
 

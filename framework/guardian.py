@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.random_streams import StreamState
-from framework.sharding import finish_sharding, fully_sharded_modules
-from framework.structure import Structure
-from framework.tensor_identity import BriefIdentities, TensorIdentities
-from framework.tensor_parts import addresses
-from framework.training_state import TrainingState
+from .random_streams import StreamState
+from .sharding import finish_sharding, fully_sharded_modules
+from .structure import Structure
+from .tensor_identity import BriefIdentities, TensorIdentities
+from .tensor_parts import addresses
+from .training_state import TrainingState
 
 _grad = attrgetter("grad")
 _shape = attrgetter("shape")

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from framework.commits import StatePart
-from framework.errors import UsageError, unknown
-from framework.hook_points import POINTS_OF_LOOP, HookPoint, windows_for
-from framework.hooks import InterventionHook, TrainingHook
-from framework.registry import qualified
+from .commits import StatePart
+from .errors import UsageError, unknown
+from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
+from .hooks import InterventionHook, TrainingHook
+from .registry import qualified
 
 KEYWORDS = ("all", "observers", "with_debug")
 """Words that ``--hooks`` takes beside the names of hooks."""

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
-from framework.commit_check import refuse_undeclared_commits
-from framework.errors import UsageError, unknown
-from framework.hooks import TrainingHook
-from framework.selection import HookRegistry, hook_options
+from .commit_check import refuse_undeclared_commits
+from .errors import UsageError, unknown
+from .hooks import TrainingHook
+from .selection import HookRegistry, hook_options
 
 OptionsByHook = Mapping[str, Mapping[str, Any]]
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from framework.commits import UndeclaredCommitError
-from framework.determinism import explained
-from framework.errors import HookError, RunNotice, UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook
+from .commits import UndeclaredCommitError
+from .determinism import explained
+from .errors import HookError, RunNotice, UnsuitableError, UsageError
+from .hook_points import HookPoint
+from .hooks import InterventionHook, TrainingHook
 
 
 @dataclass

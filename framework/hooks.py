@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from framework.commits import StatePart
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
-from framework.metrics import Metrics
-from framework.taps import Tap
+from .commits import StatePart
+from .contexts import MetricInfo, RunDataContext, RunInfo
+from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
+from .metrics import Metrics
+from .taps import Tap
 
 if TYPE_CHECKING:
-    from framework.sapi import ModelDataContext
+    from .sapi import ModelDataContext
 
 
 class TrainingHook(ABC):

@@ -7,13 +7,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from framework.audit import Audit
-from framework.errors import StateMutationError
-from framework.flags import entered_modes, leave_modes
-from framework.guardian import Snapshot
-from framework.random_streams import StreamState
-from framework.training_state import TrainingState
-from framework.tripwire import Tripwire
+from .audit import Audit
+from .errors import StateMutationError
+from .flags import entered_modes, leave_modes
+from .guardian import Snapshot
+from .random_streams import StreamState
+from .training_state import TrainingState
+from .tripwire import Tripwire
 
 Result = TypeVar("Result")
 CALLS_CHECKED_ALONE = 3

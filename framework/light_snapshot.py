@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.random_streams import StreamState
-from framework.sharding import local_shards
-from framework.training_state import TrainingState
+from .random_streams import StreamState
+from .sharding import local_shards
+from .training_state import TrainingState
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from framework.hook_points import STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
-from framework.hooks import InterventionHook, TrainingHook
+from .hook_points import STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
+from .hooks import InterventionHook, TrainingHook
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from typing import Protocol
 
 import torch
 
-from framework.borrowing import borrowed_for_evaluation
-from framework.data import Batch
-from framework.gradient_keeper import GradientKeeper
-from framework.hook_points import EPOCH_END, HookPoint
-from framework.manager import HookManager
-from framework.train_step import TrainingTask, forward_backward, is_skipped, update
-from framework.training_state import LoopState
+from .borrowing import borrowed_for_evaluation
+from .data import Batch
+from .gradient_keeper import GradientKeeper
+from .hook_points import EPOCH_END, HookPoint
+from .manager import HookManager
+from .train_step import TrainingTask, forward_backward, is_skipped, update
+from .training_state import LoopState
 
 
 class Progress(Protocol):

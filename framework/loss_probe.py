@@ -8,16 +8,16 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from framework.batches import micro_batches, rows
-from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
-from framework.curvature import ExactHessian, Method, central_difference
-from framework.data import Batch
-from framework.errors import LoopscopeError
-from framework.param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
-from framework.profiler import Profiler
-from framework.sharding import fully_sharded_modules, gathered_for_a_while
-from framework.train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
-from framework.training_state import TrainingState
+from .batches import micro_batches, rows
+from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
+from .curvature import ExactHessian, Method, central_difference
+from .data import Batch
+from .errors import LoopscopeError
+from .param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
+from .profiler import Profiler
+from .sharding import fully_sharded_modules, gathered_for_a_while
+from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
+from .training_state import TrainingState
 
 
 class LossProbe:

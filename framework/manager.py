@@ -7,28 +7,28 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
-from framework.commits import CommitRecord, StatePart
-from framework.context_builder import ContextBuilder
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.dispatch import MetricDispatch, Positions
-from framework.errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
-from framework.guardian import Snapshot
-from framework.hook_failures import HookFailures
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.isolation import Call, Isolation
-from framework.listeners import Listener, Listeners
-from framework.loss_probe import LossProbe
-from framework.metrics import Metrics, MetricSink
-from framework.offload import StateOffload
-from framework.profiler import Profiler
-from framework.random_streams import StreamState
-from framework.sapi import ModelDataContext
-from framework.selection import without_duplicates
-from framework.taps import Tap, TapOwner, TapSet
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
+from .commits import CommitRecord, StatePart
+from .context_builder import ContextBuilder
+from .contexts import MetricInfo, RunDataContext, RunInfo
+from .dispatch import MetricDispatch, Positions
+from .errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from .guardian import Snapshot
+from .hook_failures import HookFailures
+from .hook_points import STEP_POINTS, HookPoint
+from .hooks import InterventionHook, TrainingHook
+from .isolation import Call, Isolation
+from .listeners import Listener, Listeners
+from .loss_probe import LossProbe
+from .metrics import Metrics, MetricSink
+from .offload import StateOffload
+from .profiler import Profiler
+from .random_streams import StreamState
+from .sapi import ModelDataContext
+from .selection import without_duplicates
+from .taps import Tap, TapOwner, TapSet
+from .train_step import TrainingTask
+from .training_state import TrainingState
 
 Result = TypeVar("Result")
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from framework.contexts import RunInfo
-from framework.hook_points import HookPoint
+from .contexts import RunInfo
+from .hook_points import HookPoint
 
 MetricValue = Any  # float | int | bool | zero-dimensional Tensor | list | dict of these
 Metrics = Mapping[str, MetricValue]

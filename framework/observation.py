@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from framework.borrowing import borrowed_buffers, borrowed_modes
-from framework.contexts import ForwardResult, OptimizerGroup
-from framework.errors import unknown
-from framework.sharding import gathered_for_a_while
-from framework.training_state import TrainingState
+from .borrowing import borrowed_buffers, borrowed_modes
+from .contexts import ForwardResult, OptimizerGroup
+from .errors import unknown
+from .sharding import gathered_for_a_while
+from .training_state import TrainingState
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:

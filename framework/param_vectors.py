@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.sharding import dtensor_class, is_sharded, local_shards, whole
+from .sharding import dtensor_class, is_sharded, local_shards, whole
 
 Vector = Mapping[str, Tensor]
 Layout = tuple[Any, tuple[int, ...]]

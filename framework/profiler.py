@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from framework.batches import rows
-from framework.memory import PeakMemory
+from .batches import rows
+from .memory import PeakMemory
 
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
 """Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from framework.lowbit.counts import Counts
-from framework.own_hooks import OwnHook
+from .lowbit import Counts
+from .own_hooks import OwnHook
 
 
 class QuantizationListener(OwnHook):

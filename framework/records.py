@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from framework.checkpoint_files import checkpoints_in
-from framework.checkpoints import save_tensors
-from framework.config import RunOptions
-from framework.contexts import RunInfo
-from framework.determinism import settings
-from framework.durable_files import write_json
-from framework.errors import UsageError
-from framework.hook_config import ConfiguredHook
-from framework.manager import HookManager
-from framework.selection import SinkRegistry
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from .checkpoint_files import checkpoints_in
+from .checkpoints import save_tensors
+from .config import RunOptions
+from .contexts import RunInfo
+from .determinism import settings
+from .durable_files import write_json
+from .errors import UsageError
+from .hook_config import ConfiguredHook
+from .manager import HookManager
+from .selection import SinkRegistry
+from .train_step import TrainingTask
+from .training_state import TrainingState
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.config import ExperimentConfig
-from framework.errors import UsageError, listed
-from framework.records import CONFIG, environment, reference_name, versions, weights_name
+from .config import ExperimentConfig
+from .errors import UsageError, listed
+from .records import CONFIG, environment, reference_name, versions, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
 """Options that may differ between a run and its reference without making them two problems."""

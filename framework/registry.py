@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from framework.errors import UsageError, unknown
+from .errors import UsageError, unknown
 
 Entry = TypeVar("Entry", bound=type[Any])
 

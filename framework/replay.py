@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.config import ExperimentConfig
-from framework.contexts import RunInfo
-from framework.errors import UsageError
-from framework.metrics import MetricSink
-from framework.records import CONFIG, SUMMARY
+from .config import ExperimentConfig
+from .contexts import RunInfo
+from .errors import UsageError
+from .metrics import MetricSink
+from .records import CONFIG, SUMMARY
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from framework.checkpoint_files import Checkpoint, newest_intact
-from framework.durable_files import plain_json
-from framework.errors import RunNotice, UsageError, listed
-from framework.records import RunRecord
+from .checkpoint_files import Checkpoint, newest_intact
+from .durable_files import plain_json
+from .errors import RunNotice, UsageError, listed
+from .records import RunRecord
 
 MAY_DIFFER = {"output_dir"}
 """Options of an experiment that change nothing in a run."""

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint_writer import Staging
-from framework.checkpoints import captured, captured_streams, put_back, put_back_streams
-from framework.errors import UsageError
-from framework.isolation import Call
-from framework.manager import HookManager
+from .checkpoint_writer import Staging
+from .checkpoints import captured, captured_streams, put_back, put_back_streams
+from .errors import UsageError
+from .isolation import Call
+from .manager import HookManager
 
 KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors", "left_out"}
 

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from framework.config import ExperimentConfig, require
-from framework.data import Batch, Loader
-from framework.hook_points import LoopType
-from framework.selection import GROUPS, always_on, bulk_hooks
+from .config import ExperimentConfig, require
+from .data import Batch, Loader
+from .hook_points import LoopType
+from .selection import GROUPS, always_on, bulk_hooks
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 OptionsByHook = Mapping[str, Mapping[str, Any]]

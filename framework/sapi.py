@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.borrowing import borrowed_buffers, borrowed_gradients, borrowed_learning_rates
-from framework.commits import (
+from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_learning_rates
+from .commits import (
     Clipping,
     CommitRecord,
     StatePart,
@@ -27,17 +27,17 @@ from framework.commits import (
     scale_each,
     thawing,
 )
-from framework.curvature import METHODS, Method
-from framework.data import Batch, Loader, derived_seed
-from framework.errors import LoopscopeError, unknown
-from framework.guardian import Snapshot
-from framework.light_snapshot import LightSnapshot
-from framework.loss_probe import LossProbe
-from framework.param_vectors import Vector, accumulate, copied, live_gradients
-from framework.profiler import Profiler
-from framework.sharding import local_shards
-from framework.train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
-from framework.training_state import TrainingState
+from .curvature import METHODS, Method
+from .data import Batch, Loader, derived_seed
+from .errors import LoopscopeError, unknown
+from .guardian import Snapshot
+from .light_snapshot import LightSnapshot
+from .loss_probe import LossProbe
+from .param_vectors import Vector, accumulate, copied, live_gradients
+from .profiler import Profiler
+from .sharding import local_shards
+from .train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+from .training_state import TrainingState
 
 
 class ReadOnlyError(LoopscopeError):
@@ -246,7 +246,7 @@ class ModelDataContext:
             batch: the batch of the loss (default: the current one).
             loader: take the mean loss over one epoch of this loader instead, batches weighted by their rows.
             method: ``"exact"`` (reverse over reverse, attention by its MATH kernel) or ``"finite_difference"``
-                (central, see :func:`framework.curvature.central_difference`), which moves the parameters and so needs
+                (central, see :func:`loopscope.curvature.central_difference`), which moves the parameters and so needs
                 ``mutates``.
             epsilon: absolute step of ``finite_difference`` along v/‖v‖.
         """

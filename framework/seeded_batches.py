@@ -5,8 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import Dataset, get_worker_info
 
-from framework.held_generators import held_generators, seed_all, undisturbed
-from framework.random_streams import RandomStreams
+from .held_generators import held_generators, seed_all, undisturbed
+from .random_streams import RandomStreams
 
 
 @runtime_checkable

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from framework.errors import UsageError, unknown
-from framework.hook_checks import KEYWORDS, check_hook_class, has_commits, hook_kind, hook_options
-from framework.hooks import TrainingHook
-from framework.metrics import MetricSink
-from framework.registry import Registry, qualified
+from .errors import UsageError, unknown
+from .hook_checks import KEYWORDS, check_hook_class, has_commits, hook_kind, hook_options
+from .hooks import TrainingHook
+from .metrics import MetricSink
+from .registry import Registry, qualified
 
 __all__ = [
     "GROUPS",

@@ -10,30 +10,30 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint_files import Checkpoint
-from framework.checkpointing import CheckpointPlan
-from framework.comparing import moments_of
-from framework.compilation import compile_model
-from framework.config import RunOptions, require
-from framework.contexts import RunInfo
-from framework.determinism import deterministic
-from framework.display import Display
-from framework.errors import RunNotice, UsageError, unknown
-from framework.hook_config import ConfiguredHook, build_hooks, refuse_idle_options
-from framework.hooks import TrainingHook, treatments
-from framework.manager import HookManager
-from framework.metrics import MetricSink
-from framework.precision import Precision
-from framework.random_streams import RandomStreams, seed_everything
-from framework.records import RunRecord, environment, versions
-from framework.reference import Reference, differences, find_reference, load_reference
-from framework.resuming import described, newest_of, refuse_another_run, tell_of_environment
-from framework.runner import ExperimentRunner
-from framework.selection import HookRegistry, select_hooks
-from framework.strategy_run import StrategyRun
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
-from framework.validating import validate
+from .checkpoint_files import Checkpoint
+from .checkpointing import CheckpointPlan
+from .comparing import moments_of
+from .compilation import compile_model
+from .config import RunOptions, require
+from .contexts import RunInfo
+from .determinism import deterministic
+from .display import Display
+from .errors import RunNotice, UsageError, unknown
+from .hook_config import ConfiguredHook, build_hooks, refuse_idle_options
+from .hooks import TrainingHook, treatments
+from .manager import HookManager
+from .metrics import MetricSink
+from .precision import Precision
+from .random_streams import RandomStreams, seed_everything
+from .records import RunRecord, environment, versions
+from .reference import Reference, differences, find_reference, load_reference
+from .resuming import described, newest_of, refuse_another_run, tell_of_environment
+from .runner import ExperimentRunner
+from .selection import HookRegistry, select_hooks
+from .strategy_run import StrategyRun
+from .train_step import TrainingTask
+from .training_state import TrainingState
+from .validating import validate
 
 
 @dataclass

@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from framework.borrowing import borrowed_for_evaluation
-from framework.checkpoint_files import Checkpoint
-from framework.checkpoint_writer import CheckpointWriter
-from framework.checkpointing import Checkpointing, CheckpointPlan
-from framework.contexts import RunInfo
-from framework.determinism import explained
-from framework.display import Display
-from framework.errors import HookError, LoopscopeError, RunNotice, StateMutationError
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.records import RunRecord, environment, versions
-from framework.run_lock import run_lock
-from framework.run_state import RunState
-from framework.signals import Signals, StoppedError
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from .borrowing import borrowed_for_evaluation
+from .checkpoint_files import Checkpoint
+from .checkpoint_writer import CheckpointWriter
+from .checkpointing import Checkpointing, CheckpointPlan
+from .contexts import RunInfo
+from .determinism import explained
+from .display import Display
+from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from .loops import epoch_loop, step_loop
+from .manager import HookManager
+from .records import RunRecord, environment, versions
+from .run_lock import run_lock
+from .run_state import RunState
+from .signals import Signals, StoppedError
+from .train_step import TrainingTask
+from .training_state import TrainingState
 
 Result = TypeVar("Result")
 

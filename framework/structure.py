@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.tensor_parts import addresses, attached
+from .tensor_parts import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from framework.compilation import eagerly, is_compiled
-from framework.errors import StateMutationError, UsageError, unknown
-from framework.own_hooks import OwnFunction
-from framework.quantization_taps import QuantizationListener, QuantizationTap, Quantized
+from .compilation import eagerly, is_compiled
+from .errors import StateMutationError, UsageError, unknown
+from .own_hooks import OwnFunction
+from .quantization_taps import QuantizationListener, QuantizationTap, Quantized
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from framework.tensor_parts import (
+from .tensor_parts import (
     ATTACHED,
     PLAIN,
     addresses,

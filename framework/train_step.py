@@ -11,9 +11,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.batches import micro_batches, rows
-from framework.data import Batch, Loader
-from framework.precision import overflowed, twin
+from .batches import micro_batches, rows
+from .data import Batch, Loader
+from .precision import overflowed, twin
 
 
 @dataclass

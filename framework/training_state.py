@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from framework.digest import digest
-from framework.flags import GlobalFlags
-from framework.own_hooks import OwnHook
-from framework.random_streams import RandomStreams
-from framework.structure import Structure
-from framework.tensor_parts import inner_tensors
+from .digest import digest
+from .flags import GlobalFlags
+from .own_hooks import OwnHook
+from .random_streams import RandomStreams
+from .structure import Structure
+from .tensor_parts import inner_tensors
 
 MODULE_HOOKS = (
     "_forward_hooks",

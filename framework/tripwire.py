@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from framework.errors import StateMutationError, listed
-from framework.sharding import is_sharded, local_shards
-from framework.training_state import MODULE_HOOKS, TrainingState, nested
+from .errors import StateMutationError, listed
+from .sharding import is_sharded, local_shards
+from .training_state import MODULE_HOOKS, TrainingState, nested
 
 _version = attrgetter("_version")
 _grad = attrgetter("grad")

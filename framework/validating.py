@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint_files import open_checkpoint
-from framework.comparing import Moment, Parting, differing
-from framework.errors import LoopscopeError
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.run_state import RunState
-from framework.strategy_run import StrategyRun
-from framework.training_state import LoopState
+from .checkpoint_files import open_checkpoint
+from .comparing import Moment, Parting, differing
+from .errors import LoopscopeError
+from .loops import epoch_loop, step_loop
+from .manager import HookManager
+from .run_state import RunState
+from .strategy_run import StrategyRun
+from .training_state import LoopState
 
 
 class PartedError(LoopscopeError):

@@ -1,11 +1,11 @@
 """The destinations of metrics that come with loopscope; importing this package fills the registry."""
 
-from sinks.console import ConsoleSink
-from sinks.csv import CSVSink, read_csv
-from sinks.jsonl import JSONLSink, read_jsonl
-from sinks.record import Record
-from sinks.tensorboard_sink import TensorBoardSink
-from sinks.wandb_sink import WandbSink
+from .console import ConsoleSink
+from .csv import CSVSink, read_csv
+from .jsonl import JSONLSink, read_jsonl
+from .record import Record
+from .tensorboard_sink import TensorBoardSink
+from .wandb_sink import WandbSink
 
 __all__ = [
     "CSVSink",

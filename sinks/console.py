@@ -4,20 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from loopscope.console_blocks import ARROW_STYLES, HEADING_STYLE, Cell, Group, brief, fitted, flattened
+from loopscope.console_board import Board, Groups, hooks_described, parted, shown_metrics
+from loopscope.console_lines import Line, as_text, printable, width_of
+from loopscope.console_output import make_console
+from loopscope.contexts import RunInfo
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import MetricSink, Series
+from loopscope.number_text import number_text, value_text
+from loopscope.selection import SinkRegistry
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from framework.console_blocks import ARROW_STYLES, HEADING_STYLE, Cell, Group, brief, fitted, flattened
-from framework.console_board import Board, Groups, hooks_described, parted, shown_metrics
-from framework.console_lines import Line, as_text, printable, width_of
-from framework.console_output import make_console
-from framework.contexts import RunInfo
-from framework.hook_points import HookPoint
-from framework.metrics import MetricSink, Series
-from framework.number_text import number_text, value_text
-from framework.selection import SinkRegistry
-from sinks.record import plain
+from .record import plain
 
 ITEM_GAP = 3
 LEAST_LINES = 30

@@ -7,14 +7,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.contexts import MetricInfo, RunInfo
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import Series
-from framework.replay import RecordSink
-from framework.selection import SinkRegistry
-from sinks.cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
-from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
-from sinks.run_file import RunFile, complete_lines
+from loopscope.contexts import MetricInfo, RunInfo
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.metrics import Series
+from loopscope.replay import RecordSink
+from loopscope.selection import SinkRegistry
+
+from .csv_cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
+from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
+from .run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
@@ -87,7 +88,7 @@ class CSVSink(RecordSink):
     """Write the metrics to STRATEGY.csv, one column per metric that the hooks describe.
 
     The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. Values
-    are written as ``sinks/cells.py`` says. The metrics of one per-parameter family share a column, as
+    are written as ``sinks/csv_cells.py`` says. The metrics of one per-parameter family share a column, as
     ``parameter:value;parameter:value``; a metric that no hook described goes to ``other`` as ``name:value``.
 
     At step-level points a row holds the series of one emit that share their steps: ``step`` lists the steps as

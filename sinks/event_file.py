@@ -19,8 +19,8 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
-from sinks.record import plain
-from sinks.run_file import cut_back, reopened, replaced
+from .record import plain
+from .run_file import cut_back, reopened, replaced
 
 CASTAGNOLI = 0x82F63B78
 """The polynomial of CRC-32C with its bits reversed."""

@@ -7,13 +7,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.contexts import RunInfo
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import Series
-from framework.replay import RecordSink
-from framework.selection import SinkRegistry
-from sinks.record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
-from sinks.run_file import RunFile, complete_lines
+from loopscope.contexts import RunInfo
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.metrics import Series
+from loopscope.replay import RecordSink
+from loopscope.selection import SinkRegistry
+
+from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
+from .run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from framework.hook_points import HookPoint
-from framework.metrics import Series
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
 
 NUMBERS = frozenset({float, int, bool})
 LAYOUTS = 64

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from framework.errors import UsageError
-from framework.replay import RunDescription
-from sinks.jsonl import read_jsonl
-from sinks.record import Record
+from loopscope.errors import UsageError
+from loopscope.replay import RunDescription
+
+from .jsonl import read_jsonl
+from .record import Record
 
 
 def record_of(folder: Path) -> tuple[Path, RunDescription]:

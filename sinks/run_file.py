@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from framework.contexts import RunInfo
-from framework.errors import UsageError
+from loopscope.contexts import RunInfo
+from loopscope.errors import UsageError
 
 _REMEDY = "put that file back, or start the run anew with --overwrite."
 

@@ -5,16 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from framework.contexts import RunInfo
-from framework.errors import UsageError, require_package
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import Series
-from framework.replay import ReplaySink, RunDescription, status_of
-from framework.selection import SinkRegistry
-from sinks.recorded_run import emits_of, record_of
+from loopscope.contexts import RunInfo
+from loopscope.errors import UsageError, require_package
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.metrics import Series
+from loopscope.replay import ReplaySink, RunDescription, status_of
+from loopscope.selection import SinkRegistry
+
+from .recorded_run import emits_of, record_of
 
 if TYPE_CHECKING:
-    from sinks.event_file import EventFile
+    from .event_file import EventFile
 
 FOLDER = "tensorboard"
 
@@ -64,14 +65,14 @@ class TensorBoardSink(ReplaySink):
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Go on in the strategy's event file, cut back to the position."""
-        from sinks.event_file import EventFile
+        from .event_file import EventFile
 
         self._release()
         self._file = EventFile(_event_file(run.output_dir / FOLDER, run.strategy), size=position["size"])
         self._step = position["step"]
 
     def _begin(self, folder: Path, run: RunDescription) -> None:
-        from sinks.event_file import EventFile, session_start, table, text
+        from .event_file import EventFile, session_start, table, text
 
         self._release()
         folder.mkdir(exist_ok=True)
@@ -83,7 +84,7 @@ class TensorBoardSink(ReplaySink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Write the metrics at their steps."""
-        from sinks.event_file import messages
+        from .event_file import messages
 
         file = self._opened()
         by_step: dict[int, list[Any]] = {}
@@ -105,7 +106,7 @@ class TensorBoardSink(ReplaySink):
 
     def close(self, status: str) -> None:
         """Write how the strategy ended and close its file."""
-        from sinks.event_file import session_end
+        from .event_file import session_end
 
         try:
             if self._file is not None:

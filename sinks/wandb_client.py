@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from framework.hook_points import STEP_POINTS
-from framework.replay import RunDescription
-from sinks import wandb_process
-from sinks.record import plain
-from sinks.wandb_process import Ending, Job
+from loopscope.hook_points import STEP_POINTS
+from loopscope.replay import RunDescription
+from loopscope.sinks import wandb_process
+
+from .record import plain
+from .wandb_process import Ending, Job
 
 LONGEST_WAIT = 0.8
 """Seconds that a run waits at its end for the client."""

@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from framework.contexts import RunInfo
-from framework.errors import LoopscopeError, RunNotice, UsageError, require_package
-from framework.hook_points import HookPoint
-from framework.replay import ReplaySink, RunDescription, status_of
-from framework.selection import SinkRegistry
-from sinks import wandb_client
-from sinks.jsonl import JSONLSink
-from sinks.recorded_run import record_of
-from sinks.wandb_client import Client, job_of
-from sinks.wandb_process import Ending, new_run_id
+from loopscope.contexts import RunInfo
+from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
+from loopscope.hook_points import HookPoint
+from loopscope.replay import ReplaySink, RunDescription, status_of
+from loopscope.selection import SinkRegistry
+from loopscope.sinks import wandb_client
+
+from .jsonl import JSONLSink
+from .recorded_run import record_of
+from .wandb_client import Client, job_of
+from .wandb_process import Ending, new_run_id
 
 FORBIDDEN = "/\\#?%:"
 LONGEST_NAME = 128

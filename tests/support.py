@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunInfo
+from loopscope.data import TensorLoader, random_order
+from loopscope.experiments.mod_arithmetic.model import GrokkingTransformer
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import MetricSink, Series
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import LoopState, TrainingState, of_the_run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
-
-from experiments.mod_arithmetic.model import GrokkingTransformer
-from framework.contexts import MetricInfo, RunInfo
-from framework.data import TensorLoader, random_order
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook, treatments
-from framework.loops import NoPauses, NoProgress, epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.metrics import MetricSink, Series
-from framework.random_streams import RandomStreams, seed_everything
-from framework.train_step import TrainingTask
-from framework.training_state import LoopState, TrainingState, of_the_run
 
 LOOPS = ("epoch", "step")
 ROWS = 21

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loopscope.experiments.mod_arithmetic.runner import QUICK
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
+from loopscope.training_hooks.grad_clip import GradClip
 
-from experiments.mod_arithmetic.runner import QUICK
-from framework.loops import step_loop
-from framework.manager import HookManager
 from tests.benchmarks import tied_cost
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.memory_cost import BARE, HOOKS, MUTATING, measure, memory_rows
@@ -17,7 +18,6 @@ from tests.benchmarks.rows import MICROSECONDS, PER_SECOND, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic
 from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
-from training_hooks.grad_clip import GradClip
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)

@@ -4,9 +4,9 @@ import csv
 from contextlib import ExitStack
 
 import pytest
+from loopscope.metrics import Series
+from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
-from framework.metrics import Series
-from sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 from tests.benchmarks.sink_cost import LOGGERS, csv_logger, emitted, installed, loads, summary_writer
 
 WRITTEN = pytest.mark.parametrize("load", list(loads()), ids=lambda load: load.title)

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from framework.train_step import TrainingTask, forward_backward, update
-from framework.training_state import TrainingState
 
 
 @dataclass

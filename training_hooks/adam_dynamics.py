@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import live_gradients, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.param_vectors import live_gradients, trainable
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from training_hooks.measures.adam_update import Settings, Update, adam_update, flat
+from .measures import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17

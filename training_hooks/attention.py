@@ -5,18 +5,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import LoopscopeError, UsageError, unknown
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import LoopscopeError, UsageError, unknown
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from training_hooks.measures.attention_layers import AttentionLayer, HeadWeights, find_attention
-from training_hooks.measures.attention_scores import AttentionCall, reading
-from training_hooks.measures.circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum
+from .measures import (
+    AttentionCall,
+    AttentionLayer,
+    CircuitSpectrum,
+    HeadWeights,
+    copying_score,
+    find_attention,
+    output_value_spectrum,
+    query_key_spectrum,
+    reading,
+)
 
 
 def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:

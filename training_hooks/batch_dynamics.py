@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from training_hooks.measures.count_sketch import check_dimensions
-from training_hooks.measures.gradient_history import GradientHistory, refuse_above, spectrum
-from training_hooks.measures.spectra import effective_rank, leading_share
+from .measures import GradientHistory, check_dimensions, effective_rank, leading_share, refuse_above, spectrum
 
 LAGS = (1, 2, 5, 10, 20, 50)
 WINDOWS = (5, 10, 20, 50)

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import trainable
+from loopscope.selection import HookRegistry
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import trainable
-from framework.selection import HookRegistry
-from training_hooks.measures.flat_shards import FlatLayout, FlatMemory, FlatVector
+from .measures import FlatLayout, FlatMemory, FlatVector
 
 
 def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Sequence[str]) -> dict[str, Tensor]:

@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import Vector, dot, minus, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.param_vectors import Vector, dot, minus, trainable
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
 
 NO_ORDERING = 1e-5
 """Below this share of ‖g‖² what is left of g beside c̄ is rounding, in float32, and has no direction."""

@@ -5,17 +5,17 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import DebugInterventionHook
+from loopscope.metrics import Metrics
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import DebugInterventionHook
-from framework.metrics import Metrics
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from training_hooks.counterfactual import inner_products, shuffled_epochs
-from training_hooks.measures.student_t import critical_value
+from .counterfactual import inner_products, shuffled_epochs
+from .measures import critical_value
 
 FEWEST = 3
 """Shuffles that an error needs: it is made of splits with one shuffle fewer, and a split needs two."""
@@ -32,7 +32,7 @@ class Splits(NamedTuple):
 
 
 def splits(gram: Tensor, observed: Tensor, shuffles: Tensor) -> Splits:
-    """Split many epochs at once, as :func:`training_hooks.counterfactual.ordering_split` does one.
+    """Split many epochs at once, as :func:`loopscope.training_hooks.counterfactual.ordering_split` does one.
 
     ``gram`` has shape (n, n); ``observed``, of shape (s,), and ``shuffles``, of shape (s, K), are indices into it.
     """

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
+from loopscope.taps import GradientTap
 from torch import Tensor, nn
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from framework.taps import GradientTap
-from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
+from .measures import EmbeddingPair, TiedGradients, all_sums
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""

@@ -4,20 +4,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
+from loopscope.sharding import whole
 from torch import Tensor, nn
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from framework.sharding import whole
-from training_hooks.measures.concentration import entropy_of_shares, gini
-from training_hooks.measures.embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
-from training_hooks.measures.fourier_metrics import FOURIER_METRICS
-from training_hooks.measures.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
-from training_hooks.measures.periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
+from .measures import (
+    FOURIER_METRICS,
+    ablated_losses,
+    data_stride,
+    entropy_of_shares,
+    feed_forward_inputs,
+    first_embedding,
+    gini,
+    matrix_named,
+    one_sided_power,
+    output_projection,
+    power_of_columns,
+    rows_of_pairs,
+    sampled_rows,
+    stride_harmonics,
+    token_pairs,
+)
 
 NEURON_ROWS = 4
 LOGITS_AT_ONCE = 2**24

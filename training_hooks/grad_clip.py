@@ -5,19 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+from loopscope.commits import StatePart
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UsageError, unknown
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import Vector, gradients, joint_norm, live_gradients, norm_of_each
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
+from loopscope.sharding import is_sharded, whole
 from torch import Tensor
 
-from framework.commits import StatePart
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError, unknown
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.param_vectors import Vector, gradients, joint_norm, live_gradients, norm_of_each
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from framework.sharding import is_sharded, whole
-from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
+from .measures import AdaGC, Gammas, ZClip
 
 Rule = Literal["norm", "value", "parameter", "zclip", "adagc"]
 OPTIONS: Mapping[Rule, Mapping[str, float]] = {

@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import joint_norm
+from loopscope.selection import HookRegistry
+from loopscope.sharding import is_sharded
+from loopscope.taps import GradientTap
 from torch import Tensor, nn
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError, listed
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import joint_norm
-from framework.selection import HookRegistry
-from framework.sharding import is_sharded
-from framework.taps import GradientTap
-from training_hooks.measures.blocks import Chain, find_chains
+from .measures import Chain, find_chains
 
 HYSTERESIS = 2.0
 """A warned condition ends where the gain is back within its threshold by this factor."""

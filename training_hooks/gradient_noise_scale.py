@@ -4,16 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from loopscope.batches import micro_batches, rows
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import Vector, accumulate, dot
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.batches import micro_batches, rows
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import Vector, accumulate, dot
-from framework.selection import HookRegistry
 
 
 class SquaredNorms(NamedTuple):

@@ -6,25 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.lowbit import ROLES, BitLinear, Cast, FormatRegistry, RuleRegistry
+from loopscope.metrics import Metrics
+from loopscope.quantization_taps import QuantizationTap, quantized_modules
+from loopscope.selection import HookRegistry
+from loopscope.taps import GradientTap, Tap
 from torch import Tensor, nn
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.roles import ROLES
-from framework.lowbit.scaling import RuleRegistry
-from framework.metrics import Metrics
-from framework.quantization_taps import QuantizationTap, quantized_modules
-from framework.selection import HookRegistry
-from framework.taps import GradientTap, Tap
-from training_hooks.measures.overflow_ledger import Ledger
-from training_hooks.measures.overflow_readings import infos
-from training_hooks.measures.overflow_report import Alarm, Values, summary, values_by_role, values_together
-from training_hooks.measures.what_if import SUBJECTS, WhatIf, label
+from .measures import SUBJECTS, Alarm, Ledger, Values, WhatIf, infos, label, summary, values_by_role, values_together
 
 QUANTIZERS = "quantizers"
 

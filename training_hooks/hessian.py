@@ -4,30 +4,31 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.curvature import METHODS, Method
+from loopscope.errors import UsageError, unknown
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import Vector, copied, minus, overwrite, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch.optim import Adam, Optimizer
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.curvature import METHODS, Method
-from framework.errors import UsageError, unknown
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.param_vectors import Vector, copied, minus, overwrite, trainable
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from training_hooks.measures.entanglement import (
+from .measures import (
     Departure,
     Trail,
+    adam_preconditioner,
     approximation,
     curvature_along,
     entanglement_metrics,
     own_step_metrics,
     placed_like,
     preconditioned_curvature,
+    refuse_exact_under_fsdp,
     solution_metrics,
+    stability_threshold,
 )
-from training_hooks.measures.measured_loss import refuse_exact_under_fsdp
-from training_hooks.measures.stability import adam_preconditioner, stability_threshold
 
 
 @HookRegistry.register

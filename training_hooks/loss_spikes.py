@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError, listed
+from loopscope.hook_points import EPOCH_END, HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError, listed
-from framework.hook_points import EPOCH_END, HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
 
 SMALLEST_SPREAD = 1e-10
 TOGETHER = 1024  # steps whose windows are laid out in memory at once

@@ -6,16 +6,15 @@ from itertools import count, islice
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, OptimizerGroup, RunDataContext
+from loopscope.data import Batch, Loader
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, OptimizerGroup, RunDataContext
-from framework.data import Batch, Loader
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
 
 
 def growing_rates(lowest: float, highest: float, steps: int) -> list[float]:

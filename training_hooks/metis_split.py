@@ -4,22 +4,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
+from loopscope.commits import StatePart
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.data import derived_seed
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook
+from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import joint_norm
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
+from loopscope.sharding import is_sharded
 from torch import Tensor, nn
-
-from framework.commits import StatePart
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.data import derived_seed
-from framework.errors import RunNotice, UnsuitableError, UsageError, listed
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.metis import Decomposition, MetisOptions
-from framework.lowbit.splitting import LowRankFactors, split_weight
-from framework.metrics import Metrics
-from framework.param_vectors import joint_norm
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from framework.sharding import is_sharded
 
 
 @HookRegistry.register

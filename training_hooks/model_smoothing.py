@@ -4,18 +4,18 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from framework.commits import StatePart
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError, listed
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook
-from framework.lowbit.splitting import layers_with_factors
-from framework.metrics import Metrics
-from framework.param_vectors import norm, trainable
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from training_hooks.measures.shadow_copies import ShadowCopies
-from training_hooks.measures.smoothing import SmoothingConfig, blend_buffers, distance
+from loopscope.commits import StatePart
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError, listed
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook
+from loopscope.lowbit import layers_with_factors
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import norm, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
+
+from .measures import ShadowCopies, SmoothingConfig, blend_buffers, distance
 
 
 @HookRegistry.register
@@ -24,7 +24,7 @@ class ModelSmoothing(InterventionHook):
 
     After an optimizer step whose number is a multiple of the interval: live ← (1 − α)·live + α·buffer, then buffer ←
     live. The buffer begins as the starting weights. The optimizer's moments stay as they were. The arithmetic is that
-    of ``training_hooks.ModelSmoother``, with which a loop of one's own makes the same run bit for bit.
+    of ``loopscope.training_hooks.ModelSmoother``, with which a loop of one's own makes the same run bit for bit.
 
     Assumes a run of many intervals: a short one, or fine-tuning, is pulled back to where it began. Keeps one copy of
     the parameters that are trained when the run starts, each shared one once; one that is frozen later is left alone,

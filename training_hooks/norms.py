@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from framework.contexts import MetricInfo, RunDataContext
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import max_abs, norm, norm_of_each, trainable
-from framework.selection import HookRegistry
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import max_abs, norm, norm_of_each, trainable
+from loopscope.selection import HookRegistry
 
 
 @HookRegistry.register

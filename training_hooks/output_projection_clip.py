@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from loopscope.commits import StatePart
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
+from loopscope.taps import GradientTap
 from torch import nn
 
-from framework.commits import StatePart
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from framework.taps import GradientTap
-from training_hooks.measures.output_projection import ClipOptions, OutputProjectionClipper, Scope
-from training_hooks.measures.tied_embeddings import EmbeddingPair
+from .measures import ClipOptions, EmbeddingPair, OutputProjectionClipper, Scope
 
 
 @HookRegistry.register

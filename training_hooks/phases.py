@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import norm, trainable
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import norm, trainable
-from framework.selection import HookRegistry
 
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
 

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.lowbit import OFFSET, RangePenalty, penalised, share
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import joint_norm
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.lowbit.regularizer import OFFSET, RangePenalty, penalised, share
-from framework.metrics import Metrics
-from framework.param_vectors import joint_norm
-from framework.selection import HookRegistry
 
 
 def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

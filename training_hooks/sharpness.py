@@ -6,29 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from loopscope.contexts import MetricInfo, OptimizerGroup, RunDataContext, RunInfo
+from loopscope.curvature import METHODS, Method
+from loopscope.errors import UsageError, unknown
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.metrics import Metrics, MetricValue
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from framework.contexts import MetricInfo, OptimizerGroup, RunDataContext, RunInfo
-from framework.curvature import METHODS, Method
-from framework.errors import UsageError, unknown
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.metrics import Metrics, MetricValue
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
-from training_hooks.measures.critical_sharpness import critical_infos, gradient_metrics, update_metrics
-from training_hooks.measures.lanczos import (
+from .measures import (
     Density,
+    MeasuredLoss,
     Product,
     Tridiagonal,
+    adam_preconditioner,
+    critical_infos,
+    gradient_metrics,
     lanczos,
     mean_and_error,
     rademacher,
+    refuse_exact_under_fsdp,
     residuals,
+    spread_batches,
+    stability_threshold,
+    update_metrics,
 )
-from training_hooks.measures.measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
-from training_hooks.measures.stability import adam_preconditioner, stability_threshold
 
 
 @dataclass(frozen=True)

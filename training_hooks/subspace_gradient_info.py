@@ -5,17 +5,15 @@ from itertools import islice
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from training_hooks.measures.count_sketch import check_dimensions
-from training_hooks.measures.gradient_history import GradientHistory, refuse_above, spectrum, width_of
-from training_hooks.measures.spectra import participation_ratio
+from .measures import GradientHistory, check_dimensions, participation_ratio, refuse_above, spectrum, width_of
 
 
 def centred(gram: Tensor) -> Tensor:

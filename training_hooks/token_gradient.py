@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
+from loopscope.sharding import whole
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
-from framework.sharding import whole
-from training_hooks.measures.concentration import gini
-from training_hooks.measures.embeddings import first_embedding, first_name, matrix_named
-from training_hooks.measures.spectra import participation_ratio
+from .measures import first_embedding, first_name, gini, matrix_named, participation_ratio
 
 
 def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import EPOCH_END, HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import Vector, accumulate, norm, trainable
+from loopscope.selection import HookRegistry
 from torch import Tensor
-
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import EPOCH_END, HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import Vector, accumulate, norm, trainable
-from framework.selection import HookRegistry
 
 AROUND_THE_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 EPSILON = 1e-12

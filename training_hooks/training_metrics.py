@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from framework.contexts import MetricInfo, RunDataContext
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.selection import HookRegistry
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.selection import HookRegistry
 
 
 def present(**values: Any) -> dict[str, Any]:

@@ -5,21 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from loopscope.checkpoints import save_tensors
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import UnsuitableError, UsageError, listed, unknown
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.lowbit import layers_with_factors
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import norm, trainable
+from loopscope.records import average_name
+from loopscope.selection import HookRegistry
+from loopscope.sharding import fully_sharded_modules, is_sharded
 
-from framework.checkpoints import save_tensors
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import UnsuitableError, UsageError, listed, unknown
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.lowbit.splitting import layers_with_factors
-from framework.metrics import Metrics
-from framework.param_vectors import norm, trainable
-from framework.records import average_name
-from framework.selection import HookRegistry
-from framework.sharding import fully_sharded_modules, is_sharded
-from training_hooks.measures.smoothing import distance
-from training_hooks.measures.weight_averages import WeightAverage as Average
-from training_hooks.measures.weight_averages import averaged_state_dict
+from .measures import WeightAverage as Average
+from .measures import averaged_state_dict, distance
 
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
 

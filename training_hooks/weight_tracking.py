@@ -3,18 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import WIDE, Vector, norm_of_each, trainable
+from loopscope.selection import HookRegistry
+from loopscope.sharding import is_sharded, whole
 from torch import Tensor
 
-from framework.contexts import MetricInfo, RunDataContext
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import WIDE, Vector, norm_of_each, trainable
-from framework.selection import HookRegistry
-from framework.sharding import is_sharded, whole
-from training_hooks.measures.power_law import PowerLawFit, fit_power_law
-from training_hooks.measures.spectra import effective_rank, stable_rank
+from .measures import PowerLawFit, effective_rank, fit_power_law, stable_rank
 
 
 def weight_norms(weights: Vector) -> dict[str, Tensor]:
@@ -34,7 +33,7 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """Return the singular values of matrices, stacked for all that have equally many.
 
     They are the roots of the eigenvalues of the smaller Gram matrix in float64, as in
-    :func:`training_hooks.measures.spectra.singular_values`, decomposed together.
+    :func:`loopscope.training_hooks.measures.spectra.singular_values`, decomposed together.
 
     Returns:
         for each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a

@@ -4,15 +4,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from framework.contexts import MetricInfo, RunDataContext, RunInfo
-from framework.errors import RunNotice, UnsuitableError, UsageError, counted
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
-from framework.param_vectors import trainable
-from framework.selection import HookRegistry
-from training_hooks.measures.conditions import Conditions
-from training_hooks.measures.update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
+from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
+from loopscope.param_vectors import trainable
+from loopscope.selection import HookRegistry
+
+from .measures import Conditions, GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 
 CONDITIONS = {
     "vanishing": ("has a vanishing gradient", "have vanishing gradients"),

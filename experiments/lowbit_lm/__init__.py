@@ -1,1 +1,5 @@
-"""A decoder language model trained with 4- and 8-bit numbers."""
+"""A small language model under every low-bit recipe."""
+
+from .runner import LowbitLMRunner
+
+__all__ = ["LowbitLMRunner"]

@@ -4,17 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from loopscope.config import require
+from loopscope.data import derived_seed
+from loopscope.lowbit import (
+    RECIPES,
+    Gains,
+    MetisOptions,
+    RangePenalty,
+    Recipe,
+    find_recipe,
+    layers_to_quantize,
+    penalised,
+    quantize_model,
+)
+from loopscope.runner import OptionsByHook
+from loopscope.selection import ExperimentRegistry
 from torch import Tensor, nn
 
-from experiments.tied_lm.training import LanguageModelConfig, LanguageModelRunner
-from framework.config import require
-from framework.data import derived_seed
-from framework.lowbit.conversion import layers_to_quantize, quantize_model
-from framework.lowbit.metis import Gains, MetisOptions
-from framework.lowbit.recipes import RECIPES, Recipe, find_recipe
-from framework.lowbit.regularizer import RangePenalty, penalised
-from framework.runner import OptionsByHook
-from framework.selection import ExperimentRegistry
+from ..tied_lm import LanguageModelConfig, LanguageModelRunner
 
 BASELINE, METIS = "fp32", "fp4_metis"
 PENALISED = "blocks.*"

@@ -1,1 +1,5 @@
-"""(a + b) mod p: how the order of the data shapes what a transformer learns."""
+"""(a + b) mod p by a small transformer."""
+
+from .runner import ModArithmeticRunner
+
+__all__ = ["ModArithmeticRunner"]

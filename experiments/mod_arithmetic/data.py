@@ -4,9 +4,8 @@ import math
 
 import numpy as np
 import torch
+from loopscope.data import Order, derived_seed, fixed_order, random_order
 from torch import Tensor
-
-from framework.data import Order, derived_seed, fixed_order, random_order
 
 STRATEGIES = ("stride", "target", "fixed-random", "random")
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from loopscope.config import require
+from loopscope.data import Loader, TensorLoader
+from loopscope.runner import GrokkingConfig, GrokkingRunner
+from loopscope.selection import ExperimentRegistry
 from torch import Tensor, nn
 
-from experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
-from experiments.mod_arithmetic.model import GrokkingTransformer
-from framework.config import require
-from framework.data import Loader, TensorLoader
-from framework.runner import GrokkingConfig, GrokkingRunner
-from framework.selection import ExperimentRegistry
+from .data import STRATEGIES, draw_pairs, order_of, sums
+from .model import GrokkingTransformer
 
 
 @dataclass(frozen=True, kw_only=True)

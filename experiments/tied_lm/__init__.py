@@ -1,1 +1,6 @@
-"""A decoder language model with tied embeddings."""
+"""A language model with tied embeddings."""
+
+from .runner import TiedLMRunner
+from .training import LanguageModelConfig, LanguageModelRunner
+
+__all__ = ["LanguageModelConfig", "LanguageModelRunner", "TiedLMRunner"]

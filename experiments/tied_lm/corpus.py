@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-
-from framework.errors import UsageError
+from loopscope.errors import UsageError
 
 END_OF_DOCUMENT = "<|end|>"
 SMALLEST_VOCABULARY = 257

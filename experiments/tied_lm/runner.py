@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from experiments.tied_lm.training import LanguageModelConfig, LanguageModelRunner
-from framework.runner import OptionsByHook
-from framework.selection import ExperimentRegistry
+from loopscope.runner import OptionsByHook
+from loopscope.selection import ExperimentRegistry
+
+from .training import LanguageModelConfig, LanguageModelRunner
 
 
 @dataclass(frozen=True, kw_only=True)

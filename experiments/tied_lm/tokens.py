@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.data import Loader, derived_seed
+from loopscope.errors import UsageError
 from torch import Tensor
-
-from framework.data import Loader, derived_seed
-from framework.errors import UsageError
 
 RAW = {".u16": np.uint16, ".u32": np.uint32, ".bin": np.uint16}
 """Raw files by suffix; ``.bin`` is the layout of nanoGPT."""

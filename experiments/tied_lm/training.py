@@ -9,24 +9,17 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from loopscope.config import ExperimentConfig, require
+from loopscope.data import Batch, Loader, derived_seed
+from loopscope.errors import UsageError
+from loopscope.runner import ExperimentRunner
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from experiments.tied_lm.corpus import SMALLEST_VOCABULARY, Tokenizer, python_documentation, read_corpus
-from experiments.tied_lm.model import Decoder, DecoderShape, generate, language_model_loss
-from experiments.tied_lm.tokens import (
-    TOKEN_FILES,
-    TokenLoader,
-    open_tokens,
-    split_targets,
-    unigram_entropy,
-    windows_in_order,
-)
-from framework.config import ExperimentConfig, require
-from framework.data import Batch, Loader, derived_seed
-from framework.errors import UsageError
-from framework.runner import ExperimentRunner
+from .corpus import SMALLEST_VOCABULARY, Tokenizer, python_documentation, read_corpus
+from .model import Decoder, DecoderShape, generate, language_model_loss
+from .tokens import TOKEN_FILES, TokenLoader, open_tokens, split_targets, unigram_entropy, windows_in_order
 
 EVALUATION_BATCH = 16
 

@@ -6,11 +6,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from framework.errors import LoopscopeError
-from framework.lowbit.casts import Cast
-from framework.lowbit.counts import Counts
-from framework.lowbit.recipes import Recipe
-from framework.lowbit.roles import ROLES, Role
+from ..errors import LoopscopeError
+from .casts import Cast
+from .counts import Counts
+from .recipes import Recipe
+from .roles import ROLES, Role
 
 SEEDS = 2**62
 _numbers = count(1)

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from framework.errors import UsageError, unknown
-from framework.lowbit.compiled import COMPILER
-from framework.lowbit.counts import SUMS, Counts, count
-from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.kernels import (
+from ..errors import UsageError, unknown
+from .compiled import COMPILER
+from .counts import SUMS, Counts, count
+from .formats import FloatFormat, FormatRegistry
+from .kernels import (
     CHUNK,
     Counting,
     Grid,
@@ -26,8 +26,8 @@ from framework.lowbit.kernels import (
     scales_of,
     was_counted,
 )
-from framework.lowbit.layout import Layout
-from framework.lowbit.scaling import RuleRegistry, ScalingRule
+from .layout import Layout
+from .scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
 ROUNDINGS: tuple[Rounding, ...] = ("nearest", "stochastic", "soft")

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from framework.errors import UsageError, nearest
-from framework.lowbit.linear import BitLinear, equip, strip
-from framework.lowbit.recipes import Recipe, find_recipe
+from ..errors import UsageError, nearest
+from .linear import BitLinear, equip, strip
+from .recipes import Recipe, find_recipe
 
 
 def quantize_model(

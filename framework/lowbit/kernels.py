@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from framework.lowbit.counts import MAXIMA, SUMS
-from framework.lowbit.formats import FloatFormat, Round, by_draws, clamped_to, to_continued_grid, to_grid
-from framework.lowbit.scaling import ScalingRule
+from .counts import MAXIMA, SUMS
+from .formats import FloatFormat, Round, by_draws, clamped_to, to_continued_grid, to_grid
+from .scaling import ScalingRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 2048
@@ -135,7 +135,7 @@ def cast_and_count(
     grid: Grid,
     counting: Counting,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`framework.lowbit.counts`; 0 for the total.
+    """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`loopscope.lowbit.counts`; 0 for the total.
 
     One loop with a few operations on each element; so it is right only where :func:`can_count` says so before and
     :func:`was_counted` after. Whole numbers are exact. Real ones are added up in float32 within a chunk and in float64

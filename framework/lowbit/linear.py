@@ -11,16 +11,16 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from framework.errors import LoopscopeError
-from framework.lowbit.calls import Calls, LayerCall
-from framework.lowbit.casts import Cast, largest_magnitudes
-from framework.lowbit.counts import Counts
-from framework.lowbit.linear_function import QuantizedLinear
-from framework.lowbit.metis import low_rank_cast
-from framework.lowbit.recipes import Recipe
-from framework.lowbit.roles import FORWARD_ROLES, SAME_MATRIX, Role
-from framework.lowbit.splitting import LowRankFactors, SplitLinear, split_product
-from framework.sharding import is_sharded
+from ..errors import LoopscopeError
+from ..sharding import is_sharded
+from .calls import Calls, LayerCall
+from .casts import Cast, largest_magnitudes
+from .counts import Counts
+from .linear_function import QuantizedLinear
+from .metis import low_rank_cast
+from .recipes import Recipe
+from .roles import FORWARD_ROLES, SAME_MATRIX, Role
+from .splitting import LowRankFactors, SplitLinear, split_product
 
 
 class QuantizationListener(Protocol):

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-from framework.errors import LoopscopeError
-from framework.lowbit.roles import Role
+from ..errors import LoopscopeError
+from .roles import Role
 
 
 class Call(Protocol):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from framework.errors import UsageError, unknown
-from framework.lowbit.casts import Cast
-from framework.lowbit.metis import MetisOptions
-from framework.lowbit.roles import FORWARD_ROLES, ROLES, Role
+from ..errors import UsageError, unknown
+from .casts import Cast
+from .metis import MetisOptions
+from .roles import FORWARD_ROLES, ROLES, Role
 
 
 @dataclass(frozen=True)

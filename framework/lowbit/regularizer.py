@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from framework.errors import UsageError, nearest
+from ..errors import UsageError, nearest
 
 OFFSET = 1e-6
 """Added to a weight before its inverse square is taken; the penalty has its pole at −1e-6."""

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from framework.errors import UsageError
-from framework.lowbit.formats import E4M3, FloatFormat, to_grid
-from framework.registry import Registry
+from ..errors import UsageError
+from ..registry import Registry
+from .formats import E4M3, FloatFormat, to_grid
 
 BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF
 """Of float32."""

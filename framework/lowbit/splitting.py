@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.lowbit.metis import Decomposition, randomised_svd
+from .metis import Decomposition, randomised_svd
 
 Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
 """x, weight and bias to x·weightᵀ + bias; last, the name of the part: ``v``, ``u`` or ``weight``."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from framework.errors import UsageError
-from framework.metrics import Series
-from framework.replay import RecordSink, RunDescription
-from framework.selection import SinkRegistry
+from ..errors import UsageError
+from ..metrics import Series
+from ..replay import RecordSink, RunDescription
+from ..selection import SinkRegistry
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator, StrMethodFormatter
 
-from framework.durable_files import write_whole
-from framework.plotting.curves import Curve
-from framework.plotting.naming import wrapped
-from framework.plotting.panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
-from framework.plotting.smoothing import running_mean
+from ..durable_files import write_whole
+from .curves import Curve
+from .naming import wrapped
+from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
+from .smoothing import running_mean
 
 SETTINGS: dict[str, Any] = {
     "font.size": 9,

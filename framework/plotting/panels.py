@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from framework.errors import UsageError, listed
-from framework.plotting.curves import Curve, RecordedRun
-from framework.plotting.naming import near_names, run_labels, shared_beginning
+from ..errors import UsageError, listed
+from .curves import Curve, RecordedRun
+from .naming import near_names, run_labels, shared_beginning
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white."""

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from framework.errors import UsageError, listed
-from framework.plotting.curves import RecordedRun
-from framework.plotting.naming import run_labels
-from framework.plotting.panels import COLOURS, Panel, Picture, Style, common_title, styled
+from ..errors import UsageError, listed
+from .curves import RecordedRun
+from .naming import run_labels
+from .panels import COLOURS, Panel, Picture, Style, common_title, styled
 
 PROVENANCE = "embedding_provenance"
 CLIP = "output_projection_clip"

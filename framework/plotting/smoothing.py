@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from framework.plotting.curves import Curve, Floats
+from .curves import Curve, Floats
 
 
 def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:

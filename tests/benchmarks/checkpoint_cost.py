@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from loopscope.checkpoint_writer import CheckpointWriter
+from loopscope.checkpointing import Checkpointing, CheckpointPlan
+from loopscope.manager import HookManager
+from loopscope.signals import Signals
 from torch import Tensor
 
-from framework.checkpoint_writer import CheckpointWriter
-from framework.checkpointing import Checkpointing, CheckpointPlan
-from framework.manager import HookManager
-from framework.signals import Signals
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, clock, ratio
@@ -110,7 +110,7 @@ def resuming(effort: Effort) -> Iterator[Row]:
         words = ["run", "mod_arithmetic", "--preset", "quick", "--strategy", "stride", "--no-console-output"]
         words += ["--max-epochs", "2", "--train-size", "320", "--test-size", "32", "--save-checkpoints", "1"]
         run = Path(folder) / "a/mod_arithmetic/stride"
-        _run("-m", "experiments", *words, "--output-dir", f"{folder}/a")
+        _run("-m", "loopscope", *words, "--output-dir", f"{folder}/a")
         (run / "summary.json").unlink()
         (newest := max(run.glob("checkpoints/step_*"))).rename(newest.with_suffix(".removed"))
         fresh: list[float] = []

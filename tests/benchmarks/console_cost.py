@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 
+from loopscope.console import Mode, RunConsole
+from loopscope.contexts import RunInfo
+from loopscope.loops import NoProgress, Progress, epoch_loop
+from loopscope.manager import HookManager
+from loopscope.training_hooks.training_metrics import TrainingMetrics
 from rich.console import Console
 from torch import nn
 
-from framework.console import Mode, RunConsole
-from framework.contexts import RunInfo
-from framework.loops import NoProgress, Progress, epoch_loop
-from framework.manager import HookManager
 from tests.benchmarks.loop_cost import HeavyWork
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
-from training_hooks.training_metrics import TrainingMetrics
 
 MODES: dict[Mode, str] = {
     "live": "Epochs with --live",

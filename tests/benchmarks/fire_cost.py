@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic, observers
 from tests.benchmarks.timing import Spread, Turns, difference

@@ -27,7 +27,7 @@ def bare() -> None:
 
 def loopscope() -> None:
     """Run the command."""
-    from experiments.__main__ import main
+    from loopscope.__main__ import main
 
     main()
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from loopscope.guardian import Snapshot
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.guardian import Snapshot
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.benchmarks.rows import BYTES, MICROSECONDS, TIMES, Effort, Row
 from tests.benchmarks.subjects import Mutator, Reader, Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, clock, ratio

@@ -9,16 +9,16 @@ from statistics import median
 from typing import Any
 
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.training_hooks import WeightUpdateMonitor, WeightUpdates
 from torch import nn
 
-from framework.hook_points import HookPoint
-from framework.loops import epoch_loop
-from framework.manager import HookManager
 from tests.benchmarks.memory_cost import tensor_bytes
 from tests.benchmarks.rows import BYTES, COPIES, PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import AfterStep, Subject, bare_steps, language_model
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
-from training_hooks import WeightUpdateMonitor, WeightUpdates
 
 SMALL = {"vocabulary": 64, "width": 64, "layers": 2, "length": 8}
 INTERVAL = 100

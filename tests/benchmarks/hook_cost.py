@@ -7,24 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import training_hooks
-from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
-from framework.commits import CommitRecord
-from framework.config import RunOptions
-from framework.contexts import RunInfo
-from framework.errors import RunNotice
-from framework.hook_points import STEP_POINTS, HookPoint, windows_for
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.param_vectors import copied, trainable
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry, bulk_hooks
-from framework.session import Session, asks_for_reference
-from framework.train_step import forward_backward
+from loopscope import training_hooks
+from loopscope.commits import CommitRecord
+from loopscope.config import RunOptions
+from loopscope.contexts import RunInfo
+from loopscope.errors import RunNotice
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
+from loopscope.hook_points import STEP_POINTS, HookPoint, windows_for
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import copied, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry, bulk_hooks
+from loopscope.session import Session, asks_for_reference
+from loopscope.train_step import forward_backward
+from loopscope.training_hooks.counterfactual import Counterfactual
+
 from tests.benchmarks.rows import MILLISECONDS, PERCENT, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
-from training_hooks.counterfactual import Counterfactual
 
 assert training_hooks.__all__
 Summary = Mapping[str, Any]

@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from loopscope.data import Loader, TensorLoader, TorchLoader, random_order
+from loopscope.experiments.tied_lm.tokens import TokenLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from experiments.tied_lm.tokens import TokenLoader
-from framework.data import Loader, TensorLoader, TorchLoader, random_order
 from tests.benchmarks.rows import MICROSECONDS, MILLISECONDS, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 

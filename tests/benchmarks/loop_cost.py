@@ -7,17 +7,17 @@ from functools import wraps
 from statistics import median
 from typing import Any, NamedTuple
 
+from loopscope.data import Batch, Loader
+from loopscope.hooks import TrainingHook
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_state import LoopState
 from torch import Tensor
 
-from framework.data import Batch, Loader
-from framework.hooks import TrainingHook
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.training_state import LoopState
 from tests.benchmarks.rows import MICROSECONDS, PERCENT, Effort, Row
 from tests.benchmarks.subjects import Subject, bare_steps, mod_arithmetic, observers, small_mlp
 from tests.benchmarks.timing import Spread, clock
-from training_hooks.grad_clip import GradClip
 
 MAX_NORM = 1.0
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopscope.hooks import TrainingHook
+from loopscope.memory import peak_resident
+from loopscope.training_hooks.grad_clip import GradClip
 from torch import Tensor
 
-from framework.hooks import TrainingHook
-from framework.memory import peak_resident
 from tests.benchmarks.rows import COPIES, Effort, Row
 from tests.benchmarks.subjects import Mutator, Subject, bare_steps, mod_arithmetic, observers
 from tests.benchmarks.timing import Spread
-from training_hooks.grad_clip import GradClip
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

@@ -8,18 +8,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, LowbitLMConfig, LowbitLMRunner
-from framework.contexts import RunInfo
-from framework.loops import step_loop
-from framework.lowbit.compiled import COMPILER
-from framework.session import build_run
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from loopscope.contexts import RunInfo
+from loopscope.experiments.lowbit_lm import LowbitLMRunner
+from loopscope.experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, LowbitLMConfig
+from loopscope.loops import step_loop
+from loopscope.lowbit.compiled import COMPILER
+from loopscope.session import build_run
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.gradient_overflow import GradientOverflow
+from loopscope.training_state import TrainingState
+
 from tests.benchmarks.rows import PERCENT, Effort, Row
 from tests.benchmarks.subjects import AfterStep, language_model
 from tests.benchmarks.tied_cost import TINY, TimedManager
 from tests.benchmarks.timing import Spread, clock
-from training_hooks.gradient_overflow import GradientOverflow
 
 SMALL = {"vocabulary": 64, "width": 64, "layers": 2, "length": 8}
 INTERVAL = 100

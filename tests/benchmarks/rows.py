@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.mod_arithmetic.runner import QUICK
+from loopscope.experiments.mod_arithmetic.runner import QUICK
+
 from tests.benchmarks.timing import Spread
 
 

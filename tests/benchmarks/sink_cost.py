@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import MetricSink, Series
+from loopscope.sinks import CSVSink, JSONLSink
 
-from framework.hook_points import HookPoint
-from framework.metrics import MetricSink, Series
-from sinks import CSVSink, JSONLSink
 from tests.benchmarks.rows import PER_SECOND, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, Turns, ratio
 from tests.sinks.emits import run_info

@@ -5,15 +5,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from loopscope.contexts import RunInfo
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.training_hooks import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 from torch import Tensor, nn
 
-from framework.contexts import RunInfo
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.benchmarks.rows import MILLISECONDS, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, language_model, mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, clock, ratio
-from training_hooks import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 
 ALPHA = 0.5
 TRASH = 2**24

@@ -5,22 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.loops import NoProgress, epoch_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import Metrics
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.sapi import ModelDataContext
+from loopscope.session import build_run
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import LoopState, TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
-
-from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
-from framework.contexts import MetricInfo, RunDataContext
-from framework.data import TensorLoader, fixed_order
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.loops import NoProgress, epoch_loop
-from framework.manager import HookManager
-from framework.metrics import Metrics
-from framework.random_streams import RandomStreams, seed_everything
-from framework.sapi import ModelDataContext
-from framework.session import build_run
-from framework.train_step import TrainingTask
-from framework.training_state import LoopState, TrainingState
 
 
 @dataclass

@@ -13,25 +13,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from loopscope.contexts import RunInfo
+from loopscope.data import derived_seed
+from loopscope.experiments.tied_lm import TiedLMRunner
+from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import TrainingHook
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
+from loopscope.session import build_run
+from loopscope.taps import TapOwner
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks import EmbeddingProvenance, OutputProjectionClip
+from loopscope.training_state import TrainingState
 from torch import Tensor
 from torch.nn import functional
 
-from experiments.tied_lm.runner import QUICK, TiedLMConfig, TiedLMRunner
-from framework.contexts import RunInfo
-from framework.data import derived_seed
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import TrainingHook
-from framework.loops import step_loop
-from framework.manager import HookManager
-from framework.session import build_run
-from framework.taps import TapOwner
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.benchmarks.loop_cost import Alternating, HeavyWork
 from tests.benchmarks.rows import PERCENT, SECONDS, Effort, Row
 from tests.benchmarks.subjects import AfterStep
 from tests.benchmarks.timing import Spread, clock
-from training_hooks import EmbeddingProvenance, OutputProjectionClip
 
 ROOT = Path(__file__).parents[2]
 TINY = QUICK | {"vocabulary": 300, "width": 16, "layers": 1, "context": 8, "batch_size": 2, "warmup_steps": 2}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
 from torch.profiler import ProfilerActivity, profile
 
-from framework.loops import step_loop
-from framework.manager import HookManager
 from tests.benchmarks.rows import COPIES, Effort, Row
 from tests.benchmarks.tied_cost import HOOKS, TINY, language_model, run_info
 from tests.benchmarks.timing import Spread

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from loopscope.checkpoints import save_checkpoint
+from loopscope.hook_points import HookPoint
 
-from framework.checkpoints import save_checkpoint
-from framework.hook_points import HookPoint
 from tests.support import LOOPS, Case, SpyHook, at, differences, train
 
 PERIODS = (1, 3, 7)

@@ -7,15 +7,15 @@ from operator import attrgetter
 
 import pytest
 import torch
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.commits import StatePart
+from loopscope.digest import described
+from loopscope.errors import UsageError
+from loopscope.hook_points import EVERY_STEP, HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.manager import HookManager
+from loopscope.selection import HookRegistry, hook_kind
 
-import training_hooks  # noqa: F401 - fills the registry
-from framework.commits import StatePart
-from framework.digest import described
-from framework.errors import UsageError
-from framework.hook_points import EVERY_STEP, HookPoint
-from framework.hooks import InterventionHook, TrainingHook, treatments
-from framework.manager import HookManager
-from framework.selection import HookRegistry, hook_kind
 from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair
 from tests.support import (
     CASES,

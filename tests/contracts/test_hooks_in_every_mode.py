@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import EVERY_STEP
+from loopscope.hooks import InterventionHook
+from loopscope.precision import Precision
+from loopscope.selection import HookRegistry, hook_kind
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import nn
 from torch.amp import GradScaler
 
-import training_hooks  # noqa: F401 - fills the registry
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import EVERY_STEP
-from framework.hooks import InterventionHook
-from framework.precision import Precision
-from framework.selection import HookRegistry, hook_kind
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.cases import slow_unless, turn
 from tests.contracts.test_hooks import HEALTH, fires
 from tests.support import LOOPS, Case, Run, differences, mean_loss, train

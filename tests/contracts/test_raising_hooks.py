@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from loopscope.commits import StatePart
+from loopscope.errors import HookError
+from loopscope.hook_points import HookPoint
 
-from framework.commits import StatePart
-from framework.errors import HookError
-from framework.hook_points import HookPoint
 from tests.support import (
     LOOPS,
     ActingHook,

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.hooks import InterventionHook
+from loopscope.selection import HookRegistry
 
-import training_hooks  # noqa: F401 - fills the registry
-from framework.hooks import InterventionHook
-from framework.selection import HookRegistry
 from tests.contracts.test_hooks import HEALTH, make, reference, refusal
 from tests.support import CASES, train
 from tests.transfers import TransferCount

@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.lowbit import FormatRegistry, RuleRegistry
+from loopscope.selection import ExperimentRegistry, HookRegistry, SinkRegistry
 
-import experiments
-import sinks
-import training_hooks
-from framework.cli import main
-from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.scaling import RuleRegistry
-from framework.selection import ExperimentRegistry, HookRegistry, SinkRegistry
 from tests.docs.markdown import ROOT, Block, blocks
 
 FILLED = (experiments, sinks, training_hooks)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope.cli import main
 
-from framework.cli import main
 from tests.docs.markdown import ROOT, blocks, code, table_with, tables
 from tests.docs.running import SMALL, status_of
 

@@ -34,7 +34,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_hooks_and_experiments_of_other_packages_are_found(installed: Path) -> None:
-    both = "from experiments.__main__ import main; import sys; sys.exit(main())"
+    both = "from loopscope.__main__ import main; import sys; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     words = ["run", "spirals", "--hooks", "zero_gradients", "--epochs", "1", "--hook-jsonl"]
     done = subprocess.run(

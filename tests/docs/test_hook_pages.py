@@ -3,12 +3,12 @@
 import doctest
 
 import pytest
+from loopscope.contexts import MetricInfo
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.selection import hook_options
 
 from docs import generate
-from framework.contexts import MetricInfo
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.selection import hook_options
 
 SHIPPED = pytest.mark.parametrize("hook", generate.shipped_hooks(), ids=lambda hook: hook.name)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.contexts import RunDataContext
+from loopscope.hook_points import POINTS_OF_LOOP, HookPoint
 
-from framework.contexts import RunDataContext
-from framework.hook_points import POINTS_OF_LOOP, HookPoint
 from tests.docs.markdown import ROOT, code, tables
 from tests.support import LOOPS, Case, SpyHook, at, train
 

@@ -3,9 +3,10 @@
 import inspect
 import re
 
-from framework.hooks import InterventionHook
-from framework.runner import ExperimentRunner
-from framework.sapi import ModelDataContext
+from loopscope.hooks import InterventionHook
+from loopscope.runner import ExperimentRunner
+from loopscope.sapi import ModelDataContext
+
 from tests.docs.markdown import ROOT, code, prose, table_with
 
 HOOK_PAGE = ROOT / "docs/writing-a-hook.md"
@@ -14,7 +15,7 @@ EXPERIMENT_PAGE = ROOT / "docs/writing-an-experiment.md"
 
 def members(described: type) -> set[str]:
     """Return the public names that a class and its bases in the framework define or annotate."""
-    bases = [base for base in inspect.getmro(described) if base.__module__.startswith("framework.")]
+    bases = [base for base in inspect.getmro(described) if base.__module__.startswith("loopscope.")]
     return {name for base in bases for name in (*vars(base), *inspect.get_annotations(base)) if name[0] != "_"}
 
 

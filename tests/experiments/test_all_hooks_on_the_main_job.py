@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.config import RunOptions
+from loopscope.errors import RunNotice
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
+from loopscope.selection import bulk_hooks
+from loopscope.session import Session
+from loopscope.sinks import JSONLSink, read_jsonl
 
-import training_hooks
-from experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig, ModArithmeticRunner
-from framework.config import RunOptions
-from framework.errors import RunNotice
-from framework.selection import bulk_hooks
-from framework.session import Session
-from sinks import JSONLSink, read_jsonl
 from tests.framework.small_experiment import read_json
 
 assert training_hooks.__all__

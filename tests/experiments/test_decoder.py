@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+from loopscope.experiments.tied_lm.model import (
+    Decoder,
+    DecoderShape,
+    generate,
+    language_model_loss,
+    rotary_angles,
+    rotated,
+)
 from torch import Tensor
-
-from experiments.tied_lm.model import Decoder, DecoderShape, generate, language_model_loss, rotary_angles, rotated
 
 SHAPE = {"vocabulary": 31, "context": 12, "width": 16, "layers": 2, "heads": 2, "hidden": 24}
 

@@ -4,14 +4,12 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 import pytest
-
-import experiments
-import training_hooks
-from framework.cli_parser import parse_run, run_parser
-from framework.config import ExperimentConfig
-from framework.runner import ExperimentRunner
-from framework.selection import ExperimentRegistry, HookRegistry
-from framework.value_types import fits
+from loopscope import experiments, training_hooks
+from loopscope.cli_parser import parse_run, run_parser
+from loopscope.config import ExperimentConfig
+from loopscope.runner import ExperimentRunner
+from loopscope.selection import ExperimentRegistry, HookRegistry
+from loopscope.value_types import fits
 
 FILLED = (experiments, training_hooks)
 EXPERIMENTS = list(ExperimentRegistry)

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.config import RunOptions
+from loopscope.experiments.lowbit_lm import LowbitLMRunner
+from loopscope.experiments.lowbit_lm.runner import QUICK, LowbitLMConfig
+from loopscope.lowbit import BitLinear, RangePenalty
+from loopscope.session import Session, build_run
+from loopscope.sinks import read_jsonl
+from loopscope.train_step import forward_backward
 
-import experiments
-import sinks
-import training_hooks
-from experiments.lowbit_lm.runner import QUICK, LowbitLMConfig, LowbitLMRunner
-from framework.cli import main
-from framework.config import RunOptions
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.regularizer import RangePenalty
-from framework.session import Session, build_run
-from framework.train_step import forward_backward
-from sinks import read_jsonl
 from tests.framework.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)

@@ -10,15 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
+from loopscope.experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
+from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
+from loopscope.session import build_run
 from torch import Tensor
 
-import experiments
-import sinks
-import training_hooks
-from experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
-from experiments.mod_arithmetic.runner import ModArithmeticConfig, ModArithmeticRunner
-from framework.cli import main
-from framework.session import build_run
 from tests.framework.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)

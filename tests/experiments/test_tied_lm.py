@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.experiments.tied_lm import TiedLMRunner
+from loopscope.experiments.tied_lm.runner import TiedLMConfig
+from loopscope.session import build_run
+from loopscope.sinks import read_jsonl
 
-import experiments
-import sinks
-import training_hooks
-from experiments.tied_lm.runner import TiedLMConfig, TiedLMRunner
-from framework.cli import main
-from framework.session import build_run
-from sinks import read_jsonl
 from tests.framework.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)

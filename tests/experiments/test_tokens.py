@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from experiments.tied_lm.corpus import Corpus, Tokenizer, python_documentation, read_corpus
-from experiments.tied_lm.tokens import TokenLoader, open_tokens, unigram_entropy, windows_in_order
-from experiments.tied_lm.training import LanguageData, LanguageModelConfig
-from framework.errors import UsageError
+from loopscope.errors import UsageError
+from loopscope.experiments.tied_lm import LanguageModelConfig
+from loopscope.experiments.tied_lm.corpus import Corpus, Tokenizer, python_documentation, read_corpus
+from loopscope.experiments.tied_lm.tokens import TokenLoader, open_tokens, unigram_entropy, windows_in_order
+from loopscope.experiments.tied_lm.training import LanguageData
 
 CPU = torch.device("cpu")
 TEXTS = {f"doc {index}": f"The quick brown fox number {index} jumps. " * (5 + index) for index in range(12)}

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope.sinks import read_jsonl
 
-from sinks import read_jsonl
 from tests.docs.markdown import ROOT, Block, blocks
 from tests.docs.running import run_block, run_command
 

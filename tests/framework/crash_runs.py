@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
+from loopscope.checkpointing import Checkpointing
+from loopscope.cli import main
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.selection import ExperimentRegistry, HookRegistry
 from torch import Tensor
 
-import experiments
-import sinks
-import training_hooks
-from framework.checkpoint_files import checkpoints_in, open_checkpoint
-from framework.checkpointing import Checkpointing
-from framework.cli import main
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.selection import ExperimentRegistry, HookRegistry
 from tests.framework.small_experiment import Small, SmallSteps, read_json
 
 FILLED = (experiments, sinks, training_hooks)
@@ -41,31 +39,31 @@ class Place:
 
 
 PLACES = {
-    "state half written": Place("framework.checkpoint_files:_Digesting.write", "half"),
+    "state half written": Place("loopscope.checkpoint_files:_Digesting.write", "half"),
     "before a file is forced onto the disk": Place("os:fsync"),
     "after a file was forced onto the disk": Place("os:fsync", "after"),
     "before a checkpoint gets its name": Place("pathlib:Path.rename"),
     "after a checkpoint got its name": Place("pathlib:Path.rename", "after"),
     "an old checkpoint half removed": Place("shutil:rmtree", "half"),
-    "an old checkpoint set aside": Place("framework.checkpoint_writer:set_aside", "after"),
-    "the loop copying its state": Place("framework.run_state:RunState.take"),
-    "a row half written": Place("sinks.run_file:RunFile.write", "half"),
-    "before sinks are flushed": Place("sinks.run_file:RunFile.flush"),
-    "step metrics on their way to sinks": Place("framework.dispatch:MetricDispatch.flush_steps"),
-    "an intervention before it is rolled back": Place("framework.isolation:Isolation._roll_back"),
-    "an intervention rolled back": Place("framework.guardian:Snapshot.restore", "after"),
-    "a commit before it is applied": Place("framework.commits:CommitRecord.apply"),
-    "a commit applied": Place("framework.commits:CommitRecord.apply", "after"),
-    "before an optimizer's step": Place("framework.train_step:update"),
-    "after an optimizer's step": Place("framework.loops:update", "after"),
-    "an evaluation": Place("framework.manager:HookManager.isolated"),
-    "the start of hooks": Place("framework.manager:HookManager.start_hooks", "after"),
-    "the configuration half written": Place("framework.records:RunRecord.write_config"),
-    "sinks going on": Place("framework.manager:HookManager.start_sinks", "after"),
+    "an old checkpoint set aside": Place("loopscope.checkpoint_writer:set_aside", "after"),
+    "the loop copying its state": Place("loopscope.run_state:RunState.take"),
+    "a row half written": Place("loopscope.sinks.run_file:RunFile.write", "half"),
+    "before sinks are flushed": Place("loopscope.sinks.run_file:RunFile.flush"),
+    "step metrics on their way to sinks": Place("loopscope.dispatch:MetricDispatch.flush_steps"),
+    "an intervention before it is rolled back": Place("loopscope.isolation:Isolation._roll_back"),
+    "an intervention rolled back": Place("loopscope.guardian:Snapshot.restore", "after"),
+    "a commit before it is applied": Place("loopscope.commits:CommitRecord.apply"),
+    "a commit applied": Place("loopscope.commits:CommitRecord.apply", "after"),
+    "before an optimizer's step": Place("loopscope.train_step:update"),
+    "after an optimizer's step": Place("loopscope.loops:update", "after"),
+    "an evaluation": Place("loopscope.manager:HookManager.isolated"),
+    "the start of hooks": Place("loopscope.manager:HookManager.start_hooks", "after"),
+    "the configuration half written": Place("loopscope.records:RunRecord.write_config"),
+    "sinks going on": Place("loopscope.manager:HookManager.start_sinks", "after"),
     "a whole file before it gets its name": Place("pathlib:Path.replace"),
-    "the end of hooks and sinks": Place("framework.manager:HookManager.end", "after"),
-    "before the final weights": Place("framework.records:RunRecord.write_weights"),
-    "between strategies": Place("framework.records:RunRecord.write_summary", "after"),
+    "the end of hooks and sinks": Place("loopscope.manager:HookManager.end", "after"),
+    "before the final weights": Place("loopscope.records:RunRecord.write_weights"),
+    "between strategies": Place("loopscope.records:RunRecord.write_summary", "after"),
 }
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from framework.display import Display
-from framework.loops import NoProgress
-from framework.session import Session
-from framework.training_state import LoopState
+from loopscope.display import Display
+from loopscope.loops import NoProgress
+from loopscope.session import Session
+from loopscope.training_state import LoopState
+
 from tests.framework.small_experiment import Small, session
 
 

@@ -5,13 +5,13 @@ import time
 import warnings
 from pathlib import Path
 
+from loopscope.console import RunConsole
+from loopscope.errors import RunNotice
+from loopscope.hook_points import HookPoint
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import LoopState
 from torch import nn
 
-from framework.console import RunConsole
-from framework.errors import RunNotice
-from framework.hook_points import HookPoint
-from framework.train_step import TrainingTask
-from framework.training_state import LoopState
 from tests.framework.test_console import OTHER, SUMMARY
 from tests.sinks.emits import run_info
 

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loopscope.hook_points import HookPoint
+from loopscope.plotting import Look, RecordedRun, figure_of, metric_picture, read_run
+from loopscope.records import CONFIG
+from loopscope.sinks import CSVSink, JSONLSink
+from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
+from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
 from matplotlib.figure import Figure
 from PIL import Image
 
-from framework.hook_points import HookPoint
-from framework.plotting.curves import RecordedRun, read_run
-from framework.plotting.drawing import figure_of
-from framework.plotting.panels import Look, metric_picture
-from framework.records import CONFIG
-from sinks import CSVSink, JSONLSink
 from tests.sinks.emits import run_info
 from tests.support import Case
 from tests.support import train as train_model
-from training_hooks.embedding_provenance import EmbeddingProvenance
-from training_hooks.output_projection_clip import OutputProjectionClip
 
 CURVE = "m/loss"
 SLOPE = [0.5, 1.0, 2.0, 1.5, 3.0]

@@ -1,16 +1,15 @@
 """The SAPI of one call, made without a manager, and comparisons of vectors."""
 
 import torch
+from loopscope.commits import CommitRecord, StatePart
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.param_vectors import trainable
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.sapi import ModelDataContext
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
-
-from framework.commits import CommitRecord, StatePart
-from framework.data import TensorLoader, fixed_order
-from framework.param_vectors import trainable
-from framework.random_streams import RandomStreams, seed_everything
-from framework.sapi import ModelDataContext
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 
 ROWS = 11
 BOTH = frozenset(StatePart)

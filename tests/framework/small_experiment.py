@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from loopscope.config import RunOptions
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.hooks import TrainingHook
+from loopscope.runner import GrokkingConfig, GrokkingRunner
+from loopscope.selection import ExperimentRegistry, HookRegistry
+from loopscope.session import Session
+from loopscope.sinks import CSVSink, JSONLSink
 from torch import Tensor, nn
-
-from framework.config import RunOptions
-from framework.data import TensorLoader, fixed_order, random_order
-from framework.hooks import TrainingHook
-from framework.runner import GrokkingConfig, GrokkingRunner
-from framework.selection import ExperimentRegistry, HookRegistry
-from framework.session import Session
-from sinks import CSVSink, JSONLSink
 
 ROWS = 20
 BATCH = 8

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from loopscope.audit import Audit
+from loopscope.errors import StateMutationError
 from torch import nn
 
-from framework.audit import Audit
-from framework.errors import StateMutationError
 from tests.support import Case, build
 from tests.vandals import DEEDS, Scene, train_one_step
 

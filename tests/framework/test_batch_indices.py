@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.batch_indices import BLOCK, batch_indices, random_rows, rows_from
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
-
-from framework.batch_indices import BLOCK, batch_indices, random_rows, rows_from
 
 
 def draw(block: int) -> torch.Generator:

@@ -2,18 +2,18 @@ from contextlib import suppress
 
 import pytest
 import torch
-from torch import nn
-
-from framework.audit import Audit
-from framework.borrowing import (
+from loopscope.audit import Audit
+from loopscope.borrowing import (
     borrowed_buffers,
     borrowed_for_evaluation,
     borrowed_gradients,
     borrowed_modes,
     borrowed_weights,
 )
-from framework.errors import LoopscopeError, UsageError
-from framework.hook_points import HookPoint
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hook_points import HookPoint
+from torch import nn
+
 from tests.support import (
     LOOPS,
     MODELS,

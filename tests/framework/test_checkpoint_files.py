@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from framework.checkpoint_files import (
+from loopscope.checkpoint_files import (
     MANIFEST,
     STATE,
     Checkpoint,
@@ -22,8 +21,8 @@ from framework.checkpoint_files import (
     set_aside,
     write_checkpoint,
 )
-from framework.checkpoint_writer import CheckpointWriter, Kept, Staging
-from framework.errors import LoopscopeError
+from loopscope.checkpoint_writer import CheckpointWriter, Kept, Staging
+from loopscope.errors import LoopscopeError
 
 
 def written(folder: Path, step: int = 3, score: float | None = None, value: float = 1.0) -> Checkpoint:
@@ -70,7 +69,7 @@ def test_a_file_that_is_cut_off_empty_or_missing_is_noticed(name: str, tmp_path:
 
 
 def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.checkpoint_files.FORMAT", 3)
+    monkeypatch.setattr("loopscope.checkpoint_files.FORMAT", 3)
     folder = written(tmp_path).folder
     monkeypatch.undo()
     with pytest.raises(DamagedCheckpointError, match=r"of format 3, .* newer loopscope; this one reads format 2"):

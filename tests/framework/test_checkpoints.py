@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loopscope.checkpoint_files import open_checkpoint, write_checkpoint
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.errors import UsageError
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import seed_everything
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 
-from framework.checkpoint_files import open_checkpoint, write_checkpoint
-from framework.checkpoints import load_checkpoint, save_checkpoint
-from framework.errors import UsageError
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.random_streams import seed_everything
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState, of_the_run
 from tests.support import CASES, LOOPS, STEPS_PER_EPOCH, Case, Saving, build, differences
 
 EPOCHS = 4

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.cli_parser import parse_run
+from loopscope.selection import ExperimentRegistry, HookRegistry
 
-import experiments
-import sinks
-import training_hooks
-from framework.cli import main
-from framework.cli_parser import parse_run
-from framework.selection import ExperimentRegistry, HookRegistry
 from tests.docs.markdown import ROOT
 from tests.framework.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered
 
@@ -226,8 +224,8 @@ def test_silent_shows_less_than_normal_and_none_shows_nothing(tmp_path: Path, ca
 def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "twice.py"
     script.write_text(
-        "import sys\nfrom experiments.__main__ import main\n"
-        "from framework import HookPoint, HookRegistry, TrainingHook\n"
+        "import sys\nfrom loopscope.__main__ import main\n"
+        "from loopscope import HookPoint, HookRegistry, TrainingHook\n"
         "class First(TrainingHook):\n    name = 'mine'\n    hook_points = {HookPoint.POST_EPOCH}\n"
         "    compute = describe_metrics = lambda self, ctx=None: {}\n"
         "HookRegistry.register(First)\nif len(sys.argv) > 1:\n    sys.exit(main())\n"
@@ -244,14 +242,14 @@ def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_
 
 def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
-        "from training_hooks.norms import Norms\n"
+        "from loopscope.training_hooks.norms import Norms\n"
         "Late = type('Late', (Norms,), {'name': 'late', 'hook_points': {'MIDNIGHT'}})\n"
     )
     metadata = tmp_path / "late-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[loopscope.hooks]\nlate = late:Late\n")
-    script = "import sys; from experiments.__main__ import main; print(main()); sys.argv[1:] = ['list']; print(main())"
+    script = "import sys; from loopscope.__main__ import main; print(main()); sys.argv[1:] = ['list']; print(main())"
     words = ["run", "mod_arithmetic", "--hooks", "late", "--no-console-output"]
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-c", script, *words]

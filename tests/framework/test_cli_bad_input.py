@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope import experiments, training_hooks
+from loopscope.cli import main
+from loopscope.commits import StatePart
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.selection import HookRegistry
 
-import experiments
-import training_hooks
-from framework.cli import main
-from framework.commits import StatePart
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.selection import HookRegistry
 from tests.framework.small_experiment import Small, contents, registered
 
 assert experiments.__all__
@@ -295,7 +294,7 @@ def test_a_group_with_a_committing_hook_is_refused(tmp_path: Path, capfd) -> Non
 
 def test_two_hooks_of_one_name_are_refused(tmp_path: Path, capfd, monkeypatch) -> None:
     (tmp_path / "second_norms.py").write_text(
-        "from framework import HookRegistry\nfrom tests.framework.test_cli_bad_input import Refuser\n"
+        "from loopscope import HookRegistry\nfrom tests.framework.test_cli_bad_input import Refuser\n"
         "HookRegistry.register(type('Another', (Refuser,), {'name': 'norms'}))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -304,7 +303,7 @@ def test_two_hooks_of_one_name_are_refused(tmp_path: Path, capfd, monkeypatch) -
 
 def test_a_hook_at_a_point_that_does_not_exist_is_refused(tmp_path: Path, capfd, monkeypatch) -> None:
     (tmp_path / "at_midnight.py").write_text(
-        "from framework import HookRegistry\nfrom tests.framework.test_cli_bad_input import Refuser\n"
+        "from loopscope import HookRegistry\nfrom tests.framework.test_cli_bad_input import Refuser\n"
         "HookRegistry.register(type('Late', (Refuser,), {'name': 'late', 'hook_points': {'MIDNIGHT'}}))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

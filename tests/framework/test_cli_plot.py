@@ -7,14 +7,11 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.plotting import Look, figure_of, provenance_picture
+from loopscope.plotting.panels import COLOURS, DASHES
 
-import experiments
-import sinks
-import training_hooks
-from framework.cli import main
-from framework.plotting.drawing import figure_of
-from framework.plotting.panels import COLOURS, DASHES, Look
-from framework.plotting.provenance import provenance_picture
 from tests.docs.markdown import ROOT, code, table_with
 from tests.framework.plotted import (
     CURVE,
@@ -94,7 +91,7 @@ def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(fin
 
 def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(finished, tmp_path):
     program = (
-        "import sys, experiments, sinks, training_hooks; from framework.cli import main; main(['list']);"
+        "import sys, experiments, sinks, training_hooks; from loopscope.cli import main; main(['list']);"
         "early = 'matplotlib' in sys.modules; status = main(sys.argv[1:]);"
         "sys.exit(status + 10 * early + 20 * ('matplotlib.pyplot' in sys.modules))"
     )

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from loopscope import training_hooks  # noqa: F401 - registers the hooks
+from loopscope.cli import main
+from loopscope.cli_resume import recorded_run
+from loopscope.errors import UsageError
 
-import training_hooks  # noqa: F401 - registers the hooks
-from framework.cli import main
-from framework.cli_resume import recorded_run
-from framework.errors import UsageError
 from tests.framework.small_experiment import Small, contents, registered, train
 
 

@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.cli_parser import parse_run
+from loopscope.cli_sinks import wanted_sinks
 
-import experiments
-import sinks
-import training_hooks
-from framework.cli import main
-from framework.cli_parser import parse_run
-from framework.cli_sinks import wanted_sinks
 from tests.framework.small_experiment import Small, contents, registered
 
 assert experiments.__all__

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-import training_hooks
-from framework.commit_check import VERBS, refuse_undeclared_commits
-from framework.commits import StatePart, UndeclaredCommitError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.sapi import ModelDataContext
-from framework.selection import HookRegistry
+from loopscope import training_hooks
+from loopscope.commit_check import VERBS, refuse_undeclared_commits
+from loopscope.commits import StatePart, UndeclaredCommitError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.sapi import ModelDataContext
+from loopscope.selection import HookRegistry
 
 assert training_hooks.__all__
 

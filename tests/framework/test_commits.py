@@ -1,8 +1,6 @@
 import pytest
 import torch
-from torch import nn
-
-from framework.commits import (
+from loopscope.commits import (
     Clipping,
     CommitRecord,
     StatePart,
@@ -15,8 +13,9 @@ from framework.commits import (
     scale,
     scale_each,
 )
-from framework.errors import LoopscopeError, UsageError
-from framework.param_vectors import copied, trainable
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.param_vectors import copied, trainable
+from torch import nn
 
 
 def record(*parts: StatePart) -> CommitRecord:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import sinks, training_hooks
+from loopscope.checkpoint_files import checkpoints_in, open_checkpoint, write_checkpoint
+from loopscope.cli import main
+from loopscope.comparing import differing
 
-import sinks
-import training_hooks
-from framework.checkpoint_files import checkpoints_in, open_checkpoint, write_checkpoint
-from framework.cli import main
-from framework.comparing import differing
 from tests.framework.killed_sessions import change_file
 from tests.framework.small_experiment import Small, registered, session
 

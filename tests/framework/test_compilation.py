@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.commits import StatePart
+from loopscope.compilation import compile_model
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.taps import GradientTap
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.amp import GradScaler
 
-import training_hooks
-from framework.commits import StatePart
-from framework.compilation import compile_model
-from framework.errors import UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.taps import GradientTap
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.framework.small_experiment import Small, registered, session
 from tests.support import MODELS, ActingHook, Case, ReadOnlyHook, Run, SpyHook, at, differences, train
 

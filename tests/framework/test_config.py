@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope.config import ExperimentConfig, RunFlags, RunOptions, field_names
+from loopscope.errors import UsageError
+from loopscope.runner import GrokkingConfig
+from loopscope.value_types import fits, in_words
 
-from framework.config import ExperimentConfig, RunFlags, RunOptions, field_names
-from framework.errors import UsageError
-from framework.runner import GrokkingConfig
-from framework.value_types import fits, in_words
 from tests.framework.small_experiment import SmallConfig
 
 WRONG: list[tuple[dict[str, Any], str]] = [

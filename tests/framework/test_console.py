@@ -4,16 +4,16 @@ import warnings
 from pathlib import Path
 
 import pytest
+from loopscope import sinks  # noqa: F401 - fills the registry of sinks
+from loopscope.console import RunConsole
+from loopscope.console_notices import Notice, show_warnings
+from loopscope.console_output import LastingConsole, make_console
+from loopscope.errors import RunNotice
+from loopscope.hook_points import HookPoint
+from loopscope.train_step import TrainingTask
 from rich.console import Console
 from torch import nn
 
-import sinks  # noqa: F401 - fills the registry of sinks
-from framework.console import RunConsole
-from framework.console_notices import Notice, show_warnings
-from framework.console_output import LastingConsole, make_console
-from framework.errors import RunNotice
-from framework.hook_points import HookPoint
-from framework.train_step import TrainingTask
 from tests.sinks.emits import run_info
 from tests.support import Case, build
 

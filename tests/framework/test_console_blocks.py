@@ -1,7 +1,6 @@
 import pytest
-
-from framework.console_blocks import Cell, Group, balanced, fitted, in_pieces
-from framework.console_lines import width_of
+from loopscope.console_blocks import Cell, Group, balanced, fitted, in_pieces
+from loopscope.console_lines import width_of
 
 
 def hooks(sizes, **cell):

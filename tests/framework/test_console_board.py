@@ -1,10 +1,10 @@
 import math
 
 import pytest
+from loopscope.console_board import Board, BoardSink, Track, arrow_of, parted
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
 
-from framework.console_board import Board, BoardSink, Track, arrow_of, parted
-from framework.hook_points import HookPoint
-from framework.metrics import Series
 from tests.sinks.emits import run_info
 
 

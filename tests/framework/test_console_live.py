@@ -6,15 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from loopscope import sinks, training_hooks
+from loopscope.console import RunConsole
+from loopscope.console_live import LiveDisplay
+from loopscope.console_output import can_be_taken
+from loopscope.console_progress import Position
+from loopscope.hook_points import HookPoint
 from rich.console import Console
 
-import sinks
-import training_hooks
-from framework.console import RunConsole
-from framework.console_live import LiveDisplay
-from framework.console_output import can_be_taken
-from framework.console_progress import Position
-from framework.hook_points import HookPoint
 from tests.framework.live_session import LIVE, metrics
 from tests.framework.small_experiment import session
 from tests.sinks.emits import run_info

@@ -5,13 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
+from loopscope.console import RunConsole
+from loopscope.console_numbers import ProgressNumbers
+from loopscope.console_progress import LEAST_BESIDE_CHOSEN, Position, fitting
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
 from rich.console import Console
 
-from framework.console import RunConsole
-from framework.console_numbers import ProgressNumbers
-from framework.console_progress import LEAST_BESIDE_CHOSEN, Position, fitting
-from framework.hook_points import HookPoint
-from framework.metrics import Series
 from tests.framework.small_experiment import SmallSteps, registered, session
 from tests.sinks.emits import run_info
 

@@ -5,10 +5,9 @@ import re
 import time
 
 import pytest
+from loopscope.console_progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
+from loopscope.training_state import LoopState
 from rich.console import Console
-
-from framework.console_progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
-from framework.training_state import LoopState
 
 
 class RecordingView:

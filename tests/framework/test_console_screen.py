@@ -6,8 +6,8 @@ import signal
 import sys
 
 import pytest
+from loopscope.console_signals import SIGNALS
 
-from framework.console_signals import SIGNALS
 from tests.framework.live_session import HOOKS, METRICS, Session, until, warn, whole
 from tests.framework.terminals import Process, show
 

@@ -1,12 +1,11 @@
 import io
 
 import pytest
-from rich.cells import cell_len
-from rich.console import Console
-
-import experiments  # noqa: F401 - fills the registry
-import training_hooks  # noqa: F401 - fills the registry
-from framework.console_tables import (
+from loopscope import (
+    experiments,  # noqa: F401 - fills the registry
+    training_hooks,  # noqa: F401 - fills the registry
+)
+from loopscope.console_tables import (
     comparison_rows,
     comparison_table,
     documented,
@@ -17,10 +16,13 @@ from framework.console_tables import (
     hook_table,
     points_text,
 )
-from framework.contexts import MetricInfo
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.selection import ExperimentRegistry, HookRegistry, hook_kind, hook_options
+from loopscope.contexts import MetricInfo
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.selection import ExperimentRegistry, HookRegistry, hook_kind, hook_options
+from rich.cells import cell_len
+from rich.console import Console
+
 from tests.framework.small_experiment import session
 
 

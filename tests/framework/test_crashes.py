@@ -119,7 +119,7 @@ def test_a_run_killed_from_outside_at_random_moments_ends_the_same(name, case_of
 @pytest.mark.slow
 def test_the_command_itself_is_killed_and_resumed_from_its_folder(tmp_path: Path) -> None:
     words = [*LANGUAGE.replace("--steps 8", "--steps 60").split(), *BOTH_SINKS]
-    command = [sys.executable, "-m", "experiments"]
+    command = [sys.executable, "-m", "loopscope"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*command, "run", *words, "--output-dir", str(whole)], check=True)
     with subprocess.Popen([*command, "run", *words, "--output-dir", str(killed)], start_new_session=True) as process:

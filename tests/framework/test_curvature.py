@@ -3,20 +3,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from loopscope.batches import rows
+from loopscope.commits import CommitRecord
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.param_vectors import cosine, dot, minus, norm, trainable
+from loopscope.random_streams import RandomStreams
+from loopscope.sapi import ModelDataContext, ReadOnlyError
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from framework.batches import rows
-from framework.commits import CommitRecord
-from framework.data import TensorLoader, fixed_order
-from framework.errors import LoopscopeError, UsageError
-from framework.param_vectors import cosine, dot, minus, norm, trainable
-from framework.random_streams import RandomStreams
-from framework.sapi import ModelDataContext, ReadOnlyError
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 
 ROWS, CLASSES = 7, 3
 

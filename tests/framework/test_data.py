@@ -10,6 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.batches import micro_batches, rows
+from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.random_streams import RandomStreams
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -19,11 +23,6 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-
-from framework.batches import micro_batches, rows
-from framework.data import TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
-from framework.errors import LoopscopeError, UsageError
-from framework.random_streams import RandomStreams
 
 NUMBERS = torch.arange(10)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.cli import main
+from loopscope.determinism import CUBLAS, NotDeterministicError, deterministic, explained, settings
+from loopscope.errors import HookError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
 
-import training_hooks
-from framework.cli import main
-from framework.determinism import CUBLAS, NotDeterministicError, deterministic, explained, settings
-from framework.errors import HookError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.framework.small_experiment import Small, read_json, registered, session
 
 assert training_hooks.__all__
@@ -138,8 +138,8 @@ def test_other_errors_stay_what_they_are() -> None:
 def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
     program = """
 import sys, torch
-from framework.compilation import compile_model
-from framework.determinism import deterministic
+from loopscope.compilation import compile_model
+from loopscope.determinism import deterministic
 with deterministic(on=True):
     assert torch.are_deterministic_algorithms_enabled()
     assert "torch._inductor" not in sys.modules

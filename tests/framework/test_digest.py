@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.digest import described, digest
+from loopscope.training_state import TAPS, differing, of_the_run
 from torch import nn
 
-from framework.digest import described, digest
-from framework.training_state import TAPS, differing, of_the_run
 from tests.support import Case, build, differences
 from tests.vandals import Scene, train_one_step
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import MetricSink, PendingMetrics, Series
 from torch import Tensor
 
-from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.metrics import MetricSink, PendingMetrics, Series
 from tests.support import ActingHook, Case, Mishap, RecordingSink, SpyHook, assert_same_bytes, at, build, train
 from tests.transfers import TransferCount
 

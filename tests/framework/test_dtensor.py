@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import StateMutationError
+from loopscope.hook_points import HookPoint
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import StateMutationError
-from framework.hook_points import HookPoint
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask, forward_backward, update
-from framework.training_state import TrainingState, of_the_run
 from tests.support import ActingHook, DigestTrace, SpyHook, at, differences
 from tests.two_ranks import on_two_ranks
 

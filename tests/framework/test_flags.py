@@ -1,10 +1,10 @@
 import pytest
 import torch
+from loopscope.flags import GlobalFlags, entered_modes, leave_modes
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.flags import GlobalFlags, entered_modes, leave_modes
 from tests.vandals import Refusing, Spoiling
 
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from loopscope.guardian import Snapshot
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import forward_backward, update
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.guardian import Snapshot
-from framework.random_streams import RandomStreams
-from framework.train_step import forward_backward, update
-from framework.training_state import TrainingState
 from tests.support import CASES, Case, Tally, build, differences
 from tests.vandals import DEEDS, EMPTYING, HARMLESS, Scene, train_one_step
 

@@ -6,9 +6,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from loopscope.held_generators import held_generators, put_back, seed, states_of, undisturbed
 from torch.utils.data import ConcatDataset, Dataset, Subset
-
-from framework.held_generators import held_generators, put_back, seed, states_of, undisturbed
 
 KINDS = {
     "torch": (lambda: torch.Generator().manual_seed(1), lambda held: torch.randn(3, generator=held).tolist()),

@@ -6,18 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import UsageError
+from loopscope.hook_points import ALWAYS, POINTS_OF_LOOP, STEP_POINTS, HookPoint, StepSchedule, windows_for
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import MetricSink
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import UsageError
-from framework.hook_points import ALWAYS, POINTS_OF_LOOP, STEP_POINTS, HookPoint, StepSchedule, windows_for
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.metrics import MetricSink
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import Case, SpyHook, at, train
 
 

@@ -2,9 +2,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+from loopscope.errors import StateMutationError
+from loopscope.isolation import CALLS_CHECKED_ALONE, Call, Isolation
 
-from framework.errors import StateMutationError
-from framework.isolation import CALLS_CHECKED_ALONE, Call, Isolation
 from tests.support import Case, Mishap, build, differences
 from tests.vandals import DEEDS, Scene, Spoiling, train_one_step
 

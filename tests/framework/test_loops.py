@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loopscope.commits import StatePart
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import HookError
+from loopscope.guardian import Snapshot
+from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from loopscope.loops import epoch_loop, evaluate, step_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
-from framework.commits import StatePart
-from framework.data import TensorLoader, fixed_order
-from framework.errors import HookError
-from framework.guardian import Snapshot
-from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from framework.loops import epoch_loop, evaluate, step_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import ActingHook, Case, Mishap, ReadOnlyHook, SpyHook, assert_same_bytes, at, build, train
 
 Gradients = dict[str, Tensor]

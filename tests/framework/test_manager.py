@@ -7,18 +7,18 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from loopscope.commits import StatePart
+from loopscope.contexts import MetricInfo
+from loopscope.errors import HookError, StateMutationError, UsageError
+from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import MetricSink
+from loopscope.profiler import Profiler
+from loopscope.random_streams import RandomStreams
 from torch import Tensor, nn
 
-from framework.commits import StatePart
-from framework.contexts import MetricInfo
-from framework.errors import HookError, StateMutationError, UsageError
-from framework.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from framework.hooks import InterventionHook, TrainingHook, treatments
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.metrics import MetricSink
-from framework.profiler import Profiler
-from framework.random_streams import RandomStreams
 from tests.support import (
     ROWS,
     ActingHook,

@@ -4,13 +4,13 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.observation import forward_pass, optimizer_groups
+from loopscope.random_streams import RandomStreams
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.observation import forward_pass, optimizer_groups
-from framework.random_streams import RandomStreams
-from framework.training_state import TrainingState
 from tests.cases import matrix
 from tests.support import MODELS, Case, SpyHook, assert_same_bytes, at, build, data_for, train
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.offload import StateOffload
 
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.offload import StateOffload
 from tests.support import Case, Mishap, train
 
 META = torch.device("meta")

@@ -1,8 +1,7 @@
 """Packages that only a part of loopscope needs."""
 
 import pytest
-
-from framework.errors import UsageError, require_package
+from loopscope.errors import UsageError, require_package
 
 
 def test_a_package_that_is_there_is_accepted():

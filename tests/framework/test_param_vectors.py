@@ -1,8 +1,6 @@
 import pytest
 import torch
-from torch import Tensor, nn
-
-from framework.param_vectors import (
+from loopscope.param_vectors import (
     accumulate,
     axpy,
     copied,
@@ -17,6 +15,7 @@ from framework.param_vectors import (
     scaled,
     trainable,
 )
+from torch import Tensor, nn
 
 SHAPES = {"weight": (40, 30), "bias": (30,), "gain": (), "empty": (0, 3)}
 

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.plotting import Look, figure_of, metric_picture, provenance_picture
+from loopscope.plotting.curves import Curve
+from loopscope.plotting.panels import COLOURS
+from loopscope.plotting.smoothing import running_mean
+from loopscope.replay import run_folders
+from loopscope.sinks import CSVSink
 
-import experiments
-import sinks
-import training_hooks
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from framework.plotting.curves import Curve
-from framework.plotting.drawing import figure_of
-from framework.plotting.panels import COLOURS, Look, metric_picture
-from framework.plotting.provenance import provenance_picture
-from framework.plotting.smoothing import running_mean
-from framework.replay import run_folders
-from sinks import CSVSink
 from tests.framework.plotted import CURVE, SLOPE, curve_record, everything, figure, record, tied_record
 from tests.framework.small_experiment import session
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.precision import Precision
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.precision import Precision
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.framework.small_experiment import Small, SmallSteps, read_json, registered, session
 from tests.support import LOOPS, ActingHook, Case, Run, SpyHook, at, differences, mean_loss, train
 

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
+from loopscope.errors import StateMutationError, UsageError
+from loopscope.lowbit import BitLinear, Counts, quantize_model
+from loopscope.quantization_taps import QuantizationListener, QuantizationTap, quantized_modules
+from loopscope.taps import GradientTap, Tap, TapOwner, TapSet
 from torch import Tensor, nn
-
-from framework.errors import StateMutationError, UsageError
-from framework.lowbit.conversion import quantize_model
-from framework.lowbit.counts import Counts
-from framework.lowbit.linear import BitLinear
-from framework.quantization_taps import QuantizationListener, QuantizationTap, quantized_modules
-from framework.taps import GradientTap, Tap, TapOwner, TapSet
 
 OWNER = TapOwner("tapper", lambda: True, lambda target, function: function(), may_replace=False)
 

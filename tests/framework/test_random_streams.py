@@ -7,9 +7,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from framework.errors import UsageError
-from framework.random_streams import RandomStreams, seed_everything
+from loopscope.errors import UsageError
+from loopscope.random_streams import RandomStreams, seed_everything
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),

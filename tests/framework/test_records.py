@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.checkpoints import save_tensors
+from loopscope.commits import StatePart
+from loopscope.durable_files import write_json, write_whole
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook
+from loopscope.records import RunRecord, model_size
+from loopscope.session import build_run
 from torch import nn
 
-import training_hooks
-from framework.checkpoints import save_tensors
-from framework.commits import StatePart
-from framework.durable_files import write_json, write_whole
-from framework.errors import LoopscopeError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook
-from framework.records import RunRecord, model_size
-from framework.session import build_run
 from tests.framework.small_experiment import (
     BATCH,
     ROWS,

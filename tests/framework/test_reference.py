@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.contexts import RunInfo
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.reference import find_reference, load_reference
 from torch import nn
 
-import training_hooks
-from framework.contexts import RunInfo
-from framework.errors import RunNotice, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.reference import find_reference, load_reference
 from tests.framework.small_experiment import Small, SmallConfig, read_json, registered, session
 
 assert training_hooks.__all__

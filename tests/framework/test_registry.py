@@ -1,15 +1,14 @@
 """Registries: what is refused and in which words, what installed packages add, what a selection expands to."""
 
 import pytest
-
-import training_hooks
-from framework.commits import StatePart
-from framework.errors import UsageError
-from framework.hook_checks import check_hook_class
-from framework.hook_points import HookPoint
-from framework.hooks import DebugInterventionHook, InterventionHook, TrainingHook
-from framework.registry import Registry
-from framework.selection import HookRegistry, bulk_hooks, hook_kind, hook_options, select_hooks
+from loopscope import training_hooks
+from loopscope.commits import StatePart
+from loopscope.errors import UsageError
+from loopscope.hook_checks import check_hook_class
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import DebugInterventionHook, InterventionHook, TrainingHook
+from loopscope.registry import Registry
+from loopscope.selection import HookRegistry, bulk_hooks, hook_kind, hook_options, select_hooks
 
 assert training_hooks.__all__
 HookRegistry.discover()  # before any test puts a package on the path, since discovery happens once
@@ -166,8 +165,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_one():
 
 
 PLUGIN = """
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
 
 class Plugin(TrainingHook):
     '''A hook of another package.'''

@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.errors import UsageError
+from loopscope.replay import RunDescription, status_of
+from loopscope.sinks import JSONLSink, TensorBoardSink
 
-import experiments
-import sinks
-import training_hooks
-from framework.cli import main
-from framework.errors import UsageError
-from framework.replay import RunDescription, status_of
-from sinks import JSONLSink, TensorBoardSink
 from tests.framework.small_experiment import contents, session
 from tests.sinks.event_files import accumulated, scalars
 from tests.sinks.wandb_files import config_of, history, log_of, only

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import checkpoint_files, sinks, training_hooks
+from loopscope.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_intact, open_checkpoint, write_checkpoint
+from loopscope.checkpoint_writer import Kept
+from loopscope.checkpointing import Checkpointing
+from loopscope.cli import main
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.training_hooks import PathLength
 
-import sinks
-import training_hooks
-from framework import checkpoint_files
-from framework.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_intact, open_checkpoint, write_checkpoint
-from framework.checkpoint_writer import Kept
-from framework.checkpointing import Checkpointing
-from framework.cli import main
-from framework.errors import RunNotice, UnsuitableError, UsageError
 from tests.framework.crash_runs import Stumbling, outcome
 from tests.framework.killed_sessions import change_file, flipped, kill_after
 from tests.framework.small_experiment import (
@@ -33,7 +32,6 @@ from tests.framework.small_experiment import (
     session,
 )
 from tests.framework.test_checkpoint_files import Exploit, written
-from training_hooks import PathLength
 
 FILLED = (sinks, training_hooks)
 HOOKS = {

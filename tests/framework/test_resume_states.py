@@ -10,16 +10,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from loopscope import sinks, training_hooks
+from loopscope.checkpoint_files import MANIFEST, STATE, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpointing import Checkpointing
+from loopscope.checkpoints import put_back
+from loopscope.comparing import differing
+from loopscope.records import CHECKPOINTS
+from loopscope.session import Session, build_run
+from loopscope.sinks import JSONLSink, read_jsonl
 
-import sinks
-import training_hooks
-from framework.checkpoint_files import MANIFEST, STATE, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
-from framework.checkpointing import Checkpointing
-from framework.checkpoints import put_back
-from framework.comparing import differing
-from framework.records import CHECKPOINTS
-from framework.session import Session, build_run
-from sinks import JSONLSink, read_jsonl
 from tests.framework.crash_runs import leaves, patiently
 from tests.framework.killed_sessions import change_file, flipped, kill
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, contents, registered, session

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.data import Loader, TensorLoader, TorchLoader, random_order
+from loopscope.errors import UsageError
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -24,9 +26,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-
-from framework.data import Loader, TensorLoader, TorchLoader, random_order
-from framework.errors import UsageError
 
 
 class Noisy(Dataset):

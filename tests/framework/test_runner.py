@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.checkpoint_files import open_checkpoint
+from loopscope.hook_checks import hook_kind
+from loopscope.runner import GrokkingRunner
+from loopscope.selection import GROUPS, HookRegistry
 from torch import Tensor, nn
 from torch.nn import functional
 
-import training_hooks
-from framework.checkpoint_files import open_checkpoint
-from framework.hook_checks import hook_kind
-from framework.runner import GrokkingRunner
-from framework.selection import GROUPS, HookRegistry
 from tests.framework.small_experiment import Small, SmallConfig, session
 
 assert training_hooks.__all__

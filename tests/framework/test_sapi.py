@@ -1,15 +1,15 @@
 import pytest
 import torch
+from loopscope.data import TensorLoader
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import copied, gradients, trainable
+from loopscope.random_streams import seed_everything
+from loopscope.sapi import ModelDataContext, ReadOnlyError
+from loopscope.training_state import differing
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.data import TensorLoader
-from framework.errors import LoopscopeError, UsageError
-from framework.hook_points import HookPoint
-from framework.param_vectors import copied, gradients, trainable
-from framework.random_streams import seed_everything
-from framework.sapi import ModelDataContext, ReadOnlyError
-from framework.training_state import differing
 from tests.framework.sapi_call import ROWS, assert_close, assert_equal, context, mean_loss, plain_model
 from tests.support import ActingHook, Case, ReadOnlyHook, assert_same_bytes, at, train
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
+from loopscope.commits import StatePart, UndeclaredCommitError
+from loopscope.errors import HookError, LoopscopeError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import copied, gradients, scaled, trainable
+from loopscope.training_state import differing
 
-from framework.commits import StatePart, UndeclaredCommitError
-from framework.errors import HookError, LoopscopeError, UsageError
-from framework.hook_points import HookPoint
-from framework.param_vectors import copied, gradients, scaled, trainable
-from framework.training_state import differing
 from tests.framework.sapi_call import BOTH, assert_close, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
 

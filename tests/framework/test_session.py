@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.errors import HookError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.selection import HookRegistry, bulk_hooks
+from loopscope.session import build_run, check_device, chosen_strategies
+from loopscope.sinks import read_jsonl
 
-import training_hooks
-from framework.errors import HookError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.selection import HookRegistry, bulk_hooks
-from framework.session import build_run, check_device, chosen_strategies
-from sinks import read_jsonl
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, contents, read_json, registered, session
 
 assert training_hooks.__all__

@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from torch import Tensor, nn
-from torch.nn import functional
-
-from framework.commits import CommitRecord, StatePart
-from framework.data import TensorLoader, fixed_order
-from framework.errors import LoopscopeError
-from framework.observation import forward_pass
-from framework.param_vectors import (
+from loopscope.commits import CommitRecord, StatePart
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import LoopscopeError
+from loopscope.observation import forward_pass
+from loopscope.param_vectors import (
     accumulate,
     axpy,
     copied,
@@ -25,11 +22,14 @@ from framework.param_vectors import (
     overwrite,
     trainable,
 )
-from framework.random_streams import RandomStreams
-from framework.sapi import ModelDataContext
-from framework.sharding import whole
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
+from loopscope.random_streams import RandomStreams
+from loopscope.sapi import ModelDataContext
+from loopscope.sharding import whole
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
+from torch import Tensor, nn
+from torch.nn import functional
+
 from tests.two_ranks import on_two_ranks
 
 ROWS = 12

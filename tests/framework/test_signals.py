@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope import training_hooks
+from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.signals import Signals, StoppedError
+from loopscope.sinks import read_jsonl
 
-import training_hooks
-from framework.checkpoint_files import checkpoints_in, open_checkpoint
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.signals import Signals, StoppedError
-from sinks import read_jsonl
 from tests.framework.crash_runs import BOTH_SINKS, outcome, run, start
 from tests.framework.small_experiment import Small, SmallSteps, read_json, registered, session
 

@@ -3,13 +3,13 @@
 import random
 
 import pytest
+from loopscope.dispatch import MetricDispatch
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.isolation import Isolation
+from loopscope.metrics import MetricSink
+from loopscope.sinks import CSVSink, JSONLSink, WandbSink, read_jsonl
 
-from framework.dispatch import MetricDispatch
-from framework.errors import RunNotice, UsageError
-from framework.hook_points import HookPoint
-from framework.isolation import Isolation
-from framework.metrics import MetricSink
-from sinks import CSVSink, JSONLSink, WandbSink, read_jsonl
 from tests.sinks.emits import run_info
 from tests.support import Case, RecordingSink, build
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks
+from loopscope.checkpoints import load_checkpoint
+from loopscope.cli import main
+from loopscope.commits import StatePart
+from loopscope.errors import HookError, StateMutationError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.session import build_run
+from loopscope.sinks import read_jsonl
 
-import training_hooks
-from framework.checkpoints import load_checkpoint
-from framework.cli import main
-from framework.commits import StatePart
-from framework.errors import HookError, StateMutationError
-from framework.hook_points import HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.session import build_run
-from sinks import read_jsonl
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train
 
 assert training_hooks.__all__

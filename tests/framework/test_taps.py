@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from loopscope.commits import StatePart
+from loopscope.errors import HookError, StateMutationError, UsageError
+from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.taps import GradientTap, TapOwner, TapSet
 from torch import Tensor, nn
 
-from framework.commits import StatePart
-from framework.errors import HookError, StateMutationError, UsageError
-from framework.hook_points import HookPoint, StepSchedule
-from framework.hooks import InterventionHook, TrainingHook, treatments
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.taps import GradientTap, TapOwner, TapSet
 from tests.support import (
     ActingHook,
     Case,

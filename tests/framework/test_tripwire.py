@@ -2,12 +2,12 @@ import re
 
 import pytest
 import torch
+from loopscope.errors import StateMutationError
+from loopscope.isolation import Call, Isolation
+from loopscope.random_streams import RandomStreams
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.errors import StateMutationError
-from framework.isolation import Call, Isolation
-from framework.random_streams import RandomStreams
-from framework.training_state import TrainingState
 from tests.support import Case, build
 from tests.vandals import DEEDS, Scene, train_one_step
 

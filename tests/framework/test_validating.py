@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope import sinks, training_hooks
+from loopscope.checkpointing import Checkpointing
+from loopscope.cli import main
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.validating import PartedError
 
-import sinks
-import training_hooks
-from framework.checkpointing import Checkpointing
-from framework.cli import main
-from framework.errors import LoopscopeError, UsageError
-from framework.validating import PartedError
 from tests.framework.crash_runs import patiently
 from tests.framework.killed_sessions import change_file
 from tests.framework.small_experiment import Small, SmallSteps, contents, registered, session

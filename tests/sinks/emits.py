@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from loopscope.contexts import MetricInfo, RunInfo
+from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.metrics import Series
 from torch import nn
 from torch.optim import SGD
-
-from framework.contexts import MetricInfo, RunInfo
-from framework.hook_points import STEP_POINTS, HookPoint
-from framework.metrics import Series
 
 NASTY = st.sampled_from(["a,b", "c;d", "e:f", "[g]", "%2C", 'q"q', "'", "x\ny", "\r", "\x85", "ü", "=1", "a b"])
 WORDS = st.one_of(st.sampled_from(["weight", "layers.0.bias", "0"]), NASTY, st.text(max_size=5))

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loopscope.sinks.event_file import as_float
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-from sinks.event_file import as_float
 
 ALL = {"scalars": 0, "histograms": 0, "tensors": 0}
 

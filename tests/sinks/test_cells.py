@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 from hypothesis import example, given
+from loopscope.sinks.csv_cells import cell, element, escape, parse_cell, parse_element, unescape
 
-from sinks.cells import cell, element, escape, parse_cell, parse_element, unescape
 from tests.sinks.emits import VALUES, WORDS, exact
 
 

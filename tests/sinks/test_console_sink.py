@@ -4,11 +4,11 @@ import random
 import re
 
 import pytest
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.sinks.console import ConsoleSink
 from rich.console import Console
 
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from sinks.console import ConsoleSink
 from tests.sinks.emits import run_info
 
 SCALARS = {"training_metrics/loss": 0.123456, "norms/total": 1234.5678, "norms/grad/layers.0.weight": 9.9}

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.manager import HookManager
+from loopscope.selection import SinkRegistry
+from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
-from framework.hook_points import HookPoint
-from framework.manager import HookManager
-from framework.selection import SinkRegistry
-from sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 from tests.sinks.emits import exact, run_info
 from tests.support import Case, SpyHook, at, build
 

@@ -1,8 +1,8 @@
 from pathlib import Path
 
 import pytest
+from loopscope.sinks import CSVSink, JSONLSink, TensorBoardSink, WandbSink
 
-from sinks import CSVSink, JSONLSink, TensorBoardSink, WandbSink
 from tests.sinks.emits import run_info
 from tests.sinks.test_sink_contracts import run_with
 from tests.support import differences

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.sinks import CSVSink, JSONLSink, TensorBoardSink
 
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from sinks import CSVSink, JSONLSink, TensorBoardSink
 from tests.framework.small_experiment import SmallConfig
 from tests.sinks.emits import Emit, emits, run_info
 from tests.sinks.event_files import values

@@ -2,8 +2,8 @@ import os
 import resource
 
 import pytest
+from loopscope.sinks.run_file import RunFile, complete_lines
 
-from sinks.run_file import RunFile, complete_lines
 from tests.sinks.emits import run_info
 
 

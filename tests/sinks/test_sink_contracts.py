@@ -5,15 +5,15 @@ import json
 import re
 
 import pytest
+from loopscope import sinks as shipped  # noqa: F401 - fills the registry
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.metrics import MetricSink, Series
+from loopscope.registry import Registry
+from loopscope.selection import SinkRegistry, check_sink_class
 
-import sinks as shipped  # noqa: F401 - fills the registry
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.metrics import MetricSink, Series
-from framework.registry import Registry
-from framework.selection import SinkRegistry, check_sink_class
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import lines
 from tests.support import Case, RecordingSink, SpyHook, build, differences, of_the_run

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.sinks.csv import CSVSink, read_csv
+from loopscope.sinks.jsonl import JSONLSink, read_jsonl
+from loopscope.sinks.tensorboard_sink import TensorBoardSink
+from loopscope.sinks.wandb_sink import WandbSink
 
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from sinks.csv import CSVSink, read_csv
-from sinks.jsonl import JSONLSink, read_jsonl
-from sinks.tensorboard_sink import TensorBoardSink
-from sinks.wandb_sink import WandbSink
 from tests.sinks.emits import exact, run_info
 from tests.sinks.event_files import float32, written
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.sinks import TensorBoardSink
+from loopscope.sinks.event_file import BUCKETS, EventFile, crc32c, histogram
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as crc32c_of_tensorboard
 from tensorboard.plugins.hparams.metadata import (
     parse_session_end_info_plugin_data,
     parse_session_start_info_plugin_data,
 )
 
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from sinks import TensorBoardSink
-from sinks.event_file import BUCKETS, EventFile, crc32c, histogram
 from tests.framework.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import accumulated, float32, scalars
@@ -164,7 +164,8 @@ def test_importing_the_sinks_imports_neither_package():
 
 def test_writing_imports_no_tensorflow(tmp_path):
     code = (
-        "import sys; sys.modules['tensorflow'] = None; from pathlib import Path; from sinks import event_file as e;"
+        "import sys; sys.modules['tensorflow'] = None; from pathlib import Path; "
+        "from loopscope.sinks import event_file as e;"
         "f = e.EventFile(Path(sys.argv[1])); f.write({1: e.messages('a', [0.5])}); f.close()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "tfevents")], check=True)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, Job, log_records, rows_in, rows_there
 from wandb.proto.wandb_internal_pb2 import HistoryItem, HistoryRecord, Record
 
-from sinks.wandb_process import BLOCK, CHUNK, LOG_BEGIN, Job, log_records, rows_in, rows_there
 from tests.sinks.wandb_files import history
 
 LONG_ROW = 3

@@ -11,16 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from loopscope.errors import RunNotice
+from loopscope.hook_points import HookPoint
+from loopscope.sinks import WandbSink, wandb_client
+from loopscope.sinks.wandb_process import Job, alone
 
-from framework.errors import RunNotice
-from framework.hook_points import HookPoint
-from sinks import WandbSink, wandb_client
-from sinks.wandb_process import Job, alone
 from tests.sinks.emits import run_info
 from tests.sinks.wandb_files import history
 from tests.sinks.wandb_server import HISTORY, wandb_server
 
-pytestmark = pytest.mark.filterwarnings("ignore::framework.errors.RunNotice")
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.errors.RunNotice")
 ROWS = [1, 2, 3, 4, 5, 6]
 WHOLE = [{"step": step, "epoch": step, "h/a": step / 8} for step in ROWS]
 

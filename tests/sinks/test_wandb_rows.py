@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from sinks.wandb_process import Ending, RecordReplacedError, distribution, has_login, mode, records, rows
+from loopscope.sinks.wandb_process import Ending, RecordReplacedError, distribution, has_login, mode, records, rows
 
 POINTS = ("POST_STEP",)
 PUBLIC = "https://api.wandb.ai"

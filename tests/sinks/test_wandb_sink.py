@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
 
-from framework.errors import RunNotice, UsageError
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
 from tests.framework.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
 from tests.sinks.test_sink_contracts import run_with

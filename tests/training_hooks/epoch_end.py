@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from loopscope.contexts import ForwardResult, ObserverServices, RunDataContext
+from loopscope.hook_points import HookPoint
+from loopscope.profiler import Profiler
 from torch import Tensor, nn
-
-from framework.contexts import ForwardResult, ObserverServices, RunDataContext
-from framework.hook_points import HookPoint
-from framework.profiler import Profiler
 
 
 def no_gradients(batch: Any) -> dict[str, Tensor]:

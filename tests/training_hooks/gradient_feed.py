@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
 from torch import Tensor, nn
 
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.training_hooks.epoch_end import epoch_end
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoints import load_checkpoint, save_checkpoint
-from framework.hooks import TrainingHook
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.training_state import of_the_run
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.hooks import TrainingHook
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.training_state import of_the_run
+
 from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, Saving, build, run_info
 
 EPOCHS = 4

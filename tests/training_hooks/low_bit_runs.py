@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.loops import step_loop
+from loopscope.lowbit import Cast, quantize_model
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.taps import GradientTap
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState, of_the_run
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.loops import step_loop
-from framework.lowbit.casts import Cast
-from framework.lowbit.conversion import quantize_model
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams, seed_everything
-from framework.taps import GradientTap
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState, of_the_run
 from tests.support import RecordingSink, run_info
 
 WIDTH, CLASSES, ROWS = 40, 5, 12

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-
-from framework.contexts import RunDataContext
-from framework.hooks import TrainingHook
-from framework.metrics import Metrics
+from loopscope.contexts import RunDataContext
+from loopscope.hooks import TrainingHook
+from loopscope.metrics import Metrics
 
 
 def through_a_file(state: Mapping[str, Any]) -> Any:

@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
-
-from framework.data import TensorLoader, fixed_order
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 
 KINDS = ("fully sharded", "tensor parallel")
 ROWS = 10

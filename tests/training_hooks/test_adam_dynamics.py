@@ -6,17 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.observation import optimizer_groups
+from loopscope.training_hooks.adam_dynamics import PIECE, AdamDynamics, effective_rates, pieces, spread_indices
+from loopscope.training_hooks.measures import Settings, adam_update
 from torch import Tensor, nn
 
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.observation import optimizer_groups
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train
-from training_hooks.adam_dynamics import PIECE, AdamDynamics, effective_rates, pieces, spread_indices
-from training_hooks.measures.adam_update import Settings, adam_update
 
 VARIANTS = {
     "adam": (torch.optim.Adam, {}),

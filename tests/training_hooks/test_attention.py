@@ -6,16 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.training_hooks.attention import Attention, probe_inputs
+from loopscope.training_hooks.measures import find_attention, reading
 from torch import nn
 
-from framework.errors import LoopscopeError, UnsuitableError, UsageError
-from framework.hook_points import HookPoint
 from tests.support import Case, SpyHook, build, train
 from tests.training_hooks.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.attention import Attention, probe_inputs
-from training_hooks.measures.attention_layers import find_attention
-from training_hooks.measures.attention_scores import reading
 
 LAYER = "blocks.0.attention"
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from loopscope.training_hooks.measures import AttentionCall, attention_scores, reading
+from loopscope.training_hooks.measures.attention_scores import row_statistics
 from torch import nn
 
 from tests.training_hooks.attention_models import HEADS, WIDTH, Around, Fused, Grouped, WrittenOut, brute_rows
-from training_hooks.measures import attention_scores
-from training_hooks.measures.attention_scores import AttentionCall, reading, row_statistics
 
 BATCH, TOKENS = 4, 5
 CAUSAL = np.tril(np.ones((TOKENS, TOKENS), dtype=bool))

@@ -6,18 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.contexts import RunDataContext
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import EVERY_STEP, HookPoint, StepSchedule
+from loopscope.manager import HookManager
+from loopscope.param_vectors import gradients
+from loopscope.training_hooks import batch_dynamics as module
+from loopscope.training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics
+from loopscope.training_hooks.measures.count_sketch import cosine_error
 from torch import nn
 
-from framework.contexts import RunDataContext
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import EVERY_STEP, HookPoint, StepSchedule
-from framework.manager import HookManager
-from framework.param_vectors import gradients
 from tests.support import LOOPS, MODELS, Case, SpyHook, at, build, run_info, train
 from tests.training_hooks.gradient_feed import feed, noise
-from training_hooks import batch_dynamics as module
-from training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics
-from training_hooks.measures.count_sketch import cosine_error
 
 SIZE = 400
 REPORTS_OF_A_BURST = [2, 3, 5, 6, 10, 11, 20, 21, 30, 40, 50, 51, 60]

@@ -1,6 +1,5 @@
+from loopscope.training_hooks.measures import Chain, find_chains
 from torch import nn
-
-from training_hooks.measures.blocks import Chain, find_chains
 
 
 class Block(nn.Module):

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-
-from framework.lowbit.casts import Cast, largest_magnitudes
-from framework.lowbit.counts import SUMS, Counts
-from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.scaling import RuleRegistry
-from training_hooks.measures import cast_losses
-from training_hooks.measures.cast_losses import losses
+from loopscope.lowbit import SUMS, Cast, Counts, FormatRegistry, RuleRegistry, largest_magnitudes
+from loopscope.training_hooks.measures import cast_losses
+from loopscope.training_hooks.measures.cast_losses import losses
 
 CASTS = [Cast(form, rule) for form in FormatRegistry.names() for rule in RuleRegistry.names()]
 WHOLE = [SUMS.index(name) for name in SUMS if name not in ("excess_sum", "squared_error", "squared_norm")]

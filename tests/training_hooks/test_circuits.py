@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from training_hooks.measures.circuits import CircuitSpectrum, copying_score, product_spectrum
-from training_hooks.measures.spectra import effective_rank, leading_share
+from loopscope.training_hooks.measures import CircuitSpectrum, copying_score, effective_rank, leading_share
+from loopscope.training_hooks.measures.circuits import product_spectrum
 
 sizes = st.integers(1, 9)
 

@@ -5,13 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import gradients
+from loopscope.training_hooks.consecutive import Consecutive
 from torch import nn
 from torch.nn import functional
 
-from framework.digest import described
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.param_vectors import gradients
 from tests.cases import matrix
 from tests.support import (
     LOOPS,
@@ -25,7 +26,6 @@ from tests.support import (
 )
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading
-from training_hooks.consecutive import Consecutive
 
 Vector = dict[str, torch.Tensor]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from framework.errors import UsageError
-from training_hooks.measures import count_sketch as module
-from training_hooks.measures.count_sketch import CHUNK, check_dimensions, cosine_error, count_sketch
+from loopscope.errors import UsageError
+from loopscope.training_hooks.measures import check_dimensions
+from loopscope.training_hooks.measures import count_sketch as module
+from loopscope.training_hooks.measures.count_sketch import CHUNK, cosine_error, count_sketch
 
 DIMENSIONS = 1024
 ELEMENTS = 20_000

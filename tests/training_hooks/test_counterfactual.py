@@ -3,18 +3,19 @@ from itertools import count
 
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import copied
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order, random_order
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.param_vectors import copied
-from framework.random_streams import RandomStreams, seed_everything
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import (
     STEPS_PER_EPOCH,
     Case,
@@ -26,7 +27,6 @@ from tests.support import (
     mean_loss,
     train,
 )
-from training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
 
 
 def split_of(vectors: Tensor) -> dict[str, Tensor]:

@@ -3,22 +3,22 @@ from itertools import combinations, count
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from framework.errors import UsageError
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.selection import HookRegistry, hook_kind, select_hooks
-from tests.support import STEPS_PER_EPOCH, Case, assert_same_bytes, build, train
-from training_hooks.counterfactual import ordering_split
-from training_hooks.counterfactual_validator import (
+from loopscope.errors import UsageError
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.selection import HookRegistry, hook_kind, select_hooks
+from loopscope.training_hooks.counterfactual import ordering_split
+from loopscope.training_hooks.counterfactual_validator import (
     CounterfactualValidator,
     by_count,
     smallest_within,
     splits,
     squared_errors,
 )
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support import STEPS_PER_EPOCH, Case, assert_same_bytes, build, train
 
 K = 8
 

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
+from loopscope.hook_points import HookPoint
+from loopscope.manager import HookManager
+from loopscope.taps import TapOwner, TapSet
+from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
+from loopscope.training_hooks.measures import EmbeddingPair, TiedGradients, all_sums
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from experiments.tied_lm.model import Decoder, DecoderShape
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.manager import HookManager
-from framework.taps import TapOwner, TapSet
 from tests.support import Case, SpyHook, assert_same_bytes, at, build, run_info, train
-from training_hooks.embedding_provenance import EmbeddingProvenance
-from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 
 VOCABULARY = 19
 SHAPE = {"vocabulary": VOCABULARY, "context": 6, "width": 8, "layers": 2, "heads": 2, "hidden": 16}

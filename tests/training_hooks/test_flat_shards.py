@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.hooks import TrainingHook
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.consecutive import Consecutive
+from loopscope.training_hooks.measures import FlatLayout, FlatMemory
+from loopscope.training_hooks.parameter_delta import ParameterDelta
+from loopscope.training_hooks.path_length import PathLength
+from loopscope.training_hooks.variance import Variance
+from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order
-from framework.hooks import TrainingHook
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState, of_the_run
 from tests.support import RecordingSink, run_info
 from tests.two_ranks import on_two_ranks
-from training_hooks.consecutive import Consecutive
-from training_hooks.measures.flat_shards import FlatLayout, FlatMemory
-from training_hooks.parameter_delta import ParameterDelta
-from training_hooks.path_length import PathLength
-from training_hooks.variance import Variance
 
 ROWS = 12
 

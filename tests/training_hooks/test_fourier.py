@@ -7,15 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.errors import UsageError
+from loopscope.training_hooks.fourier import Fourier
+from loopscope.training_hooks.measures import entropy_of_shares, first_embedding, gini, one_sided_power
 from torch import nn
 
-from framework.errors import UsageError
 from tests.support import Case, TiedModel, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.fourier import Fourier
-from training_hooks.measures.concentration import entropy_of_shares, gini
-from training_hooks.measures.embeddings import first_embedding
-from training_hooks.measures.periodograms import one_sided_power
 
 signals = st.builds(
     lambda rows, columns, seed: torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)),

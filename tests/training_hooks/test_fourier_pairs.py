@@ -8,15 +8,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.hook_points import HookPoint
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks import fourier
+from loopscope.training_hooks.fourier import Fourier, acquisition, neuron_spectra
+from loopscope.training_hooks.measures import (
+    ablated_losses,
+    data_stride,
+    feed_forward_inputs,
+    gini,
+    one_sided_power,
+    output_projection,
+    rows_of_pairs,
+    sampled_rows,
+    stride_harmonics,
+    token_pairs,
+)
+from loopscope.training_hooks.measures.modular_addition import waves
+from loopscope.training_state import TrainingState
 from torch import nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order
-from framework.hook_points import HookPoint
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import (
     BATCH,
     ROWS,
@@ -32,12 +47,6 @@ from tests.support import (
     transformer,
 )
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks import fourier
-from training_hooks.fourier import Fourier, acquisition, neuron_spectra
-from training_hooks.measures.concentration import gini
-from training_hooks.measures.embeddings import feed_forward_inputs, output_projection
-from training_hooks.measures.modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs, waves
-from training_hooks.measures.periodograms import data_stride, one_sided_power, stride_harmonics
 
 LOSSES = ("restricted_loss", "excluded_loss", "full_loss", "full_train_loss")
 

@@ -3,15 +3,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.manager import HookManager
+from loopscope.param_vectors import trainable
+from loopscope.precision import Precision
+from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training_hooks.grad_clip import GradClip, beyond
+from loopscope.training_hooks.measures import AdaGC, Gammas, ZClip
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.manager import HookManager
-from framework.param_vectors import trainable
-from framework.precision import Precision
-from framework.train_step import TrainingTask, forward_backward, update
-from framework.training_state import TrainingState
 from tests.cases import matrix
 from tests.framework.sapi_call import context
 from tests.support import (
@@ -27,8 +29,6 @@ from tests.support import (
 )
 from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.reloading import through_a_file
-from training_hooks.grad_clip import GradClip, beyond
-from training_hooks.measures.adaptive_clipping import AdaGC, Gammas, ZClip
 
 STEPS = 6
 RULES = ("norm", "value", "parameter", "zclip", "adagc")

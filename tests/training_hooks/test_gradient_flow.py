@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.gradient_flow import GradientFlow, square_norm
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import RunNotice, UnsuitableError, UsageError
-from framework.loops import step_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import RecordingSink, run_info
 from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import through_a_file
-from training_hooks.gradient_flow import GradientFlow, square_norm
 
 WIDTH, ROWS, DEPTH = 6, 12, 8
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.errors import UnsuitableError
+from loopscope.training_hooks.measures import GradientHistory, refuse_above, spectrum, width_of
+from loopscope.training_hooks.measures.count_sketch import count_sketch
+from loopscope.training_hooks.measures.gradient_history import row_products
 from torch import nn
-
-from framework.errors import UnsuitableError
-from training_hooks.measures.count_sketch import count_sketch
-from training_hooks.measures.gradient_history import GradientHistory, refuse_above, row_products, spectrum, width_of
 
 
 class Vector(nn.Module):

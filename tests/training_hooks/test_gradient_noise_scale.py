@@ -6,18 +6,18 @@ import math
 
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.digest import described
+from loopscope.errors import UsageError
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
-from framework.data import TensorLoader, fixed_order
-from framework.digest import described
-from framework.errors import UsageError
-from framework.loops import step_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import BATCH, Case, RecordingSink, train
-from training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
 
 
 def estimates(gradients: Tensor, sizes: list[int]) -> tuple[float, float]:

@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.lowbit import RECIPES, ROLES, Cast, FloatFormat, FormatRegistry, RuleRegistry, find_recipe
+from loopscope.lowbit.scaling import ScalingRule
+from loopscope.training_hooks.gradient_overflow import GradientOverflow
+from loopscope.training_hooks.measures.overflow_readings import CUMULATIVE, FORMULAS
 from torch import nn
 
-from framework.checkpoints import load_checkpoint, save_checkpoint
-from framework.errors import RunNotice, UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.recipes import RECIPES, find_recipe
-from framework.lowbit.roles import ROLES
-from framework.lowbit.scaling import RuleRegistry, ScalingRule
 from tests.support import SpyHook, at, differences
 from tests.training_hooks.low_bit_runs import LAYERS, Lost, LowBitRun, Recorder, cross_entropy, network
 from tests.transfers import TransferCount
-from training_hooks.gradient_overflow import GradientOverflow
-from training_hooks.measures.overflow_readings import CUMULATIVE, FORMULAS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 ALWAYS = {"interval": 1}

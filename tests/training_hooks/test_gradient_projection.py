@@ -4,15 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.errors import UnsuitableError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.training_hooks.gradient_projection import GradientProjection, downhill, journey
+from loopscope.training_hooks.measures import FlatLayout
 from torch import Tensor, nn
 
-from framework.errors import UnsuitableError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.support import Case, assert_same_bytes, build, train
 from tests.training_hooks.reloading import reloading
-from training_hooks.gradient_projection import GradientProjection, downhill, journey
-from training_hooks.measures.flat_shards import FlatLayout
 
 PLACES = st.lists(st.floats(-4, 4, width=32), min_size=6, max_size=6)
 

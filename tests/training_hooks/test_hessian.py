@@ -3,21 +3,21 @@ import math
 
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.loops import step_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import cosine, dot, minus, norm
+from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.hessian import Hessian
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.loops import step_loop
-from framework.manager import HookManager
-from framework.param_vectors import cosine, dot, minus, norm
-from framework.random_streams import RandomStreams, seed_everything
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import Case, RecordingSink, assert_same_bytes, mean_loss, run_info, train
-from training_hooks.hessian import Hessian
 
 ALWAYS = {"every_n_steps": 100, "burst_length": 100}
 Rows = dict[int, dict[str, float]]

@@ -4,9 +4,8 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.training_hooks.measures import Density, lanczos, mean_and_error, rademacher, residuals
 from torch import Tensor
-
-from training_hooks.measures.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
 
 N = 60
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.loss_spikes import SIGNALS, LossSpikes
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import UnsuitableError, UsageError
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import Case, RecordingSink, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.grad_clip import GradClip
-from training_hooks.loss_spikes import SIGNALS, LossSpikes
 
 Report = dict[str, float]
 

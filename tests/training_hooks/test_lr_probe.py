@@ -5,18 +5,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import UsageError
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
-from framework.data import TensorLoader, fixed_order, random_order
-from framework.errors import UsageError
-from framework.loops import epoch_loop, step_loop
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.cases import every_pair
 from tests.support import RecordingSink, assert_same_bytes, train
-from training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
 
 RATES = torch.tensor(growing_rates(1e-6, 1.0, 61), dtype=torch.float64)
 DECADES = RATES.log10()

@@ -7,23 +7,21 @@ from functools import cache
 
 import pytest
 import torch
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.digest import described
+from loopscope.errors import HookError, UnsuitableError, UsageError
+from loopscope.hook_points import EVERY_STEP, HookPoint
+from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.lowbit import BitLinear, Cast, MetisOptions, Recipe, quantize_model
+from loopscope.lowbit.recipes import uniform
+from loopscope.manager import HookManager
+from loopscope.param_vectors import copied
+from loopscope.precision import Precision
+from loopscope.reference import load_reference
+from loopscope.selection import HookRegistry
+from loopscope.training_hooks.metis_split import MetisSplit, schedule
 from torch import Tensor, nn
 
-from framework.checkpoints import load_checkpoint, save_checkpoint
-from framework.digest import described
-from framework.errors import HookError, UnsuitableError, UsageError
-from framework.hook_points import EVERY_STEP, HookPoint
-from framework.hooks import InterventionHook, TrainingHook
-from framework.lowbit.casts import Cast
-from framework.lowbit.conversion import quantize_model
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.metis import MetisOptions
-from framework.lowbit.recipes import Recipe, uniform
-from framework.manager import HookManager
-from framework.param_vectors import copied
-from framework.precision import Precision
-from framework.reference import load_reference
-from framework.selection import HookRegistry
 from tests import support
 from tests.support import (
     LOOPS,
@@ -41,7 +39,6 @@ from tests.support import (
     train,
 )
 from tests.training_hooks.interrupted import in_one_and_two
-from training_hooks.metis_split import MetisSplit, schedule
 
 OPTIONS = MetisOptions(rank=0.5, forward_warmup_steps=2, merge_steps=3)
 RECIPES = {

@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.errors import UsageError
+from loopscope.loops import NoProgress, epoch_loop
+from loopscope.manager import HookManager
+from loopscope.sharding import fully_sharded_modules, whole
+from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training_hooks import ModelSmoother, SmoothingConfig
+from loopscope.training_hooks.measures import distance, smoothing
+from loopscope.training_hooks.model_smoothing import ModelSmoothing
+from loopscope.training_state import LoopState
 from torch import nn
 
-from framework.digest import described
-from framework.errors import UsageError
-from framework.loops import NoProgress, epoch_loop
-from framework.manager import HookManager
-from framework.sharding import fully_sharded_modules, whole
-from framework.train_step import TrainingTask, forward_backward, update
-from framework.training_state import LoopState
 from tests.cases import matrix
 from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
 from tests.training_hooks.sharded_runs import KINDS, sharded
 from tests.two_ranks import on_two_ranks
-from training_hooks import ModelSmoother, SmoothingConfig
-from training_hooks.measures import smoothing
-from training_hooks.measures.smoothing import distance
-from training_hooks.model_smoothing import ModelSmoothing
 
 STEPS = 7
 

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from loopscope.contexts import RunDataContext
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import gradients, norm_of_each
+from loopscope.training_hooks.norms import Norms
 from torch import nn
 
-from framework.contexts import RunDataContext
-from framework.hook_points import HookPoint
-from framework.param_vectors import gradients, norm_of_each
 from tests.support import MODELS, Case, SpyHook, at, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.norms import Norms
 
 
 def length(*tensors: torch.Tensor) -> float:

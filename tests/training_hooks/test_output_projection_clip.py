@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
+from loopscope.training_hooks.measures import ClipOptions, TiedGradientClipping
+from loopscope.training_hooks.measures.output_projection import NormHistory
+from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.digest import described
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
 from tests.support import Case, Run, SpyHook, at, differences, train
 from tests.training_hooks.interrupted import in_one_and_two
-from training_hooks.embedding_provenance import EmbeddingProvenance
-from training_hooks.measures.output_projection import ClipOptions, NormHistory, TiedGradientClipping
-from training_hooks.output_projection_clip import OutputProjectionClip
 
 TOKENS, WIDTH, STEPS, LR = 11, 6, 8, 0.5
 PLAIN = {"window_size": 1, "scale_factor": 1.0}

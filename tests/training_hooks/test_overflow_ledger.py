@@ -5,15 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.lowbit import MAXIMA, SUMS, Cast, Counts
+from loopscope.training_hooks.gradient_overflow import GradientOverflow
+from loopscope.training_hooks.measures import Ledger
+from loopscope.training_hooks.measures.overflow_readings import FORMULAS, readings
 
-from framework.lowbit.casts import Cast
-from framework.lowbit.counts import MAXIMA, SUMS, Counts
 from tests.training_hooks.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file
 from tests.two_ranks import on_two_ranks
-from training_hooks.gradient_overflow import GradientOverflow
-from training_hooks.measures.overflow_ledger import Ledger
-from training_hooks.measures.overflow_readings import FORMULAS, readings
 
 CPU = torch.device("cpu")
 CAST = Cast("e2m1", "nvfp4")

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.hook_points import HookPoint
+from loopscope.training_hooks.parameter_delta import ParameterDelta
 from torch import nn
 
-from framework.digest import described
-from framework.hook_points import HookPoint
 from tests.support import LOOPS, MODELS, STEPS_PER_EPOCH, Case, SpyHook, assert_same_bytes, at, train
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading, through_a_file
-from training_hooks.parameter_delta import ParameterDelta
 
 REPORTS = (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
 

@@ -5,18 +5,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.training_hooks import path_length
+from loopscope.training_hooks.path_length import PathLength
 from torch import nn
 
-from framework.digest import described
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
 from tests.cases import matrix
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading, through_a_file
-from training_hooks import path_length
-from training_hooks.path_length import PathLength
 
 REPORT = {"epoch": HookPoint.POST_EPOCH, "step": HookPoint.SNAPSHOT}
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.training_hooks.phases import Phases
 from torch import nn
 
-from framework.errors import UnsuitableError, UsageError
 from tests.support import Case, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.phases import Phases
 
 GROKKING = [
     # train_acc, val_acc, weight norm

@@ -7,10 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from loopscope.training_hooks.measures import fit_power_law, power_law
 from scipy import stats
-
-from training_hooks.measures import power_law
-from training_hooks.measures.power_law import fit_power_law
 
 
 def pareto(exponent: float, shape: tuple[int, ...], seed: int, start: float = 1.0) -> torch.Tensor:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.lowbit import RangePenalty, penalised
+from loopscope.training_hooks.range_penalty import RangePenaltyReport, mean_squares
 from torch import Tensor, nn
 
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.lowbit.regularizer import RangePenalty, penalised
 from tests.sinks.emits import run_info
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.range_penalty import RangePenaltyReport, mean_squares
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import HookError
+from loopscope.hook_points import HookPoint
+from loopscope.hooks import TrainingHook
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import trainable
+from loopscope.random_streams import RandomStreams
+from loopscope.sharding import whole
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.gradient_flow import GradientFlow
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import HookError
-from framework.hook_points import HookPoint
-from framework.hooks import TrainingHook
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.param_vectors import trainable
-from framework.random_streams import RandomStreams
-from framework.sharding import whole
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import RecordingSink, mean_loss, run_info
 from tests.two_ranks import on_two_ranks
-from training_hooks.grad_clip import GradClip
-from training_hooks.gradient_flow import GradientFlow
 
 ROWS = 12
 RULES: dict[str, dict[str, Any]] = {

@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.digest import described
+from loopscope.errors import UnsuitableError
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import Vector, trainable
+from loopscope.random_streams import RandomStreams
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.hessian import Hessian
+from loopscope.training_hooks.lr_probe import LrProbe
+from loopscope.training_hooks.measures.flat_vectors import FlatSpace
+from loopscope.training_hooks.sharpness import Sharpness
+from loopscope.training_state import TrainingState
 from torch import nn
 
-from framework.data import TensorLoader, fixed_order
-from framework.digest import described
-from framework.errors import UnsuitableError
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.param_vectors import Vector, trainable
-from framework.random_streams import RandomStreams
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import RecordingSink, mean_loss, run_info
 from tests.two_ranks import on_two_ranks
-from training_hooks.hessian import Hessian
-from training_hooks.lr_probe import LrProbe
-from training_hooks.measures.flat_vectors import FlatSpace
-from training_hooks.sharpness import Sharpness
 
 ROWS = 12
 DIFFERENCES = {"method": "finite_difference", "epsilon": 1e-5}

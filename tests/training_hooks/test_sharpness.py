@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from loopscope.commits import CommitRecord
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import UsageError
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.param_vectors import trainable
+from loopscope.random_streams import RandomStreams
+from loopscope.sapi import ModelDataContext
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.measures import spread_batches
+from loopscope.training_hooks.sharpness import Sharpness
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.commits import CommitRecord
-from framework.data import TensorLoader, fixed_order, random_order
-from framework.errors import UsageError
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.param_vectors import trainable
-from framework.random_streams import RandomStreams
-from framework.sapi import ModelDataContext
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.framework.test_curvature import KINDS, data, dense_hessian, mean_loss
 from tests.support import Case, RecordingSink, assert_same_bytes, run_info, train
-from training_hooks.measures.measured_loss import spread_batches
-from training_hooks.sharpness import Sharpness
 
 ROWS, BATCH, STEPS = 7, 4, 2
 WHOLE = {"batches": 9, "iterations": 200, "k": 4, "critical_passes": 0}

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from training_hooks.measures import spectra
+from loopscope.training_hooks.measures import spectra
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1))

@@ -1,7 +1,7 @@
 import pytest
+from loopscope.training_hooks.measures import critical_value
+from loopscope.training_hooks.measures.student_t import central_probability
 from scipy import stats
-
-from training_hooks.measures.student_t import central_probability, critical_value
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 11, 30])

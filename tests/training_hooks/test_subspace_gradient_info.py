@@ -6,16 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import EVERY_STEP
+from loopscope.hooks import TrainingHook
+from loopscope.manager import HookManager
+from loopscope.training_hooks import subspace_gradient_info as module
+from loopscope.training_hooks.subspace_gradient_info import SubspaceGradientInfo, dimension_of_share, held_out_share
 from torch import nn
 
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import EVERY_STEP
-from framework.hooks import TrainingHook
-from framework.manager import HookManager
 from tests.support import LOOPS, MODELS, Case, build, run_info, train
 from tests.training_hooks.gradient_feed import feed, noise
-from training_hooks import subspace_gradient_info as module
-from training_hooks.subspace_gradient_info import SubspaceGradientInfo, dimension_of_share, held_out_share
 
 SIZE = 500
 

@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.precision import Precision
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
+from loopscope.training_hooks.measures import ClipOptions, EmbeddingPair, TiedGradientClipping, all_sums
+from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
+from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
 
-from framework.precision import Precision
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState
 from tests.support import Case, Run, differences, mean_loss, train
-from training_hooks.embedding_provenance import EmbeddingProvenance
-from training_hooks.measures.output_projection import ClipOptions, TiedGradientClipping
-from training_hooks.measures.tied_embeddings import EmbeddingPair, all_sums
-from training_hooks.output_projection_clip import OutputProjectionClip
 
 OPTIONS = ClipOptions(window_size=2, scale_factor=0.3)
 

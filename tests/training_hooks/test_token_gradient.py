@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.training_hooks.token_gradient import TokenGradient, agreement, concentration
 
-from framework.data import TensorLoader, fixed_order
-from framework.errors import UnsuitableError, UsageError
 from tests.support import BATCH, ROWS, Case, TiedModel, data_for, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.token_gradient import TokenGradient, agreement, concentration
 
 
 def random_rows(count=9, width=5, zeros=()):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.commits import StatePart
+from loopscope.contexts import RunDataContext
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import norm
+from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
 from torch import nn
 
-from framework.commits import StatePart
-from framework.contexts import RunDataContext
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.param_vectors import norm
 from tests.support import OPTIMIZERS, ActingHook, Case, Run, SpyHook, at, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.grad_clip import GradClip
-from training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
 
 
 class Log(at(SpyHook, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)):

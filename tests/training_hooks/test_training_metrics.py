@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from loopscope.hook_points import HookPoint
+from loopscope.metrics import Series
+from loopscope.selection import HookRegistry, select_hooks
+from loopscope.training_hooks.training_metrics import TrainingMetrics
 
-from framework.hook_points import HookPoint
-from framework.metrics import Series
-from framework.selection import HookRegistry, select_hooks
 from tests.support import Case, SpyHook, at, train
-from training_hooks.training_metrics import TrainingMetrics
 
 
 def losses(case: Case, **options) -> list[float]:

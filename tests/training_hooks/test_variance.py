@@ -7,16 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.digest import described
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.param_vectors import gradients
+from loopscope.training_hooks.variance import Variance
 from torch import nn
 
-from framework.digest import described
-from framework.errors import UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.param_vectors import gradients
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading
-from training_hooks.variance import Variance
 
 
 def expected(window: np.ndarray) -> dict[str, float]:

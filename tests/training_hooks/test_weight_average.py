@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.digest import described
+from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.loops import epoch_loop
+from loopscope.manager import HookManager
+from loopscope.records import RunRecord, average_name
+from loopscope.sharding import fully_sharded_modules
+from loopscope.train_step import TrainingTask
+from loopscope.training_hooks.measures import WeightAverage as Average
+from loopscope.training_hooks.measures import averaged_state_dict
+from loopscope.training_hooks.weight_average import WeightAverage
+from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 
-from framework.digest import described
-from framework.errors import LoopscopeError, UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.loops import epoch_loop
-from framework.manager import HookManager
-from framework.records import RunRecord, average_name
-from framework.sharding import fully_sharded_modules
-from framework.train_step import TrainingTask
-from framework.training_state import TrainingState, of_the_run
 from tests.support import (
     LOOPS,
     MODELS,
@@ -38,9 +41,6 @@ from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
 from tests.training_hooks.sharded_runs import KINDS, sharded
 from tests.two_ranks import on_two_ranks
-from training_hooks.measures.weight_averages import WeightAverage as Average
-from training_hooks.measures.weight_averages import averaged_state_dict
-from training_hooks.weight_average import WeightAverage
 
 Values = dict[str, torch.Tensor]
 

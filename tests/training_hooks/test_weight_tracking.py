@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.training_hooks.measures import fit_power_law
+from loopscope.training_hooks.weight_tracking import WeightTracking, as_matrix, spectra_by_size, weight_norms
 from torch import nn
 
-from framework.errors import UsageError
-from framework.hook_points import HookPoint
 from tests.support import MODELS, Case, train
 from tests.training_hooks.epoch_end import epoch_end
-from training_hooks.measures.power_law import fit_power_law
-from training_hooks.weight_tracking import WeightTracking, as_matrix, spectra_by_size, weight_norms
 
 POINTS = {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
 

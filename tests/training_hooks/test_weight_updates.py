@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loopscope.contexts import OptimizerGroup
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.manager import HookManager
+from loopscope.precision import Precision
+from loopscope.training_hooks.weight_updates import WeightUpdates
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
-from framework.contexts import OptimizerGroup
-from framework.errors import RunNotice, UnsuitableError, UsageError
-from framework.hook_points import HookPoint
-from framework.manager import HookManager
-from framework.precision import Precision
 from tests.support import MODELS, Case, SpyHook, at, build, mean_loss, run_info, train
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading
-from training_hooks.weight_updates import WeightUpdates
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 QUARTILES = ("median", "p95", "min", "max")

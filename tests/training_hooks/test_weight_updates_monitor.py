@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.param_vectors import trainable
+from loopscope.training_hooks.measures.element_samples import sample_indices
+from loopscope.training_hooks.weight_updates import WeightUpdateMonitor
 from torch import nn
 
-from framework.errors import UsageError
-from framework.param_vectors import trainable
 from tests.support import MODELS, TiedModel, data_for, mean_loss
 from tests.training_hooks.reloading import through_a_file
-from training_hooks.measures.element_samples import sample_indices
-from training_hooks.weight_updates import WeightUpdateMonitor
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

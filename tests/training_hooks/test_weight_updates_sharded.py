@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.training_hooks.weight_updates import WeightUpdateMonitor
 from torch import nn
 
 from tests.two_ranks import on_two_ranks
-from training_hooks.weight_updates import WeightUpdateMonitor
 
 SETTINGS: tuple[dict[str, Any], ...] = ({"exact": True}, {"sample_size": 40}, {"sample_size": 4})
 

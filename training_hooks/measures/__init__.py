@@ -1,1 +1,149 @@
-"""The mathematics that several hooks share, or that is too long to stand in a hook's file: functions of tensors."""
+"""Mathematics that several rooms of hooks share."""
+
+from .adam_update import Settings, Update, adam_update, flat
+from .adaptive_clipping import AdaGC, Gammas, ZClip
+from .attention_layers import AttentionLayer, HeadWeights, find_attention
+from .attention_scores import AttentionCall, reading
+from .blocks import Chain, find_chains
+from .circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum
+from .concentration import entropy_of_shares, gini
+from .conditions import Conditions
+from .count_sketch import check_dimensions
+from .critical_sharpness import critical_infos, gradient_metrics, update_metrics
+from .embeddings import feed_forward_inputs, first_embedding, first_name, matrix_named, output_projection
+from .entanglement import (
+    Departure,
+    Trail,
+    approximation,
+    curvature_along,
+    entanglement_metrics,
+    own_step_metrics,
+    placed_like,
+    preconditioned_curvature,
+    solution_metrics,
+)
+from .flat_shards import FlatLayout, FlatMemory, FlatVector
+from .fourier_metrics import FOURIER_METRICS
+from .gradient_history import GradientHistory, refuse_above, spectrum, width_of
+from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
+from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
+from .modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
+from .output_projection import ClipOptions, OutputProjectionClipper, Scope, TiedGradientClipping
+from .overflow_ledger import Ledger
+from .overflow_readings import infos
+from .overflow_report import Alarm, Values, summary, values_by_role, values_together
+from .periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
+from .power_law import PowerLawFit, fit_power_law
+from .shadow_copies import ShadowCopies
+from .smoothing import ModelSmoother, SmoothingConfig, blend_buffers, distance
+from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
+from .stability import adam_preconditioner, stability_threshold
+from .student_t import critical_value
+from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
+from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
+from .weight_averages import WeightAverage, averaged_state_dict
+from .what_if import SUBJECTS, WhatIf, label
+
+__all__ = [
+    "FOURIER_METRICS",
+    "SUBJECTS",
+    "AdaGC",
+    "Alarm",
+    "AttentionCall",
+    "AttentionLayer",
+    "Chain",
+    "CircuitSpectrum",
+    "ClipOptions",
+    "Conditions",
+    "Density",
+    "Departure",
+    "EmbeddingPair",
+    "FlatLayout",
+    "FlatMemory",
+    "FlatVector",
+    "Gammas",
+    "GradientDiagnostics",
+    "GradientHistory",
+    "HeadWeights",
+    "Ledger",
+    "MeasuredLoss",
+    "ModelSmoother",
+    "OutputProjectionClipper",
+    "PowerLawFit",
+    "Product",
+    "Scope",
+    "Settings",
+    "ShadowCopies",
+    "SmoothingConfig",
+    "TiedGradientClipping",
+    "TiedGradients",
+    "Trail",
+    "Tridiagonal",
+    "Update",
+    "UpdateDiagnostics",
+    "Values",
+    "WeightAverage",
+    "WeightUpdateMonitor",
+    "WhatIf",
+    "ZClip",
+    "ablated_losses",
+    "adam_preconditioner",
+    "adam_update",
+    "all_sums",
+    "approximation",
+    "averaged_state_dict",
+    "blend_buffers",
+    "check_dimensions",
+    "copying_score",
+    "critical_infos",
+    "critical_value",
+    "curvature_along",
+    "data_stride",
+    "distance",
+    "effective_rank",
+    "entanglement_metrics",
+    "entropy_of_shares",
+    "feed_forward_inputs",
+    "find_attention",
+    "find_chains",
+    "first_embedding",
+    "first_name",
+    "fit_power_law",
+    "flat",
+    "gini",
+    "gradient_metrics",
+    "infos",
+    "label",
+    "lanczos",
+    "leading_share",
+    "matrix_named",
+    "mean_and_error",
+    "one_sided_power",
+    "output_projection",
+    "output_value_spectrum",
+    "own_step_metrics",
+    "participation_ratio",
+    "placed_like",
+    "power_of_columns",
+    "preconditioned_curvature",
+    "query_key_spectrum",
+    "rademacher",
+    "reading",
+    "refuse_above",
+    "refuse_exact_under_fsdp",
+    "residuals",
+    "rows_of_pairs",
+    "sampled_rows",
+    "solution_metrics",
+    "spectrum",
+    "spread_batches",
+    "stability_threshold",
+    "stable_rank",
+    "stride_harmonics",
+    "summary",
+    "token_pairs",
+    "update_metrics",
+    "values_by_role",
+    "values_together",
+    "width_of",
+]

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from loopscope.contexts import OptimizerGroup
+from loopscope.sharding import whole
 from torch import Tensor
-
-from framework.contexts import OptimizerGroup
-from framework.sharding import whole
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.sharding import whole
 from torch import Tensor, nn
-
-from framework.errors import UnsuitableError, UsageError
-from framework.sharding import whole
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn")
 """Names of a projection whose rows are all queries, then all keys, then all values."""

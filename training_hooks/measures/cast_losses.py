@@ -4,13 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from loopscope.lowbit import Cast, Counts, FloatFormat, Layout, Scaling, as_float32, delayed, scales_for
 from torch import Tensor
-
-from framework.lowbit.casts import Cast
-from framework.lowbit.counts import Counts
-from framework.lowbit.formats import FloatFormat
-from framework.lowbit.kernels import Scaling, as_float32, delayed, scales_for
-from framework.lowbit.layout import Layout
 
 PIECE = 2**20
 """Values of a piece: few enough for the cache, and enough that the calls themselves hardly take time."""

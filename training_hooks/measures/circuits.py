@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training_hooks.measures.attention_layers import HeadWeights
+from .attention_layers import HeadWeights
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:

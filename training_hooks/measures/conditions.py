@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from framework.errors import RunNotice, listed
+from loopscope.errors import RunNotice, listed
 
 NAMED = 5
 """Parameters that a warning names."""

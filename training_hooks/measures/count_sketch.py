@@ -1,9 +1,8 @@
 """A random projection that keeps the inner products of long vectors, by a hash instead of a stored matrix."""
 
 import torch
+from loopscope.errors import UsageError
 from torch import Tensor
-
-from framework.errors import UsageError
 
 CHUNK = 2**18
 SMALLEST = 64

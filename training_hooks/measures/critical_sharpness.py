@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import torch
+from loopscope.contexts import MetricInfo, OptimizerGroup
+from loopscope.data import Batch
+from loopscope.param_vectors import Vector, copied, dot, minus, trainable
+from loopscope.sapi import ModelDataContext
 from torch import Tensor
 
-from framework.contexts import MetricInfo, OptimizerGroup
-from framework.data import Batch
-from framework.param_vectors import Vector, copied, dot, minus, trainable
-from framework.sapi import ModelDataContext
-from training_hooks.measures.measured_loss import MeasuredLoss
-from training_hooks.measures.stability import critical_step
+from .measured_loss import MeasuredLoss
+from .stability import critical_step
 
 
 def proposed_update(model_ctx: ModelDataContext, batch: Batch) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
 """Finding, by shape alone, the token embedding of a model, its output projection and its feed-forward neurons."""
 
+from loopscope.errors import UnsuitableError, unknown
 from torch import nn
-
-from framework.errors import UnsuitableError, unknown
 
 
 def first_embedding(model: nn.Module, hook: str) -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loopscope.param_vectors import Vector, accumulate, cosine, dot, minus, norm
 from torch import Tensor
-
-from framework.param_vectors import Vector, accumulate, cosine, dot, minus, norm
 
 
 def curvature_along(direction: Vector, product: Vector) -> Tensor:

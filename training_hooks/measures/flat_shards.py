@@ -7,9 +7,8 @@ from itertools import compress
 from typing import Any
 
 import torch
+from loopscope.sharding import is_sharded, local_shards
 from torch import Tensor, nn
-
-from framework.sharding import is_sharded, local_shards
 
 Mesh = tuple[Any, int]
 """A device mesh and one of its dimensions, over which some parameters are sharded."""

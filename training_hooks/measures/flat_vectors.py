@@ -7,10 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from loopscope.param_vectors import WIDE, Vector
+from loopscope.sharding import is_sharded, whole
 from torch import Tensor
-
-from framework.param_vectors import WIDE, Vector
-from framework.sharding import is_sharded, whole
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from loopscope.errors import UnsuitableError
+from loopscope.param_vectors import gradients, trainable
 from torch import Tensor, nn
 
-from framework.errors import UnsuitableError
-from framework.param_vectors import gradients, trainable
-from training_hooks.measures.count_sketch import count_sketch
-from training_hooks.measures.flat_vectors import FlatSpace
+from .count_sketch import count_sketch
+from .flat_vectors import FlatSpace
 
 COLUMNS = 8192
 MIB = 2**20

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import islice
 
+from loopscope.batches import rows
+from loopscope.curvature import Method
+from loopscope.data import Batch, Loader
+from loopscope.errors import UnsuitableError
+from loopscope.param_vectors import Vector, axpy, copied, overwrite, trainable
+from loopscope.sapi import ModelDataContext
+from loopscope.sharding import fully_sharded_modules
 from torch import Tensor, nn
 
-from framework.batches import rows
-from framework.curvature import Method
-from framework.data import Batch, Loader
-from framework.errors import UnsuitableError
-from framework.param_vectors import Vector, axpy, copied, overwrite, trainable
-from framework.sapi import ModelDataContext
-from framework.sharding import fully_sharded_modules
-from training_hooks.measures.flat_vectors import FlatSpace
-from training_hooks.measures.lanczos import Product
-from training_hooks.measures.stability import Rise
+from .flat_vectors import FlatSpace
+from .lanczos import Product
+from .stability import Rise
 
 
 def spread_batches(loader: Loader, count: int) -> list[Batch]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.taps import GradientTap, TapOwner, TapSet
 from torch import Tensor, nn
 
-from framework.errors import UnsuitableError, UsageError
-from framework.taps import GradientTap, TapOwner, TapSet
-from training_hooks.measures.tied_embeddings import EmbeddingPair, TiedGradients, squares
+from .tied_embeddings import EmbeddingPair, TiedGradients, squares
 
 Scope = Literal["weight", "logits"]
 SCOPES = ("weight", "logits")

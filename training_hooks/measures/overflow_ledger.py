@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.lowbit import MAXIMA, SUMS, Counts
 from torch import Tensor, distributed
 
-from framework.lowbit.counts import MAXIMA, SUMS, Counts
-from training_hooks.measures.overflow_readings import Numbers, readings
+from .overflow_readings import Numbers, readings
 
 OVERFLOW, NOISE = "element_overflow_rate", "gradient_to_noise_ratio"
 ALL = "all roles"

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from training_hooks.measures.conditions import Conditions
-from training_hooks.measures.overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
-from training_hooks.measures.overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
+from .conditions import Conditions
+from .overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
+from .overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
 
 Values = dict[str, float | int]
 TABLE = (

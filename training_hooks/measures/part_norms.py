@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 
 import torch
+from loopscope.param_vectors import WIDE
 from torch import Tensor
-
-from framework.param_vectors import WIDE
 
 ROW = 1024
 """Elements that are added up in one go: of a million, rounding would leave an error of 1e-5, of these one of 1e-7."""

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.errors import listed
+from loopscope.sharding import is_sharded, local_shards
 from torch import Tensor, nn
 
-from framework.errors import listed
-from framework.sharding import is_sharded, local_shards
-from training_hooks.measures.xla import shard_alike
+from .xla import shard_alike
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

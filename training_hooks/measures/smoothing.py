@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from loopscope.param_vectors import Vector, joint_norm, norm, trainable
+from loopscope.sharding import is_sharded, local_shards
 from torch import Tensor, nn
 
-from framework.param_vectors import Vector, joint_norm, norm, trainable
-from framework.sharding import is_sharded, local_shards
-from training_hooks.measures.shadow_copies import ShadowCopies
-from training_hooks.measures.xla import step_markers
+from .shadow_copies import ShadowCopies
+from .xla import step_markers
 
 BLOCK = 2**18
 """Elements for each thread: one block of weights and one of the buffers, 2 MB in float32, which stay in the caches."""

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.contexts import OptimizerGroup
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
-
-from framework.contexts import OptimizerGroup
 
 Rise = Callable[[Tensor], Tensor]
 """How much the loss rises over a step of that multiple of a direction; zero-dimensional tensors."""

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.param_vectors import WIDE
+from loopscope.sharding import is_sharded
 from torch import Tensor, nn
-
-from framework.errors import UnsuitableError, UsageError
-from framework.param_vectors import WIDE
-from framework.sharding import is_sharded
 
 ROWS_TOGETHER = 512
 """Rows of a difference that are held in memory at once."""

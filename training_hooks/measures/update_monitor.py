@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from loopscope.errors import UsageError
+from loopscope.param_vectors import trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from framework.errors import UsageError
-from framework.param_vectors import trainable
-from training_hooks.measures.flat_shards import meshes_of, over_ranks
-from training_hooks.measures.watched_elements import Named, WatchedElements
+from .flat_shards import meshes_of, over_ranks
+from .watched_elements import Named, WatchedElements
 
 EPSILON = 1e-12
 """Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""

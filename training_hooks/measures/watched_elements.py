@@ -8,13 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from loopscope.param_vectors import WIDE
+from loopscope.sharding import is_sharded, local_shards
 from torch import Tensor, nn
 
-from framework.param_vectors import WIDE
-from framework.sharding import is_sharded, local_shards
-from training_hooks.measures.element_samples import held_here, sample_indices
-from training_hooks.measures.flat_shards import laid_out_like
-from training_hooks.measures.part_norms import ROW, norms
+from .element_samples import held_here, sample_indices
+from .flat_shards import laid_out_like
+from .part_norms import ROW, norms
 
 AT_ONCE = 2**17
 """Elements that are copied or compared together: what a cache holds."""

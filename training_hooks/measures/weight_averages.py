@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from loopscope.param_vectors import trainable
+from loopscope.sharding import local_shards, whole
 from torch import Tensor, nn
 
-from framework.param_vectors import trainable
-from framework.sharding import local_shards, whole
-from training_hooks.measures.shadow_copies import ShadowCopies, floating_buffers
-from training_hooks.measures.xla import step_markers
+from .shadow_copies import ShadowCopies, floating_buffers
+from .xla import step_markers
 
 
 class WeightAverage:

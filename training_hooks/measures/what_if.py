@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.lowbit import Cast, largest_magnitudes
+from loopscope.param_vectors import trainable
+from loopscope.sharding import whole
 from torch import Tensor, nn
 
-from framework.lowbit.casts import Cast, largest_magnitudes
-from framework.param_vectors import trainable
-from framework.sharding import whole
-from training_hooks.measures.cast_losses import losses
-from training_hooks.measures.overflow_ledger import Ledger
+from .cast_losses import losses
+from .overflow_ledger import Ledger
 
 SUBJECTS = ("gradients", "weights", "activations")
 

@@ -7,12 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from loopscope.lowbit import MAXIMA, SUMS, Cast, FloatFormat, FormatRegistry, RuleRegistry
 from torch import Tensor
-
-from framework.lowbit.casts import Cast
-from framework.lowbit.counts import MAXIMA, SUMS
-from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.scaling import RuleRegistry
 
 
 def decoded(number_format: type[FloatFormat]) -> list[float]:

@@ -3,13 +3,8 @@
 from collections.abc import Callable
 
 import torch
+from loopscope.lowbit import RECIPES, BitLinear, Cast, Counts, Recipe, find_recipe, quantize_model
 from torch import Tensor, nn
-
-from framework.lowbit.casts import Cast
-from framework.lowbit.conversion import quantize_model
-from framework.lowbit.counts import Counts
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.recipes import RECIPES, Recipe, find_recipe
 
 NARROW = [name for name in RECIPES if name not in ("fp32", "fp4_metis")]
 BLOCK = Cast("e2m1", "block")

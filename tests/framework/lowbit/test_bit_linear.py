@@ -5,18 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.compilation import compile_model
+from loopscope.errors import UsageError
+from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe
+from loopscope.lowbit.calls import LayerCall
+from loopscope.lowbit.conversion import dequantize_model
+from loopscope.lowbit.linear_function import QuantizedLinear
+from loopscope.lowbit.recipes import uniform
+from loopscope.precision import Precision
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.compilation import compile_model
-from framework.errors import UsageError
-from framework.lowbit.calls import LayerCall
-from framework.lowbit.conversion import dequantize_model
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.linear_function import QuantizedLinear
-from framework.lowbit.recipes import RECIPES, Recipe, uniform
-from framework.lowbit.roles import ROLES
-from framework.precision import Precision
 from tests.framework.lowbit.lowbit_layers import (
     BLOCK,
     DELAYED,

@@ -14,16 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loopscope.lowbit import SUMS, Cast, FormatRegistry, RuleRegistry, casts, compiled
+from loopscope.lowbit.compiled import SWITCH, Compiler
+from loopscope.lowbit.kernels import exceeds, largest_in
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-
-from framework.lowbit import casts, compiled
-from framework.lowbit.casts import Cast
-from framework.lowbit.compiled import SWITCH, Compiler
-from framework.lowbit.counts import SUMS
-from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.kernels import exceeds, largest_in
-from framework.lowbit.scaling import RuleRegistry
 
 EAGER = Compiler(patience=2**60)
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -334,7 +329,7 @@ def test_threads_that_cast_at_once_compile_once_and_agree(monkeypatch):
 
 WITHOUT_A_COMPILER = """
 import torch
-from framework.lowbit import casts
+from loopscope.lowbit import casts
 casts.COMPILER.patience = -1
 values = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
 rounded = casts.Cast("e2m1", "block")(values)

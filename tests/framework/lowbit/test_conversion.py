@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.errors import UsageError
+from loopscope.hook_points import EVERY_STEP
+from loopscope.hooks import TrainingHook
+from loopscope.lowbit import RECIPES, BitLinear, find_recipe, layers_to_quantize, quantize_model
+from loopscope.lowbit.conversion import dequantize_model
+from loopscope.manager import HookManager
+from loopscope.random_streams import RandomStreams
+from loopscope.selection import HookRegistry, bulk_hooks
+from loopscope.training_state import TrainingState
 from torch import nn
 
-import training_hooks  # noqa: F401 - fills the registry
-from framework.checkpoints import load_checkpoint, save_checkpoint
-from framework.errors import UsageError
-from framework.hook_points import EVERY_STEP
-from framework.hooks import TrainingHook
-from framework.lowbit.conversion import dequantize_model, layers_to_quantize, quantize_model
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.recipes import RECIPES, find_recipe
-from framework.manager import HookManager
-from framework.random_streams import RandomStreams
-from framework.selection import HookRegistry, bulk_hooks
-from framework.training_state import TrainingState
 from tests.support import (
     MODELS,
     ActingHook,

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from loopscope.curvature import ExactHessian
+from loopscope.errors import LoopscopeError
+from loopscope.lowbit import ROLES, Cast, Recipe, find_recipe
+from loopscope.lowbit.conversion import dequantize_model
+from loopscope.param_vectors import axpy, dot
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from framework.curvature import ExactHessian
-from framework.errors import LoopscopeError
-from framework.lowbit.casts import Cast
-from framework.lowbit.conversion import dequantize_model
-from framework.lowbit.recipes import Recipe, find_recipe
-from framework.lowbit.roles import ROLES
-from framework.param_vectors import axpy, dot
 from tests.framework.lowbit.lowbit_layers import (
     BLOCK,
     DELAYED,

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from loopscope.errors import UsageError
+from loopscope.lowbit import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.formats import by_draws
 from torch import Tensor
 
-from framework.errors import UsageError
-from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FormatRegistry, by_draws
-from framework.lowbit.scaling import RuleRegistry
 from tests.framework.lowbit.brute_force import cast_by_hand, counts_by_hand, decoded, scales_of
 
 formats, rules = st.sampled_from(FormatRegistry.names()), st.sampled_from(RuleRegistry.names())

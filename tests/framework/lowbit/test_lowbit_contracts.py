@@ -5,12 +5,11 @@ from itertools import product
 
 import pytest
 import torch
+from loopscope.lowbit import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts import ROUNDINGS
+from loopscope.lowbit.scaling import Current, ScalingRule
 from torch import Tensor
 
-from framework.lowbit.casts import ROUNDINGS, Cast
-from framework.lowbit.counts import Counts
-from framework.lowbit.formats import FloatFormat, FormatRegistry
-from framework.lowbit.scaling import Current, RuleRegistry, ScalingRule
 from tests.framework.lowbit.brute_force import cast_by_hand, counts_by_hand, scales_of
 
 SHAPE = (2, 41)

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
+from loopscope.lowbit import MAXIMA, SUMS, Cast, Counts
 from torch import Tensor
-
-from framework.lowbit.casts import Cast
-from framework.lowbit.counts import MAXIMA, SUMS, Counts
 
 
 def gaussian(rows: int, columns: int = 960) -> Tensor:

@@ -4,10 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.lowbit import FloatFormat, FormatRegistry
+from loopscope.lowbit.formats import check_format, to_continued_grid, to_grid
 from torch import Tensor
 
-from framework.errors import UsageError
-from framework.lowbit.formats import FloatFormat, FormatRegistry, check_format, to_continued_grid, to_grid
 from tests.framework.lowbit.brute_force import decoded, nearest, ties
 
 TYPES = {

@@ -7,12 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loopscope.errors import UsageError
+from loopscope.lowbit import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.scaling import ScalingRule, check_rule
 from torch import Tensor
 
-from framework.errors import UsageError
-from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FormatRegistry
-from framework.lowbit.scaling import RuleRegistry, ScalingRule, check_rule
 from tests.framework.lowbit.brute_force import decoded, nearest
 
 LARGEST = torch.finfo(torch.float32).max

@@ -4,14 +4,14 @@ import warnings
 from typing import Any
 
 import torch
+from loopscope.errors import LoopscopeError
+from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
+from loopscope.lowbit import quantize_model
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from experiments.tied_lm.model import Decoder, DecoderShape
-from framework.errors import LoopscopeError
-from framework.lowbit.conversion import quantize_model
 from tests.two_ranks import on_two_ranks
 
 VARYING = "e4m3/delayed/stochastic,output_grad=e5m2/delayed/stochastic"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from loopscope.lowbit import Cast, FormatRegistry
+from loopscope.lowbit.formats import to_grid
 from torch import Tensor
 
-from framework.lowbit.casts import Cast
-from framework.lowbit.formats import FormatRegistry, to_grid
 from tests.framework.lowbit import torchao_reference as torchao
 
 MODES = ["FLOOR", "CEIL", "RCEIL", "EVEN"]

@@ -5,11 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.errors import UsageError
+from loopscope.lowbit import Cast, MetisOptions
+from loopscope.lowbit.metis import gains_of, low_rank_cast, randomised_svd
 from torch import Tensor
-
-from framework.errors import UsageError
-from framework.lowbit.casts import Cast
-from framework.lowbit.metis import MetisOptions, gains_of, low_rank_cast, randomised_svd
 
 BLOCK = Cast("e2m1", "block")
 SHAPES = [(24, 16), (16, 24), (20, 20), (1, 9), (9, 1)]

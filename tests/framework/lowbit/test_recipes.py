@@ -4,12 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from framework.errors import UsageError
-from framework.lowbit.casts import Cast
-from framework.lowbit.metis import MetisOptions
-from framework.lowbit.recipes import RECIPES, Recipe, find_recipe, parse_cast, uniform
-from framework.lowbit.roles import ROLES
+from loopscope.errors import UsageError
+from loopscope.lowbit import RECIPES, ROLES, Cast, MetisOptions, Recipe, find_recipe
+from loopscope.lowbit.recipes import parse_cast, uniform
 
 
 def test_the_recipes_are_those_of_the_issue():

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.lowbit import OFFSET, RangePenalty, penalised, quantize_model, share
 from torch import nn
-
-from framework.errors import UsageError
-from framework.lowbit.conversion import quantize_model
-from framework.lowbit.regularizer import OFFSET, RangePenalty, penalised, share
 
 
 def matrices(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:

@@ -5,17 +5,25 @@ import io
 
 import pytest
 import torch
+from loopscope.errors import UsageError
+from loopscope.lowbit import (
+    RECIPES,
+    ROLES,
+    BitLinear,
+    Cast,
+    MetisOptions,
+    Recipe,
+    find_recipe,
+    quantize_model,
+    split_weight,
+)
+from loopscope.lowbit.conversion import dequantize_model
+from loopscope.lowbit.metis import low_rank_cast
+from loopscope.lowbit.recipes import uniform
+from loopscope.lowbit.splitting import SplitLinear, split_product
 from torch import Tensor, nn
 from torch.nn import functional
 
-from framework.errors import UsageError
-from framework.lowbit.casts import Cast
-from framework.lowbit.conversion import dequantize_model, quantize_model
-from framework.lowbit.linear import BitLinear
-from framework.lowbit.metis import MetisOptions, low_rank_cast
-from framework.lowbit.recipes import RECIPES, Recipe, find_recipe, uniform
-from framework.lowbit.roles import ROLES
-from framework.lowbit.splitting import SplitLinear, split_product, split_weight
 from tests.support import TiedModel
 
 FULL = Recipe("full", metis=MetisOptions(rank=4))

@@ -2,10 +2,10 @@
 
 import sys
 
-from framework.cli import main as command
-from framework.cli import without_traceback
+from .cli import main as command
+from .cli import without_traceback
 
-PACKAGES = ("experiments", "sinks", "training_hooks")
+PACKAGES = ("loopscope.experiments", "loopscope.sinks", "loopscope.training_hooks")
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from sinks.record import NUMBERS, number_texts, plain
+from .record import NUMBERS, number_texts, plain
 
 _SPECIAL = re.compile(r'[%,;:\[\]"\x00-\x1f\x7f]')
 _ENCODED = re.compile(r"%([0-9A-F]{2})")
