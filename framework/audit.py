@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .guardian import Part
-from .training_state import TrainingState, differing
+from .state import TrainingState, differing
 from .tripwire import mutation, unreadable
 
 

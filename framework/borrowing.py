@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import LoopscopeError, unknown
-from .sharding import fully_sharded_modules, gathered_for_a_while
+from .state import fully_sharded_modules, gathered_for_a_while
 
 
 @contextmanager

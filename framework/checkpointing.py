@@ -10,7 +10,7 @@ from .errors import RunNotice
 from .manager import HookManager
 from .run_state import RunState
 from .signals import Signals, StoppedError
-from .training_state import LoopState
+from .state import LoopState
 
 
 @dataclass(frozen=True)

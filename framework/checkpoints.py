@@ -10,8 +10,7 @@ from torch import Tensor
 from .checkpoint_files import open_checkpoint, write_checkpoint
 from .durable_files import write_whole
 from .errors import UsageError
-from .random_streams import MT19937_BYTES, NumpyState, PythonState, StreamState
-from .training_state import TrainingState
+from .state import MT19937_BYTES, NumpyState, PythonState, StreamState, TrainingState
 
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
 KEYS = {*PER_NAME, "kinds", "optimizer", "scheduler", "scaler", "loop", "extras"}

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import LoopscopeError, UsageError, unknown
-from .param_vectors import Vector, gradients, joint_norm, live_gradients, overwrite
-from .sharding import is_partial, local_shards
+from .state import Vector, gradients, is_partial, joint_norm, live_gradients, local_shards, overwrite
 
 
 class StatePart(Enum):

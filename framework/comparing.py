@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint_files import DamagedCheckpointError, checkpoints_in, open_checkpoint
-from .training_state import ON_DEMAND
+from .state import ON_DEMAND
 
 COMPARED = ("state", "streams")
 Moment = tuple[int, int]

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from .number_text import duration_text, number_text, rate_text
-from .training_state import LoopState
+from .state import LoopState
 
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0

@@ -13,8 +13,8 @@ from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from .loss_probe import LossProbe
 from .observation import forward_pass, optimizer_groups
 from .profiler import Profiler
+from .state import TrainingState
 from .train_step import TrainingTask
-from .training_state import TrainingState
 
 Vector = dict[str, Tensor]
 

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from .batch_indices import BatchIndices, on_streams, samplers_of
 from .errors import UsageError
-from .random_streams import RandomStreams
 from .seeded_batches import SeededBatches, WorkerStart, as_it_is
+from .state import RandomStreams
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/batches.py
 Order = Callable[[int], Tensor]

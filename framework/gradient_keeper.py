@@ -5,10 +5,8 @@ from torch import Tensor, nn
 
 from .hook_points import EPOCH_END, STEP_POINTS
 from .manager import HookManager
-from .param_vectors import accumulate, joint_norm
-from .sharding import whole
+from .state import LoopState, accumulate, joint_norm, whole
 from .train_step import TrainingTask
-from .training_state import LoopState
 
 ROOM = 128  # steps
 

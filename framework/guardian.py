@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .random_streams import StreamState
-from .sharding import finish_sharding, fully_sharded_modules
-from .structure import Structure
-from .tensor_identity import BriefIdentities, TensorIdentities
-from .tensor_parts import addresses
-from .training_state import TrainingState
+from .state import (
+    BriefIdentities,
+    StreamState,
+    Structure,
+    TensorIdentities,
+    TrainingState,
+    addresses,
+    finish_sharding,
+    fully_sharded_modules,
+)
 
 _grad = attrgetter("grad")
 _shape = attrgetter("shape")

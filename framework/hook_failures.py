@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .commits import UndeclaredCommitError
-from .determinism import explained
 from .errors import HookError, RunNotice, UnsuitableError, UsageError
 from .hook_points import HookPoint
 from .hooks import InterventionHook, TrainingHook
+from .state import explained
 
 
 @dataclass

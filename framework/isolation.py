@@ -9,10 +9,8 @@ from torch import nn
 
 from .audit import Audit
 from .errors import StateMutationError
-from .flags import entered_modes, leave_modes
 from .guardian import Snapshot
-from .random_streams import StreamState
-from .training_state import TrainingState
+from .state import StreamState, TrainingState, entered_modes, leave_modes
 from .tripwire import Tripwire
 
 Result = TypeVar("Result")

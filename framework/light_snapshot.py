@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .random_streams import StreamState
-from .sharding import local_shards
-from .training_state import TrainingState
+from .state import StreamState, TrainingState, local_shards
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from .data import Batch
 from .gradient_keeper import GradientKeeper
 from .hook_points import EPOCH_END, HookPoint
 from .manager import HookManager
+from .state import LoopState
 from .train_step import TrainingTask, forward_backward, is_skipped, update
-from .training_state import LoopState
 
 
 class Progress(Protocol):

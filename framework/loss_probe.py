@@ -13,11 +13,19 @@ from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
 from .curvature import ExactHessian, Method, central_difference
 from .data import Batch
 from .errors import LoopscopeError
-from .param_vectors import Vector, accumulate, gradients, scaled, trainable, widened
 from .profiler import Profiler
-from .sharding import fully_sharded_modules, gathered_for_a_while
+from .state import (
+    TrainingState,
+    Vector,
+    accumulate,
+    fully_sharded_modules,
+    gathered_for_a_while,
+    gradients,
+    scaled,
+    trainable,
+    widened,
+)
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
-from .training_state import TrainingState
 
 
 class LossProbe:

@@ -23,12 +23,11 @@ from .loss_probe import LossProbe
 from .metrics import Metrics, MetricSink
 from .offload import StateOffload
 from .profiler import Profiler
-from .random_streams import StreamState
 from .sapi import ModelDataContext
 from .selection import without_duplicates
+from .state import StreamState, TrainingState
 from .taps import Tap, TapOwner, TapSet
 from .train_step import TrainingTask
-from .training_state import TrainingState
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_map_only
 from .borrowing import borrowed_buffers, borrowed_modes
 from .contexts import ForwardResult, OptimizerGroup
 from .errors import unknown
-from .sharding import gathered_for_a_while
-from .training_state import TrainingState
+from .state import TrainingState, gathered_for_a_while
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:

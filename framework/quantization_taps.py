@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .lowbit import Counts
-from .own_hooks import OwnHook
+from .state import OwnHook
 
 
 class QuantizationListener(OwnHook):

@@ -21,14 +21,13 @@ from .checkpoint_files import checkpoints_in
 from .checkpoints import save_tensors
 from .config import RunOptions
 from .contexts import RunInfo
-from .determinism import settings
 from .durable_files import write_json
 from .errors import UsageError
 from .hook_config import ConfiguredHook
 from .manager import HookManager
 from .selection import SinkRegistry
+from .state import TrainingState, settings
 from .train_step import TrainingTask
-from .training_state import TrainingState
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"

@@ -33,11 +33,9 @@ from .errors import LoopscopeError, unknown
 from .guardian import Snapshot
 from .light_snapshot import LightSnapshot
 from .loss_probe import LossProbe
-from .param_vectors import Vector, accumulate, copied, live_gradients
 from .profiler import Profiler
-from .sharding import local_shards
+from .state import TrainingState, Vector, accumulate, copied, live_gradients, local_shards
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
-from .training_state import TrainingState
 
 
 class ReadOnlyError(LoopscopeError):

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import Dataset, get_worker_info
 
 from .held_generators import held_generators, seed_all, undisturbed
-from .random_streams import RandomStreams
+from .state import RandomStreams
 
 
 @runtime_checkable

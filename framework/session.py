@@ -16,7 +16,6 @@ from .comparing import moments_of
 from .compilation import compile_model
 from .config import RunOptions, require
 from .contexts import RunInfo
-from .determinism import deterministic
 from .display import Display
 from .errors import RunNotice, UsageError, unknown
 from .hook_config import ConfiguredHook, build_hooks, refuse_idle_options
@@ -24,15 +23,14 @@ from .hooks import TrainingHook, treatments
 from .manager import HookManager
 from .metrics import MetricSink
 from .precision import Precision
-from .random_streams import RandomStreams, seed_everything
 from .records import RunRecord, environment, versions
 from .reference import Reference, differences, find_reference, load_reference
 from .resuming import described, newest_of, refuse_another_run, tell_of_environment
 from .runner import ExperimentRunner
 from .selection import HookRegistry, select_hooks
+from .state import RandomStreams, TrainingState, deterministic, seed_everything
 from .strategy_run import StrategyRun
 from .train_step import TrainingTask
-from .training_state import TrainingState
 from .validating import validate
 
 

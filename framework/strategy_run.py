@@ -14,7 +14,6 @@ from .checkpoint_files import Checkpoint
 from .checkpoint_writer import CheckpointWriter
 from .checkpointing import Checkpointing, CheckpointPlan
 from .contexts import RunInfo
-from .determinism import explained
 from .display import Display
 from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
 from .loops import epoch_loop, step_loop
@@ -23,8 +22,8 @@ from .records import RunRecord, environment, versions
 from .run_lock import run_lock
 from .run_state import RunState
 from .signals import Signals, StoppedError
+from .state import TrainingState, explained
 from .train_step import TrainingTask
-from .training_state import TrainingState
 
 Result = TypeVar("Result")
 

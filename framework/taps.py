@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from .compilation import eagerly, is_compiled
 from .errors import StateMutationError, UsageError, unknown
-from .own_hooks import OwnFunction
 from .quantization_taps import QuantizationListener, QuantizationTap, Quantized
+from .state import OwnFunction
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]

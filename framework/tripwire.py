@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .errors import StateMutationError, listed
-from .sharding import is_sharded, local_shards
-from .training_state import MODULE_HOOKS, TrainingState, nested
+from .state import MODULE_HOOKS, TrainingState, is_sharded, local_shards, nested
 
 _version = attrgetter("_version")
 _grad = attrgetter("grad")

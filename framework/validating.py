@@ -11,8 +11,8 @@ from .errors import LoopscopeError
 from .loops import epoch_loop, step_loop
 from .manager import HookManager
 from .run_state import RunState
+from .state import LoopState
 from .strategy_run import StrategyRun
-from .training_state import LoopState
 
 
 class PartedError(LoopscopeError):

@@ -15,9 +15,9 @@ from loopscope.hooks import InterventionHook, TrainingHook, treatments
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink, Series
-from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
+from loopscope.state.training_state import of_the_run
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import LoopState, TrainingState, of_the_run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer

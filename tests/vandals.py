@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask, forward_backward, update
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode

@@ -11,9 +11,9 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import InterventionHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import live_gradients, trainable
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
+from loopscope.state import live_gradients, trainable
 from torch import Tensor
 
 from .measures import Settings, Update, adam_update, flat

@@ -9,8 +9,8 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import trainable
 from torch import Tensor
 
 from .measures import FlatLayout, FlatMemory, FlatVector

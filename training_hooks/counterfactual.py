@@ -8,9 +8,9 @@ from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import InterventionHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import Vector, dot, minus, trainable
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
+from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
 
 NO_ORDERING = 1e-5

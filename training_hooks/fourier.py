@@ -10,7 +10,7 @@ from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
 from loopscope.selection import HookRegistry
-from loopscope.sharding import whole
+from loopscope.state import whole
 from torch import Tensor, nn
 
 from .measures import (

@@ -11,10 +11,9 @@ from loopscope.errors import UsageError, unknown
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import InterventionHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import Vector, gradients, joint_norm, live_gradients, norm_of_each
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
-from loopscope.sharding import is_sharded, whole
+from loopscope.state import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
 from torch import Tensor
 
 from .measures import AdaGC, Gammas, ZClip

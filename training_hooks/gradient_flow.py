@@ -12,9 +12,8 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import joint_norm
 from loopscope.selection import HookRegistry
-from loopscope.sharding import is_sharded
+from loopscope.state import is_sharded, joint_norm
 from loopscope.taps import GradientTap
 from torch import Tensor, nn
 

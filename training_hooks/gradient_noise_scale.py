@@ -10,8 +10,8 @@ from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import Vector, accumulate, dot
 from loopscope.selection import HookRegistry
+from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
 
 

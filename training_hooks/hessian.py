@@ -10,9 +10,9 @@ from loopscope.errors import UsageError, unknown
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import InterventionHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import Vector, copied, minus, overwrite, trainable
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
+from loopscope.state import Vector, copied, minus, overwrite, trainable
 from torch.optim import Adam, Optimizer
 
 from .measures import (

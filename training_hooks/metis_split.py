@@ -12,10 +12,9 @@ from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import InterventionHook
 from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import joint_norm
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
-from loopscope.sharding import is_sharded
+from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
 

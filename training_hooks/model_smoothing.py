@@ -11,9 +11,9 @@ from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import InterventionHook
 from loopscope.lowbit import layers_with_factors
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import norm, trainable
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
+from loopscope.state import norm, trainable
 
 from .measures import ShadowCopies, SmoothingConfig, blend_buffers, distance
 

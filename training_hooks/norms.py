@@ -6,8 +6,8 @@ from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import max_abs, norm, norm_of_each, trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 
 @HookRegistry.register

@@ -9,8 +9,8 @@ from loopscope.errors import UsageError
 from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import trainable
 from torch import Tensor, nn
 
 from .measures import FlatLayout, FlatMemory

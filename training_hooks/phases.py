@@ -9,8 +9,8 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import norm, trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import norm, trainable
 from torch import Tensor
 
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)

@@ -9,8 +9,8 @@ from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.lowbit import OFFSET, RangePenalty, penalised, share
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import joint_norm
 from loopscope.selection import HookRegistry
+from loopscope.state import joint_norm
 from torch import Tensor
 
 

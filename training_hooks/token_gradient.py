@@ -9,7 +9,7 @@ from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
 from loopscope.selection import HookRegistry
-from loopscope.sharding import whole
+from loopscope.state import whole
 from torch import Tensor
 
 from .measures import first_embedding, first_name, gini, matrix_named, participation_ratio

@@ -9,8 +9,8 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import EPOCH_END, HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import Vector, accumulate, norm, trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import Vector, accumulate, norm, trainable
 from torch import Tensor
 
 AROUND_THE_UPDATE = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})

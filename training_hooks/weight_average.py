@@ -12,10 +12,9 @@ from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.lowbit import layers_with_factors
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import norm, trainable
 from loopscope.records import average_name
 from loopscope.selection import HookRegistry
-from loopscope.sharding import fully_sharded_modules, is_sharded
+from loopscope.state import fully_sharded_modules, is_sharded, norm, trainable
 
 from .measures import WeightAverage as Average
 from .measures import averaged_state_dict, distance

@@ -8,9 +8,8 @@ from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import WIDE, Vector, norm_of_each, trainable
 from loopscope.selection import HookRegistry
-from loopscope.sharding import is_sharded, whole
+from loopscope.state import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from torch import Tensor
 
 from .measures import PowerLawFit, effective_rank, fit_power_law, stable_rank

@@ -9,8 +9,8 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
 from loopscope.metrics import Metrics
-from loopscope.param_vectors import trainable
 from loopscope.selection import HookRegistry
+from loopscope.state import trainable
 
 from .measures import Conditions, GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
-from ..sharding import is_sharded
+from ..state import is_sharded
 from .calls import Calls, LayerCall
 from .casts import Cast, largest_magnitudes
 from .counts import Counts

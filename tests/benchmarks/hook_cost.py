@@ -17,10 +17,10 @@ from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConf
 from loopscope.hook_points import STEP_POINTS, HookPoint, windows_for
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import copied, trainable
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry, bulk_hooks
 from loopscope.session import Session, asks_for_reference
+from loopscope.state import copied, trainable
 from loopscope.train_step import forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual
 

@@ -11,8 +11,8 @@ from loopscope.data import Batch, Loader
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
+from loopscope.state import LoopState
 from loopscope.training_hooks.grad_clip import GradClip
-from loopscope.training_state import LoopState
 from torch import Tensor
 
 from tests.benchmarks.rows import MICROSECONDS, PERCENT, Effort, Row

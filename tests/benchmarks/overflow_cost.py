@@ -14,9 +14,9 @@ from loopscope.experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, Lowbit
 from loopscope.loops import step_loop
 from loopscope.lowbit.compiled import COMPILER
 from loopscope.session import build_run
+from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.gradient_overflow import GradientOverflow
-from loopscope.training_state import TrainingState
 
 from tests.benchmarks.rows import PERCENT, Effort, Row
 from tests.benchmarks.subjects import AfterStep, language_model

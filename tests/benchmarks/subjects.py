@@ -14,11 +14,10 @@ from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import NoProgress, epoch_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import Metrics
-from loopscope.random_streams import RandomStreams, seed_everything
 from loopscope.sapi import ModelDataContext
 from loopscope.session import build_run
+from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import LoopState, TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -22,10 +22,10 @@ from loopscope.hooks import TrainingHook
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.session import build_run
+from loopscope.state import TrainingState
 from loopscope.taps import TapOwner
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks import EmbeddingProvenance, OutputProjectionClip
-from loopscope.training_state import TrainingState
 from torch import Tensor
 from torch.nn import functional
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.commits import StatePart
-from loopscope.digest import described
 from loopscope.errors import UsageError
 from loopscope.hook_points import EVERY_STEP, HookPoint
 from loopscope.hooks import InterventionHook, TrainingHook, treatments
 from loopscope.manager import HookManager
 from loopscope.selection import HookRegistry, hook_kind
+from loopscope.state.digest import described
 
 from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair
 from tests.support import (

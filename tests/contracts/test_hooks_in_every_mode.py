@@ -13,8 +13,8 @@ from loopscope.hook_points import EVERY_STEP
 from loopscope.hooks import InterventionHook
 from loopscope.precision import Precision
 from loopscope.selection import HookRegistry, hook_kind
+from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import nn
 from torch.amp import GradScaler
 

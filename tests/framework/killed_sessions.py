@@ -8,7 +8,7 @@ from typing import Any
 from loopscope.display import Display
 from loopscope.loops import NoProgress
 from loopscope.session import Session
-from loopscope.training_state import LoopState
+from loopscope.state import LoopState
 
 from tests.framework.small_experiment import Small, session
 

@@ -3,11 +3,9 @@
 import torch
 from loopscope.commits import CommitRecord, StatePart
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.param_vectors import trainable
-from loopscope.random_streams import RandomStreams, seed_everything
 from loopscope.sapi import ModelDataContext
+from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,9 +13,9 @@ from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import UsageError
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import seed_everything
+from loopscope.state import TrainingState, seed_everything
+from loopscope.state.training_state import of_the_run
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 
 from tests.support import CASES, LOOPS, STEPS_PER_EPOCH, Case, Saving, build, differences

@@ -14,7 +14,7 @@ from loopscope.commits import (
     scale_each,
 )
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.param_vectors import copied, trainable
+from loopscope.state import copied, trainable
 from torch import nn
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from loopscope.console_progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
-from loopscope.training_state import LoopState
+from loopscope.state import LoopState
 from rich.console import Console
 
 

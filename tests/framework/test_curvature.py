@@ -7,11 +7,9 @@ from loopscope.batches import rows
 from loopscope.commits import CommitRecord
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.param_vectors import cosine, dot, minus, norm, trainable
-from loopscope.random_streams import RandomStreams
 from loopscope.sapi import ModelDataContext, ReadOnlyError
+from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loopscope.batches import micro_batches, rows
 from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams
 from torch.utils.data import (
     DataLoader,
     Dataset,

@@ -11,10 +11,11 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.cli import main
-from loopscope.determinism import CUBLAS, NotDeterministicError, deterministic, explained, settings
 from loopscope.errors import HookError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
+from loopscope.state import deterministic, explained, settings
+from loopscope.state.determinism import CUBLAS, NotDeterministicError
 
 from tests.framework.small_experiment import Small, read_json, registered, session
 
@@ -139,7 +140,7 @@ def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -
     program = """
 import sys, torch
 from loopscope.compilation import compile_model
-from loopscope.determinism import deterministic
+from loopscope.state.determinism import deterministic
 with deterministic(on=True):
     assert torch.are_deterministic_algorithms_enabled()
     assert "torch._inductor" not in sys.modules

@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.digest import described, digest
-from loopscope.training_state import TAPS, differing, of_the_run
+from loopscope.state import differing
+from loopscope.state.digest import described, digest
+from loopscope.state.training_state import TAPS, of_the_run
 from torch import nn
 
 from tests.support import Case, build, differences

@@ -10,9 +10,9 @@ from loopscope.errors import StateMutationError
 from loopscope.hook_points import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.state.training_state import of_the_run
 from loopscope.train_step import TrainingTask, forward_backward, update
-from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 from torch.nn import functional
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from loopscope.flags import GlobalFlags, entered_modes, leave_modes
+from loopscope.state import entered_modes, leave_modes
+from loopscope.state.flags import GlobalFlags
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

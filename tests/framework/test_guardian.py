@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from loopscope.guardian import Snapshot
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import forward_backward, update
-from loopscope.training_state import TrainingState
 from torch import nn
 
 from tests.support import CASES, Case, Tally, build, differences

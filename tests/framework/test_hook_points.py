@@ -12,9 +12,8 @@ from loopscope.hook_points import ALWAYS, POINTS_OF_LOOP, STEP_POINTS, HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -11,9 +11,8 @@ from loopscope.guardian import Snapshot
 from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
 from loopscope.loops import epoch_loop, evaluate, step_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
 from tests.support import ActingHook, Case, Mishap, ReadOnlyHook, SpyHook, assert_same_bytes, at, build, train

@@ -16,7 +16,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink
 from loopscope.profiler import Profiler
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams
 from torch import Tensor, nn
 
 from tests.support import (

@@ -7,8 +7,7 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.observation import forward_pass, optimizer_groups
-from loopscope.random_streams import RandomStreams
-from loopscope.training_state import TrainingState
+from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
 from tests.cases import matrix

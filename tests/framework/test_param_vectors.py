@@ -1,6 +1,6 @@
 import pytest
 import torch
-from loopscope.param_vectors import (
+from loopscope.state import (
     accumulate,
     axpy,
     copied,

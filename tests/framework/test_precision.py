@@ -9,8 +9,8 @@ import pytest
 import torch
 from loopscope.hook_points import STEP_POINTS, HookPoint
 from loopscope.precision import Precision
+from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.amp import GradScaler
 

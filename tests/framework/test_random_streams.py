@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.state import RandomStreams, seed_everything
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),

@@ -3,10 +3,8 @@ import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import copied, gradients, trainable
-from loopscope.random_streams import seed_everything
 from loopscope.sapi import ModelDataContext, ReadOnlyError
-from loopscope.training_state import differing
+from loopscope.state import copied, differing, gradients, seed_everything, trainable
 from torch import Tensor, nn
 from torch.nn import functional
 

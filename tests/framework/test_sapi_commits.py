@@ -3,8 +3,7 @@ import torch
 from loopscope.commits import StatePart, UndeclaredCommitError
 from loopscope.errors import HookError, LoopscopeError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import copied, gradients, scaled, trainable
-from loopscope.training_state import differing
+from loopscope.state import copied, differing, gradients, scaled, trainable
 
 from tests.framework.sapi_call import BOTH, assert_close, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train

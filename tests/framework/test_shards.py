@@ -10,7 +10,10 @@ from loopscope.commits import CommitRecord, StatePart
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError
 from loopscope.observation import forward_pass
-from loopscope.param_vectors import (
+from loopscope.sapi import ModelDataContext
+from loopscope.state import (
+    RandomStreams,
+    TrainingState,
     accumulate,
     axpy,
     copied,
@@ -21,12 +24,9 @@ from loopscope.param_vectors import (
     norm,
     overwrite,
     trainable,
+    whole,
 )
-from loopscope.random_streams import RandomStreams
-from loopscope.sapi import ModelDataContext
-from loopscope.sharding import whole
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

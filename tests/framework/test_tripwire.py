@@ -4,8 +4,7 @@ import pytest
 import torch
 from loopscope.errors import StateMutationError
 from loopscope.isolation import Call, Isolation
-from loopscope.random_streams import RandomStreams
-from loopscope.training_state import TrainingState
+from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
 from tests.support import Case, build

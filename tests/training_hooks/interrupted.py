@@ -9,7 +9,7 @@ from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
-from loopscope.training_state import of_the_run
+from loopscope.state.training_state import of_the_run
 
 from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, Saving, build, run_info
 

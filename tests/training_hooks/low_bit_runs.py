@@ -13,10 +13,10 @@ from loopscope.hooks import TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import Cast, quantize_model
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.state import RandomStreams, TrainingState, seed_everything
+from loopscope.state.training_state import of_the_run
 from loopscope.taps import GradientTap
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState, of_the_run
 from torch import Tensor, nn
 from torch.nn import functional
 

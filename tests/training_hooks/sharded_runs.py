@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -10,7 +10,7 @@ from loopscope.contexts import RunDataContext
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import EVERY_STEP, HookPoint, StepSchedule
 from loopscope.manager import HookManager
-from loopscope.param_vectors import gradients
+from loopscope.state import gradients
 from loopscope.training_hooks import batch_dynamics as module
 from loopscope.training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics
 from loopscope.training_hooks.measures.count_sketch import cosine_error

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loopscope.digest import described
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import gradients
+from loopscope.state import gradients
+from loopscope.state.digest import described
 from loopscope.training_hooks.consecutive import Consecutive
 from torch import nn
 from torch.nn import functional

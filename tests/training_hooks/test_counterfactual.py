@@ -8,11 +8,9 @@ from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import copied
-from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

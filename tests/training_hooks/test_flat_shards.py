@@ -9,14 +9,14 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.state.training_state import of_the_run
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.consecutive import Consecutive
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory
 from loopscope.training_hooks.parameter_delta import ParameterDelta
 from loopscope.training_hooks.path_length import PathLength
 from loopscope.training_hooks.variance import Variance
-from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 from torch.nn import functional
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.hook_points import HookPoint
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks import fourier
 from loopscope.training_hooks.fourier import Fourier, acquisition, neuron_spectra
@@ -28,7 +28,6 @@ from loopscope.training_hooks.measures import (
     token_pairs,
 )
 from loopscope.training_hooks.measures.modular_addition import waves
-from loopscope.training_state import TrainingState
 from torch import nn
 from torch.nn import functional
 

@@ -8,10 +8,9 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.gradient_flow import GradientFlow, square_norm
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
 from tests.support import RecordingSink, run_info

@@ -7,14 +7,13 @@ import math
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.digest import described
 from loopscope.errors import UsageError
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.state.digest import described
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
 from tests.support import BATCH, Case, RecordingSink, train

@@ -9,11 +9,9 @@ from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import cosine, dot, minus, norm
-from loopscope.random_streams import RandomStreams, seed_everything
+from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.hessian import Hessian
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -13,11 +13,10 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.loss_spikes import SIGNALS, LossSpikes
-from loopscope.training_state import TrainingState
 from torch import nn
 
 from tests.support import Case, RecordingSink, train

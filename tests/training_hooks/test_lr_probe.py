@@ -9,10 +9,9 @@ from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 
 from tests.cases import every_pair

@@ -8,17 +8,17 @@ from functools import cache
 import pytest
 import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
-from loopscope.digest import described
 from loopscope.errors import HookError, UnsuitableError, UsageError
 from loopscope.hook_points import EVERY_STEP, HookPoint
 from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.lowbit import BitLinear, Cast, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.recipes import uniform
 from loopscope.manager import HookManager
-from loopscope.param_vectors import copied
 from loopscope.precision import Precision
 from loopscope.reference import load_reference
 from loopscope.selection import HookRegistry
+from loopscope.state import copied
+from loopscope.state.digest import described
 from loopscope.training_hooks.metis_split import MetisSplit, schedule
 from torch import Tensor, nn
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.digest import described
 from loopscope.errors import UsageError
 from loopscope.loops import NoProgress, epoch_loop
 from loopscope.manager import HookManager
-from loopscope.sharding import fully_sharded_modules, whole
+from loopscope.state import LoopState, fully_sharded_modules, whole
+from loopscope.state.digest import described
 from loopscope.train_step import TrainingTask, forward_backward, update
 from loopscope.training_hooks import ModelSmoother, SmoothingConfig
 from loopscope.training_hooks.measures import distance, smoothing
 from loopscope.training_hooks.model_smoothing import ModelSmoothing
-from loopscope.training_state import LoopState
 from torch import nn
 
 from tests.cases import matrix

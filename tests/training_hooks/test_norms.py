@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.contexts import RunDataContext
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import gradients, norm_of_each
+from loopscope.state import gradients, norm_of_each
 from loopscope.training_hooks.norms import Norms
 from torch import nn
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.digest import described
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
+from loopscope.state.digest import described
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
 from loopscope.training_hooks.measures import ClipOptions, TiedGradientClipping
 from loopscope.training_hooks.measures.output_projection import NormHistory

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from loopscope.digest import described
 from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
+from loopscope.state.digest import described
 from loopscope.training_hooks import path_length
 from loopscope.training_hooks.path_length import PathLength
 from torch import nn

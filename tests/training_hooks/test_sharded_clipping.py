@@ -11,13 +11,10 @@ from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import trainable
-from loopscope.random_streams import RandomStreams
-from loopscope.sharding import whole
+from loopscope.state import RandomStreams, TrainingState, trainable, whole
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.gradient_flow import GradientFlow
-from loopscope.training_state import TrainingState
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info

@@ -6,18 +6,16 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.digest import described
 from loopscope.errors import UnsuitableError
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import Vector, trainable
-from loopscope.random_streams import RandomStreams
+from loopscope.state import RandomStreams, TrainingState, Vector, trainable
+from loopscope.state.digest import described
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.hessian import Hessian
 from loopscope.training_hooks.lr_probe import LrProbe
 from loopscope.training_hooks.measures.flat_vectors import FlatSpace
 from loopscope.training_hooks.sharpness import Sharpness
-from loopscope.training_state import TrainingState
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info

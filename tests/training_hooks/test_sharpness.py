@@ -9,13 +9,11 @@ from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.param_vectors import trainable
-from loopscope.random_streams import RandomStreams
 from loopscope.sapi import ModelDataContext
+from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.measures import spread_batches
 from loopscope.training_hooks.sharpness import Sharpness
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.nn import functional
 

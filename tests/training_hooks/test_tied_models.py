@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from loopscope.precision import Precision
+from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
 from loopscope.training_hooks.measures import ClipOptions, EmbeddingPair, TiedGradientClipping, all_sums
 from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
-from loopscope.training_state import TrainingState
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional

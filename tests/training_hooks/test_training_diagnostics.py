@@ -12,7 +12,7 @@ from loopscope.commits import StatePart
 from loopscope.contexts import RunDataContext
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import norm
+from loopscope.state import norm
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
 from torch import nn

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.digest import described
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.param_vectors import gradients
+from loopscope.state import gradients
+from loopscope.state.digest import described
 from loopscope.training_hooks.variance import Variance
 from torch import nn
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.digest import described
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.records import RunRecord, average_name
-from loopscope.sharding import fully_sharded_modules
+from loopscope.state import TrainingState, fully_sharded_modules
+from loopscope.state.digest import described
+from loopscope.state.training_state import of_the_run
 from loopscope.train_step import TrainingTask
 from loopscope.training_hooks.measures import WeightAverage as Average
 from loopscope.training_hooks.measures import averaged_state_dict
 from loopscope.training_hooks.weight_average import WeightAverage
-from loopscope.training_state import TrainingState, of_the_run
 from torch import nn
 
 from tests.support import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.param_vectors import trainable
+from loopscope.state import trainable
 from loopscope.training_hooks.measures.element_samples import sample_indices
 from loopscope.training_hooks.weight_updates import WeightUpdateMonitor
 from torch import nn

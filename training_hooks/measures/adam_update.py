@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope.contexts import OptimizerGroup
-from loopscope.sharding import whole
+from loopscope.state import whole
 from torch import Tensor
 
 

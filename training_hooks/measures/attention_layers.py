@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.sharding import whole
+from loopscope.state import whole
 from torch import Tensor, nn
 
 FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from loopscope.contexts import MetricInfo, OptimizerGroup
 from loopscope.data import Batch
-from loopscope.param_vectors import Vector, copied, dot, minus, trainable
 from loopscope.sapi import ModelDataContext
+from loopscope.state import Vector, copied, dot, minus, trainable
 from torch import Tensor
 
 from .measured_loss import MeasuredLoss

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loopscope.param_vectors import Vector, accumulate, cosine, dot, minus, norm
+from loopscope.state import Vector, accumulate, cosine, dot, minus, norm
 from torch import Tensor
 
 

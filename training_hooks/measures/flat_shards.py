@@ -7,7 +7,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from loopscope.sharding import is_sharded, local_shards
+from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
 Mesh = tuple[Any, int]

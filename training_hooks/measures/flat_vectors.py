@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from loopscope.param_vectors import WIDE, Vector
-from loopscope.sharding import is_sharded, whole
+from loopscope.state import WIDE, Vector, is_sharded, whole
 from torch import Tensor
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import UnsuitableError
-from loopscope.param_vectors import gradients, trainable
+from loopscope.state import gradients, trainable
 from torch import Tensor, nn
 
 from .count_sketch import count_sketch

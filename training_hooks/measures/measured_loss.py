@@ -10,9 +10,8 @@ from loopscope.batches import rows
 from loopscope.curvature import Method
 from loopscope.data import Batch, Loader
 from loopscope.errors import UnsuitableError
-from loopscope.param_vectors import Vector, axpy, copied, overwrite, trainable
 from loopscope.sapi import ModelDataContext
-from loopscope.sharding import fully_sharded_modules
+from loopscope.state import Vector, axpy, copied, fully_sharded_modules, overwrite, trainable
 from torch import Tensor, nn
 
 from .flat_vectors import FlatSpace

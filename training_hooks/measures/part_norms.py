@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from loopscope.param_vectors import WIDE
+from loopscope.state import WIDE
 from torch import Tensor
 
 ROW = 1024

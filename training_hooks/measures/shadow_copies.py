@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import listed
-from loopscope.sharding import is_sharded, local_shards
+from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
 from .xla import shard_alike

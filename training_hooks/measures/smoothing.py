@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loopscope.param_vectors import Vector, joint_norm, norm, trainable
-from loopscope.sharding import is_sharded, local_shards
+from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, trainable
 from torch import Tensor, nn
 
 from .shadow_copies import ShadowCopies

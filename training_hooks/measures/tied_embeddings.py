@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.param_vectors import WIDE
-from loopscope.sharding import is_sharded
+from loopscope.state import WIDE, is_sharded
 from torch import Tensor, nn
 
 ROWS_TOGETHER = 512

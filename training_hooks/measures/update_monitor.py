@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import UsageError
-from loopscope.param_vectors import trainable
+from loopscope.state import trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from loopscope.param_vectors import WIDE
-from loopscope.sharding import is_sharded, local_shards
+from loopscope.state import WIDE, is_sharded, local_shards
 from torch import Tensor, nn
 
 from .element_samples import held_here, sample_indices

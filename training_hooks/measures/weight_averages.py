@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from loopscope.param_vectors import trainable
-from loopscope.sharding import local_shards, whole
+from loopscope.state import local_shards, trainable, whole
 from torch import Tensor, nn
 
 from .shadow_copies import ShadowCopies, floating_buffers

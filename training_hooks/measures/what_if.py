@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 from loopscope.lowbit import Cast, largest_magnitudes
-from loopscope.param_vectors import trainable
-from loopscope.sharding import whole
+from loopscope.state import trainable, whole
 from torch import Tensor, nn
 
 from .cast_losses import losses

@@ -14,9 +14,8 @@ from loopscope.hooks import TrainingHook
 from loopscope.lowbit import RECIPES, BitLinear, find_recipe, layers_to_quantize, quantize_model
 from loopscope.lowbit.conversion import dequantize_model
 from loopscope.manager import HookManager
-from loopscope.random_streams import RandomStreams
 from loopscope.selection import HookRegistry, bulk_hooks
-from loopscope.training_state import TrainingState
+from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
 from tests.support import (

@@ -11,7 +11,7 @@ from loopscope.curvature import ExactHessian
 from loopscope.errors import LoopscopeError
 from loopscope.lowbit import ROLES, Cast, Recipe, find_recipe
 from loopscope.lowbit.conversion import dequantize_model
-from loopscope.param_vectors import axpy, dot
+from loopscope.state import axpy, dot
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import LoopscopeError
+from ..errors import LoopscopeError
 from .flags import GlobalFlags, set_deterministic_algorithms
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

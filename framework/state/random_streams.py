@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .errors import UsageError
+from ..errors import UsageError
 
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
 _NUMPY: Any = np.random  # whose stubs leave out set_bit_generator

@@ -1,0 +1,90 @@
+"""What the rest of a run depends on: the one list, its tensors, generators and settings."""
+
+from .determinism import deterministic, explained, settings
+from .flags import entered_modes, leave_modes
+from .own_hooks import OwnFunction, OwnHook
+from .random_streams import MT19937_BYTES, NumpyState, PythonState, RandomStreams, StreamState, seed_everything
+from .sharding import (
+    finish_sharding,
+    fully_sharded_modules,
+    gathered_for_a_while,
+    is_partial,
+    is_sharded,
+    local_shards,
+    whole,
+)
+from .structure import Structure
+from .tensor_identity import BriefIdentities, TensorIdentities
+from .tensor_parts import addresses
+from .training_state import MODULE_HOOKS, ON_DEMAND, LoopState, TrainingState, differing, nested
+from .vectors import (
+    WIDE,
+    Vector,
+    accumulate,
+    axpy,
+    copied,
+    cosine,
+    dot,
+    gradients,
+    joint_norm,
+    live_gradients,
+    max_abs,
+    minus,
+    norm,
+    norm_of_each,
+    overwrite,
+    scaled,
+    trainable,
+    widened,
+)
+
+__all__ = [
+    "MODULE_HOOKS",
+    "MT19937_BYTES",
+    "ON_DEMAND",
+    "WIDE",
+    "BriefIdentities",
+    "LoopState",
+    "NumpyState",
+    "OwnFunction",
+    "OwnHook",
+    "PythonState",
+    "RandomStreams",
+    "StreamState",
+    "Structure",
+    "TensorIdentities",
+    "TrainingState",
+    "Vector",
+    "accumulate",
+    "addresses",
+    "axpy",
+    "copied",
+    "cosine",
+    "deterministic",
+    "differing",
+    "dot",
+    "entered_modes",
+    "explained",
+    "finish_sharding",
+    "fully_sharded_modules",
+    "gathered_for_a_while",
+    "gradients",
+    "is_partial",
+    "is_sharded",
+    "joint_norm",
+    "leave_modes",
+    "live_gradients",
+    "local_shards",
+    "max_abs",
+    "minus",
+    "nested",
+    "norm",
+    "norm_of_each",
+    "overwrite",
+    "scaled",
+    "seed_everything",
+    "settings",
+    "trainable",
+    "whole",
+    "widened",
+]
