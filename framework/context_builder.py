@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .borrowing import borrowed_for_evaluation, borrowed_weights
 from .contexts import ForwardResult, ObserverServices, RunDataContext
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
+from .isolation import borrowed_for_evaluation, borrowed_weights
 from .loss_probe import LossProbe
 from .observation import forward_pass, optimizer_groups
 from .profiler import Profiler

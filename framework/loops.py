@@ -4,10 +4,10 @@ from typing import Protocol
 
 import torch
 
-from .borrowing import borrowed_for_evaluation
 from .data import Batch
 from .gradient_keeper import GradientKeeper
 from .hook_points import EPOCH_END, HookPoint
+from .isolation import borrowed_for_evaluation
 from .manager import HookManager
 from .state import LoopState
 from .train_step import TrainingTask, forward_backward, is_skipped, update

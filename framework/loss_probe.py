@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .batches import micro_batches, rows
-from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
 from .curvature import ExactHessian, Method, central_difference
 from .data import Batch
 from .errors import LoopscopeError
+from .isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
 from .profiler import Profiler
 from .state import (
     TrainingState,

@@ -7,17 +7,15 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_modes
 from .commits import CommitRecord, StatePart
 from .context_builder import ContextBuilder
 from .contexts import MetricInfo, RunDataContext, RunInfo
 from .dispatch import MetricDispatch, Positions
 from .errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
-from .guardian import Snapshot
 from .hook_failures import HookFailures
 from .hook_points import STEP_POINTS, HookPoint
 from .hooks import InterventionHook, TrainingHook
-from .isolation import Call, Isolation
+from .isolation import Call, Isolation, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_modes
 from .listeners import Listener, Listeners
 from .loss_probe import LossProbe
 from .metrics import Metrics, MetricSink

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .borrowing import borrowed_buffers, borrowed_gradients, borrowed_learning_rates
 from .commits import (
     Clipping,
     CommitRecord,
@@ -30,8 +29,7 @@ from .commits import (
 from .curvature import METHODS, Method
 from .data import Batch, Loader, derived_seed
 from .errors import LoopscopeError, unknown
-from .guardian import Snapshot
-from .light_snapshot import LightSnapshot
+from .isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
 from .loss_probe import LossProbe
 from .profiler import Profiler
 from .state import TrainingState, Vector, accumulate, copied, live_gradients, local_shards

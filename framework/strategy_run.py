@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .borrowing import borrowed_for_evaluation
 from .checkpoint_files import Checkpoint
 from .checkpoint_writer import CheckpointWriter
 from .checkpointing import Checkpointing, CheckpointPlan
 from .contexts import RunInfo
 from .display import Display
 from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from .isolation import borrowed_for_evaluation
 from .loops import epoch_loop, step_loop
 from .manager import HookManager
 from .records import RunRecord, environment, versions

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from loopscope.guardian import Snapshot
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
+from loopscope.isolation import Snapshot
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,16 +2,16 @@ from contextlib import suppress
 
 import pytest
 import torch
-from loopscope.audit import Audit
-from loopscope.borrowing import (
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hook_points import HookPoint
+from loopscope.isolation import (
     borrowed_buffers,
     borrowed_for_evaluation,
     borrowed_gradients,
     borrowed_modes,
     borrowed_weights,
 )
-from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.isolation.audit import Audit
 from torch import nn
 
 from tests.support import (

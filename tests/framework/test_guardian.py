@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
-from loopscope.guardian import Snapshot
+from loopscope.isolation import Snapshot
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.train_step import forward_backward, update
 from torch import nn

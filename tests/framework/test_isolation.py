@@ -3,7 +3,8 @@ from contextlib import suppress
 import pytest
 import torch
 from loopscope.errors import StateMutationError
-from loopscope.isolation import CALLS_CHECKED_ALONE, Call, Isolation
+from loopscope.isolation import Call, Isolation
+from loopscope.isolation.gate import CALLS_CHECKED_ALONE
 
 from tests.support import Case, Mishap, build, differences
 from tests.vandals import DEEDS, Scene, Spoiling, train_one_step

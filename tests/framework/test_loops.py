@@ -7,8 +7,8 @@ import torch
 from loopscope.commits import StatePart
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
-from loopscope.guardian import Snapshot
 from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, evaluate, step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState

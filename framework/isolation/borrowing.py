@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import LoopscopeError, unknown
-from .state import fully_sharded_modules, gathered_for_a_while
+from ..errors import LoopscopeError, unknown
+from ..state import fully_sharded_modules, gathered_for_a_while
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .errors import StateMutationError, listed
-from .state import MODULE_HOOKS, TrainingState, is_sharded, local_shards, nested
+from ..errors import StateMutationError, listed
+from ..state import MODULE_HOOKS, TrainingState, is_sharded, local_shards, nested
 
 _version = attrgetter("_version")
 _grad = attrgetter("grad")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .state import (
+from ..state import (
     BriefIdentities,
     StreamState,
     Structure,

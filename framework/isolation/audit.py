@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from ..state import TrainingState, differing
 from .guardian import Part
-from .state import TrainingState, differing
 from .tripwire import mutation, unreadable
 
 

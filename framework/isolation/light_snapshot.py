@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .state import StreamState, TrainingState, local_shards
+from ..state import StreamState, TrainingState, local_shards
 
 
 @dataclass(frozen=True)

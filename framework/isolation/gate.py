@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from ..errors import StateMutationError
+from ..state import StreamState, TrainingState, entered_modes, leave_modes
 from .audit import Audit
-from .errors import StateMutationError
 from .guardian import Snapshot
-from .state import StreamState, TrainingState, entered_modes, leave_modes
 from .tripwire import Tripwire
 
 Result = TypeVar("Result")
