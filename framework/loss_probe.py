@@ -8,9 +8,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from .batches import micro_batches, rows
 from .curvature import ExactHessian, Method, central_difference
-from .data import Batch
+from .data import Batch, micro_batches, rows
 from .errors import LoopscopeError
 from .isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
 from .profiler import Profiler

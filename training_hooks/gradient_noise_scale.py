@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from loopscope.batches import micro_batches, rows
 from loopscope.contexts import MetricInfo, RunDataContext
+from loopscope.data import micro_batches, rows
 from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook

@@ -6,7 +6,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from loopscope.data import Loader, TensorLoader, TorchLoader, random_order
+from loopscope.data import Loader, TensorLoader, random_order
+from loopscope.data.loaders import TorchLoader
 from loopscope.experiments.tied_lm.tokens import TokenLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

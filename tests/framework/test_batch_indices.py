@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.batch_indices import BLOCK, batch_indices, random_rows, rows_from
+from loopscope.data.batch_indices import BLOCK, batch_indices, random_rows, rows_from
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 

@@ -3,9 +3,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from loopscope.batches import rows
 from loopscope.commits import CommitRecord
-from loopscope.data import TensorLoader, fixed_order
+from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.sapi import ModelDataContext, ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable

@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from loopscope.held_generators import held_generators, put_back, seed, states_of, undisturbed
+from loopscope.data.generators import held_generators, put_back, seed, states_of, undisturbed
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 KINDS = {

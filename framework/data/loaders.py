@@ -19,12 +19,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..errors import UsageError
+from ..state import RandomStreams
 from .batch_indices import BatchIndices, on_streams, samplers_of
-from .errors import UsageError
 from .seeded_batches import SeededBatches, WorkerStart, as_it_is
-from .state import RandomStreams
 
-Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/batches.py
+Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
 
 

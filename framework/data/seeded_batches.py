@@ -5,8 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import Dataset, get_worker_info
 
-from .held_generators import held_generators, seed_all, undisturbed
-from .state import RandomStreams
+from ..state import RandomStreams
+from .generators import held_generators, seed_all, undisturbed
 
 
 @runtime_checkable

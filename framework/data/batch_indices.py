@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from .held_generators import held_generators, put_back, seed_all, states_of, undisturbed
-from .state import RandomStreams
+from ..state import RandomStreams
+from .generators import held_generators, put_back, seed_all, states_of, undisturbed
 
 Draw = Callable[[int], torch.Generator]
 """Gives the generator of the n-th block of an epoch's order, the same one whenever it is asked."""

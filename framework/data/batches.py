@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import LoopscopeError
+from ..errors import LoopscopeError
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
