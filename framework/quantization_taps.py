@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .lowbit import Counts
+from .lowbit.casts import Counts
 from .state import OwnHook
 
 

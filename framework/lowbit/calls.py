@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LoopscopeError
-from .casts import Cast
-from .counts import Counts
+from .casts import Cast, Counts
 from .recipes import Recipe
 from .roles import ROLES, Role
 

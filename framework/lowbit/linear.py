@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from .calls import Calls, LayerCall
-from .casts import Cast, largest_magnitudes
-from .counts import Counts
+from .casts import Cast, Counts, largest_magnitudes
 from .linear_function import QuantizedLinear
 from .metis import low_rank_cast
 from .recipes import Recipe

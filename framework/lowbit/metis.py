@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, unknown
-from .casts import refuse_other_types
-from .kernels import computable
+from .casts import computable, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = ("none", "long_tail")
@@ -22,7 +21,7 @@ EXPONENTS = (-126, 100)
 """Of powers of two by which an orthonormal float32 matrix can be divided without leaving the normal numbers."""
 
 Quantise = Callable[[Tensor], Tensor]
-"""Quantises and dequantises a tensor: a :class:`loopscope.lowbit.casts.Cast`, or one that counts what it loses."""
+"""Quantises and dequantises a tensor: a :class:`.Cast`, or one that counts what it loses."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loopscope.lowbit import Cast
-from loopscope.lowbit.casts import COMPILER
-from loopscope.lowbit.compiled import SWITCH
+from loopscope.lowbit.casts import Cast
+from loopscope.lowbit.casts.casts import COMPILER
+from loopscope.lowbit.casts.compiled import SWITCH
 
 from tests.benchmarks.rows import SECONDS, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, Turns, ratio

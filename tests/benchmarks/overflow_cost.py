@@ -12,7 +12,7 @@ from loopscope.contexts import RunInfo
 from loopscope.experiments.lowbit_lm import LowbitLMRunner
 from loopscope.experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, LowbitLMConfig
 from loopscope.loops import step_loop
-from loopscope.lowbit.compiled import COMPILER
+from loopscope.lowbit.casts.compiled import COMPILER
 from loopscope.session import build_run
 from loopscope.state import TrainingState
 from loopscope.train_step import TrainingTask

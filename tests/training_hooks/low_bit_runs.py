@@ -11,7 +11,8 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.hook_points import HookPoint
 from loopscope.hooks import TrainingHook
 from loopscope.loops import step_loop
-from loopscope.lowbit import Cast, quantize_model
+from loopscope.lowbit import quantize_model
+from loopscope.lowbit.casts import Cast
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loopscope.lowbit import SUMS, Cast, Counts, FormatRegistry, RuleRegistry, largest_magnitudes
+from loopscope.lowbit.casts import SUMS, Cast, Counts, FormatRegistry, RuleRegistry, largest_magnitudes
 from loopscope.training_hooks.measures import cast_losses
 from loopscope.training_hooks.measures.cast_losses import losses
 

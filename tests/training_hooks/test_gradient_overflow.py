@@ -10,8 +10,9 @@ import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
-from loopscope.lowbit import RECIPES, ROLES, Cast, FloatFormat, FormatRegistry, RuleRegistry, find_recipe
-from loopscope.lowbit.scaling import ScalingRule
+from loopscope.lowbit import RECIPES, ROLES, find_recipe
+from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.scaling import ScalingRule
 from loopscope.training_hooks.gradient_overflow import GradientOverflow
 from loopscope.training_hooks.measures.overflow_readings import CUMULATIVE, FORMULAS
 from torch import nn

@@ -11,7 +11,8 @@ from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import HookError, UnsuitableError, UsageError
 from loopscope.hook_points import EVERY_STEP, HookPoint
 from loopscope.hooks import InterventionHook, TrainingHook
-from loopscope.lowbit import BitLinear, Cast, MetisOptions, Recipe, quantize_model
+from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
+from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
 from loopscope.manager import HookManager
 from loopscope.precision import Precision

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loopscope.lowbit import MAXIMA, SUMS, Cast, Counts
+from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.gradient_overflow import GradientOverflow
 from loopscope.training_hooks.measures import Ledger
 from loopscope.training_hooks.measures.overflow_readings import FORMULAS, readings

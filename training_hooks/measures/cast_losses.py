@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from loopscope.lowbit import Cast, Counts, FloatFormat, Layout, Scaling, as_float32, delayed, scales_for
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, Layout, Scaling, as_float32, delayed, scales_for
 from torch import Tensor
 
 PIECE = 2**20

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loopscope.lowbit import MAXIMA, SUMS, Counts
+from loopscope.lowbit.casts import MAXIMA, SUMS, Counts
 from torch import Tensor, distributed
 
 from .overflow_readings import Numbers, readings

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from loopscope.contexts import MetricInfo
-from loopscope.lowbit import MAXIMA, SUMS
+from loopscope.lowbit.casts import MAXIMA, SUMS
 
 Numbers = npt.NDArray[np.float64]
 WHOLE = ("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count", "non_finite_count")

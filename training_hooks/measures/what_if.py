@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.lowbit import Cast, largest_magnitudes
+from loopscope.lowbit.casts import Cast, largest_magnitudes
 from loopscope.state import trainable, whole
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from loopscope.lowbit import MAXIMA, SUMS, Cast, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, FloatFormat, FormatRegistry, RuleRegistry
 from torch import Tensor
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopscope.lowbit import SUMS, Cast, FormatRegistry, RuleRegistry, casts, compiled
-from loopscope.lowbit.compiled import SWITCH, Compiler
-from loopscope.lowbit.kernels import exceeds, largest_in
+from loopscope.lowbit.casts import SUMS, Cast, FormatRegistry, RuleRegistry, casts, compiled
+from loopscope.lowbit.casts.compiled import SWITCH, Compiler
+from loopscope.lowbit.casts.kernels import exceeds, largest_in
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 

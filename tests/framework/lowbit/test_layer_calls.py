@@ -9,7 +9,8 @@ import pytest
 import torch
 from loopscope.curvature import ExactHessian
 from loopscope.errors import LoopscopeError
-from loopscope.lowbit import ROLES, Cast, Recipe, find_recipe
+from loopscope.lowbit import ROLES, Recipe, find_recipe
+from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.conversion import dequantize_model
 from loopscope.state import axpy, dot
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from loopscope.errors import UsageError
-from loopscope.lowbit import Cast, FormatRegistry, RuleRegistry
-from loopscope.lowbit.formats import by_draws
+from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.formats import by_draws
 from torch import Tensor
 
 from tests.framework.lowbit.brute_force import cast_by_hand, counts_by_hand, decoded, scales_of

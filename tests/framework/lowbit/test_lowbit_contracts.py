@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from loopscope.lowbit import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
-from loopscope.lowbit.casts import ROUNDINGS
-from loopscope.lowbit.scaling import Current, ScalingRule
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.casts import ROUNDINGS
+from loopscope.lowbit.casts.scaling import Current, ScalingRule
 from torch import Tensor
 
 from tests.framework.lowbit.brute_force import cast_by_hand, counts_by_hand, scales_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loopscope.lowbit import MAXIMA, SUMS, Cast, Counts
+from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from torch import Tensor
 
 

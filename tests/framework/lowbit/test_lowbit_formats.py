@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import FloatFormat, FormatRegistry
-from loopscope.lowbit.formats import check_format, to_continued_grid, to_grid
+from loopscope.lowbit.casts import FloatFormat, FormatRegistry
+from loopscope.lowbit.casts.formats import check_format, to_continued_grid, to_grid
 from torch import Tensor
 
 from tests.framework.lowbit.brute_force import decoded, nearest, ties

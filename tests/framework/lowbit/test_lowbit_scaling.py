@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.lowbit import Cast, FormatRegistry, RuleRegistry
-from loopscope.lowbit.scaling import ScalingRule, check_rule
+from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.scaling import ScalingRule, check_rule
 from torch import Tensor
 
 from tests.framework.lowbit.brute_force import decoded, nearest

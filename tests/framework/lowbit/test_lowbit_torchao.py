@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from loopscope.lowbit import Cast, FormatRegistry
-from loopscope.lowbit.formats import to_grid
+from loopscope.lowbit.casts import Cast, FormatRegistry
+from loopscope.lowbit.casts.formats import to_grid
 from torch import Tensor
 
 from tests.framework.lowbit import torchao_reference as torchao

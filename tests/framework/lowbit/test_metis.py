@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.lowbit import Cast, MetisOptions
+from loopscope.lowbit import MetisOptions
+from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.metis import gains_of, low_rank_cast, randomised_svd
 from torch import Tensor
 

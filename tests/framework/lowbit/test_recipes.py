@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import RECIPES, ROLES, Cast, MetisOptions, Recipe, find_recipe
+from loopscope.lowbit import RECIPES, ROLES, MetisOptions, Recipe, find_recipe
+from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import parse_cast, uniform
 
 

@@ -6,17 +6,8 @@ import io
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import (
-    RECIPES,
-    ROLES,
-    BitLinear,
-    Cast,
-    MetisOptions,
-    Recipe,
-    find_recipe,
-    quantize_model,
-    split_weight,
-)
+from loopscope.lowbit import RECIPES, ROLES, BitLinear, MetisOptions, Recipe, find_recipe, quantize_model, split_weight
+from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.conversion import dequantize_model
 from loopscope.lowbit.metis import low_rank_cast
 from loopscope.lowbit.recipes import uniform

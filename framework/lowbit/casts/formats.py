@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from ..registry import Registry
+from ...errors import UsageError
+from ...registry import Registry
 
 EXPONENTS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 """By the type that a cast computes in: integers of its size, the place of its exponent in them, and its bias."""

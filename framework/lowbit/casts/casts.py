@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, unknown
+from ...errors import UsageError, unknown
 from .compiled import COMPILER
 from .counts import SUMS, Counts, count
 from .formats import FloatFormat, FormatRegistry

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
-from ..registry import Registry
+from ...errors import UsageError
+from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
 BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF

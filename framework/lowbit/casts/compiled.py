@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..state import entered_modes
+from ...state import entered_modes
 
 SWITCH = "LOOPSCOPE_COMPILE_CASTS"
 """Environment variable; 0 lets nothing be compiled."""

@@ -135,7 +135,7 @@ def cast_and_count(
     grid: Grid,
     counting: Counting,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`loopscope.lowbit.counts`; 0 for the total.
+    """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`.counts`; 0 for the total.
 
     One loop with a few operations on each element; so it is right only where :func:`can_count` says so before and
     :func:`was_counted` after. Whole numbers are exact. Real ones are added up in float32 within a chunk and in float64

@@ -1,0 +1,26 @@
+"""Formats, scales, rounding and counting: tensor in, tensor out."""
+
+from .casts import Cast, largest_magnitudes, refuse_other_types
+from .counts import MAXIMA, SUMS, Counts
+from .formats import FloatFormat, FormatRegistry
+from .kernels import Scaling, as_float32, computable, delayed, scales_for
+from .layout import Layout
+from .scaling import RuleRegistry
+
+__all__ = [
+    "MAXIMA",
+    "SUMS",
+    "Cast",
+    "Counts",
+    "FloatFormat",
+    "FormatRegistry",
+    "Layout",
+    "RuleRegistry",
+    "Scaling",
+    "as_float32",
+    "computable",
+    "delayed",
+    "largest_magnitudes",
+    "refuse_other_types",
+    "scales_for",
+]
