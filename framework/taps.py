@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from .compilation import eagerly, is_compiled
 from .errors import StateMutationError, UsageError, unknown
-from .quantization_taps import QuantizationListener, QuantizationTap, Quantized
+from .lowbit import QuantizationListener, QuantizationTap, Quantized
 from .state import OwnFunction
 
 Thing = TypeVar("Thing")

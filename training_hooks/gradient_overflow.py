@@ -10,10 +10,9 @@ from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import TrainingHook
-from loopscope.lowbit import ROLES, BitLinear
+from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from loopscope.metrics import Metrics
-from loopscope.quantization_taps import QuantizationTap, quantized_modules
 from loopscope.selection import HookRegistry
 from loopscope.taps import GradientTap, Tap
 from torch import Tensor, nn

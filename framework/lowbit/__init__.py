@@ -7,6 +7,7 @@ from .recipes import RECIPES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised, share
 from .roles import ROLES
 from .splitting import LowRankFactors, layers_with_factors, split_weight
+from .taps import QuantizationListener, QuantizationTap, Quantized, quantized_modules
 
 __all__ = [
     "OFFSET",
@@ -17,6 +18,9 @@ __all__ = [
     "Gains",
     "LowRankFactors",
     "MetisOptions",
+    "QuantizationListener",
+    "QuantizationTap",
+    "Quantized",
     "RangePenalty",
     "Recipe",
     "find_recipe",
@@ -24,6 +28,7 @@ __all__ = [
     "layers_with_factors",
     "penalised",
     "quantize_model",
+    "quantized_modules",
     "share",
     "split_weight",
 ]

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from loopscope.errors import StateMutationError, UsageError
-from loopscope.lowbit import BitLinear, quantize_model
+from loopscope.lowbit import BitLinear, QuantizationListener, QuantizationTap, quantize_model, quantized_modules
 from loopscope.lowbit.casts import Counts
-from loopscope.quantization_taps import QuantizationListener, QuantizationTap, quantized_modules
 from loopscope.taps import GradientTap, Tap, TapOwner, TapSet
 from torch import Tensor, nn
 

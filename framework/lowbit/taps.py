@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .lowbit.casts import Counts
-from .state import OwnHook
+from ..state import OwnHook
+from .casts import Counts
 
 
 class QuantizationListener(OwnHook):
