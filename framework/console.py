@@ -34,7 +34,7 @@ from .loops import NoProgress, Progress
 from .metrics import MetricSink
 from .runner import ExperimentRunner
 from .selection import SinkRegistry
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]
 

@@ -19,7 +19,7 @@ from .hooks import TrainingHook
 from .number_text import duration_text, number_text
 from .runner import ExperimentRunner
 from .selection import hook_kind, hook_options
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 INDENT = 4
 REMARKS = ("treatments", "failed hooks")

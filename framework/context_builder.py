@@ -10,11 +10,9 @@ from torch import Tensor
 from .contexts import ForwardResult, ObserverServices, RunDataContext
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 from .isolation import borrowed_for_evaluation, borrowed_weights
-from .loss_probe import LossProbe
 from .observation import forward_pass, optimizer_groups
-from .profiler import Profiler
 from .state import TrainingState
-from .train_step import TrainingTask
+from .training import LossProbe, Profiler, TrainingTask
 
 Vector = dict[str, Tensor]
 

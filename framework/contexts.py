@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .hook_points import HookPoint
-from .profiler import Profiler
+from .training import Profiler
 
 
 @dataclass(frozen=True)

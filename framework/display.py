@@ -6,7 +6,7 @@ from typing import Any
 from .contexts import RunInfo
 from .hooks import TrainingHook
 from .loops import NoProgress, Progress
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 
 class Display:

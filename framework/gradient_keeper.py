@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from .hook_points import EPOCH_END, STEP_POINTS
 from .manager import HookManager
 from .state import LoopState, accumulate, joint_norm, whole
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 ROOM = 128  # steps
 

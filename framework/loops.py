@@ -10,7 +10,7 @@ from .hook_points import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
 from .manager import HookManager
 from .state import LoopState
-from .train_step import TrainingTask, forward_backward, is_skipped, update
+from .training import TrainingTask, forward_backward, is_skipped, update
 
 
 class Progress(Protocol):

@@ -17,15 +17,13 @@ from .hook_points import STEP_POINTS, HookPoint
 from .hooks import InterventionHook, TrainingHook
 from .isolation import Call, Isolation, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_modes
 from .listeners import Listener, Listeners
-from .loss_probe import LossProbe
 from .metrics import Metrics, MetricSink
 from .offload import StateOffload
-from .profiler import Profiler
 from .sapi import ModelDataContext
 from .selection import without_duplicates
 from .state import StreamState, TrainingState
 from .taps import Tap, TapOwner, TapSet
-from .train_step import TrainingTask
+from .training import LossProbe, Profiler, TrainingTask
 
 Result = TypeVar("Result")
 

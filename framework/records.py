@@ -27,7 +27,7 @@ from .hook_config import ConfiguredHook
 from .manager import HookManager
 from .selection import SinkRegistry
 from .state import TrainingState, settings
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"

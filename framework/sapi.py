@@ -26,14 +26,22 @@ from .commits import (
     scale_each,
     thawing,
 )
-from .curvature import METHODS, Method
 from .data import Batch, Loader, derived_seed
 from .errors import LoopscopeError, unknown
 from .isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
-from .loss_probe import LossProbe
-from .profiler import Profiler
 from .state import TrainingState, Vector, accumulate, copied, live_gradients, local_shards
-from .train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+from .training import (
+    METHODS,
+    LossProbe,
+    Method,
+    Profiler,
+    TrainingTask,
+    borrowed_scaler,
+    forward_backward,
+    is_skipped,
+    measure_gradients,
+    update,
+)
 
 
 class ReadOnlyError(LoopscopeError):
@@ -242,7 +250,7 @@ class ModelDataContext:
             batch: the batch of the loss (default: the current one).
             loader: take the mean loss over one epoch of this loader instead, batches weighted by their rows.
             method: ``"exact"`` (reverse over reverse, attention by its MATH kernel) or ``"finite_difference"``
-                (central, see :func:`loopscope.curvature.central_difference`), which moves the parameters and so needs
+                (central, see :func:`.central_difference`), which moves the parameters and so needs
                 ``mutates``.
             epsilon: absolute step of ``finite_difference`` along v/‖v‖.
         """

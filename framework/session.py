@@ -13,7 +13,6 @@ import torch
 from .checkpoint_files import Checkpoint
 from .checkpointing import CheckpointPlan
 from .comparing import moments_of
-from .compilation import compile_model
 from .config import RunOptions, require
 from .contexts import RunInfo
 from .display import Display
@@ -22,7 +21,6 @@ from .hook_config import ConfiguredHook, build_hooks, refuse_idle_options
 from .hooks import TrainingHook, treatments
 from .manager import HookManager
 from .metrics import MetricSink
-from .precision import Precision
 from .records import RunRecord, environment, versions
 from .reference import Reference, differences, find_reference, load_reference
 from .resuming import described, newest_of, refuse_another_run, tell_of_environment
@@ -30,7 +28,7 @@ from .runner import ExperimentRunner
 from .selection import HookRegistry, select_hooks
 from .state import RandomStreams, TrainingState, deterministic, seed_everything
 from .strategy_run import StrategyRun
-from .train_step import TrainingTask
+from .training import Precision, TrainingTask, compile_model
 from .validating import validate
 
 

@@ -23,7 +23,7 @@ from .run_lock import run_lock
 from .run_state import RunState
 from .signals import Signals, StoppedError
 from .state import TrainingState, explained
-from .train_step import TrainingTask
+from .training import TrainingTask
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink, Series
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope.state import TrainingState
-from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training import TrainingTask, forward_backward, update
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode

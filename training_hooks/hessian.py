@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
-from loopscope.curvature import METHODS, Method
 from loopscope.errors import UsageError, unknown
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.hooks import InterventionHook
@@ -13,6 +12,7 @@ from loopscope.metrics import Metrics
 from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry
 from loopscope.state import Vector, copied, minus, overwrite, trainable
+from loopscope.training import METHODS, Method
 from torch.optim import Adam, Optimizer
 
 from .measures import (

@@ -21,7 +21,7 @@ from loopscope.sapi import ModelDataContext
 from loopscope.selection import HookRegistry, bulk_hooks
 from loopscope.session import Session, asks_for_reference
 from loopscope.state import copied, trainable
-from loopscope.train_step import forward_backward
+from loopscope.training import forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual
 
 from tests.benchmarks.rows import MILLISECONDS, PERCENT, TIMES, Effort, Row

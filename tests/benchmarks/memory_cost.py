@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.hooks import TrainingHook
-from loopscope.memory import peak_resident
+from loopscope.training.memory import peak_resident
 from loopscope.training_hooks.grad_clip import GradClip
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from loopscope.loops import step_loop
 from loopscope.lowbit.casts.compiled import COMPILER
 from loopscope.session import build_run
 from loopscope.state import TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradient_overflow import GradientOverflow
 
 from tests.benchmarks.rows import PERCENT, Effort, Row

@@ -17,7 +17,7 @@ from loopscope.metrics import Metrics
 from loopscope.sapi import ModelDataContext
 from loopscope.session import build_run
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -24,7 +24,7 @@ from loopscope.manager import HookManager
 from loopscope.session import build_run
 from loopscope.state import TrainingState
 from loopscope.taps import TapOwner
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks import EmbeddingProvenance, OutputProjectionClip
 from torch import Tensor
 from torch.nn import functional

@@ -11,10 +11,9 @@ from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hook_points import EVERY_STEP
 from loopscope.hooks import InterventionHook
-from loopscope.precision import Precision
 from loopscope.selection import HookRegistry, hook_kind
 from loopscope.state import TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import Precision, TrainingTask
 from torch import nn
 from torch.amp import GradScaler
 

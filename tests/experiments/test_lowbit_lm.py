@@ -17,7 +17,7 @@ from loopscope.experiments.lowbit_lm.runner import QUICK, LowbitLMConfig
 from loopscope.lowbit import BitLinear, RangePenalty
 from loopscope.session import Session, build_run
 from loopscope.sinks import read_jsonl
-from loopscope.train_step import forward_backward
+from loopscope.training import forward_backward
 
 from tests.framework.small_experiment import read_json
 

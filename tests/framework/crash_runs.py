@@ -54,7 +54,7 @@ PLACES = {
     "an intervention rolled back": Place("loopscope.isolation.guardian:Snapshot.restore", "after"),
     "a commit before it is applied": Place("loopscope.commits:CommitRecord.apply"),
     "a commit applied": Place("loopscope.commits:CommitRecord.apply", "after"),
-    "before an optimizer's step": Place("loopscope.train_step:update"),
+    "before an optimizer's step": Place("loopscope.training.train_step:update"),
     "after an optimizer's step": Place("loopscope.loops:update", "after"),
     "an evaluation": Place("loopscope.manager:HookManager.isolated"),
     "the start of hooks": Place("loopscope.manager:HookManager.start_hooks", "after"),

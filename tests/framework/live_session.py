@@ -9,7 +9,7 @@ from loopscope.console import RunConsole
 from loopscope.errors import RunNotice
 from loopscope.hook_points import HookPoint
 from loopscope.state import LoopState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import nn
 
 from tests.framework.test_console import OTHER, SUMMARY

@@ -5,7 +5,7 @@ from loopscope.commits import CommitRecord, StatePart
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.sapi import ModelDataContext
 from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 

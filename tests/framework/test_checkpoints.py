@@ -15,7 +15,7 @@ from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
 from loopscope.state import TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import nn
 
 from tests.support import CASES, LOOPS, STEPS_PER_EPOCH, Case, Saving, build, differences

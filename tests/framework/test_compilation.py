@@ -8,12 +8,11 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.commits import StatePart
-from loopscope.compilation import compile_model
 from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint, StepSchedule
 from loopscope.state import TrainingState
 from loopscope.taps import GradientTap
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask, compile_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.amp import GradScaler

@@ -139,7 +139,7 @@ def test_other_errors_stay_what_they_are() -> None:
 def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
     program = """
 import sys, torch
-from loopscope.compilation import compile_model
+from loopscope.training.compilation import compile_model
 from loopscope.state.determinism import deterministic
 with deterministic(on=True):
     assert torch.are_deterministic_algorithms_enabled()

@@ -12,7 +12,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.training_state import of_the_run
-from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training import TrainingTask, forward_backward, update
 from torch import nn
 from torch.nn import functional
 

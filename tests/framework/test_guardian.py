@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from loopscope.isolation import Snapshot
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import forward_backward, update
+from loopscope.training import forward_backward, update
 from torch import nn
 
 from tests.support import CASES, Case, Tally, build, differences

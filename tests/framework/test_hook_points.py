@@ -13,7 +13,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -12,7 +12,7 @@ from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, evaluate, step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 
 from tests.support import ActingHook, Case, Mishap, ReadOnlyHook, SpyHook, assert_same_bytes, at, build, train

@@ -15,8 +15,8 @@ from loopscope.hooks import InterventionHook, TrainingHook, treatments
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.metrics import MetricSink
-from loopscope.profiler import Profiler
 from loopscope.state import RandomStreams
+from loopscope.training import Profiler
 from torch import Tensor, nn
 
 from tests.support import (

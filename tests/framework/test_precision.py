@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.precision import Precision
 from loopscope.state import TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import Precision, TrainingTask
 from torch import Tensor, nn
 from torch.amp import GradScaler
 

@@ -26,7 +26,7 @@ from loopscope.state import (
     trainable,
     whole,
 )
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from loopscope.contexts import ForwardResult, ObserverServices, RunDataContext
 from loopscope.hook_points import HookPoint
-from loopscope.profiler import Profiler
+from loopscope.training import Profiler
 from torch import Tensor, nn
 
 

@@ -17,7 +17,7 @@ from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
 from loopscope.taps import GradientTap
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 

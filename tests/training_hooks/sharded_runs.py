@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,7 +9,7 @@ from loopscope.hook_points import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
 from torch import Tensor, nn
 from torch.nn import functional

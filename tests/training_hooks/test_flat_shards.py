@@ -11,7 +11,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.training_state import of_the_run
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.consecutive import Consecutive
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory
 from loopscope.training_hooks.parameter_delta import ParameterDelta

@@ -12,7 +12,7 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.hook_points import HookPoint
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks import fourier
 from loopscope.training_hooks.fourier import Fourier, acquisition, neuron_spectra
 from loopscope.training_hooks.measures import (

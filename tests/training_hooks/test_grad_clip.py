@@ -6,9 +6,8 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.manager import HookManager
-from loopscope.precision import Precision
 from loopscope.state import TrainingState, trainable
-from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training import Precision, TrainingTask, forward_backward, update
 from loopscope.training_hooks.grad_clip import GradClip, beyond
 from loopscope.training_hooks.measures import AdaGC, Gammas, ZClip
 from torch import nn

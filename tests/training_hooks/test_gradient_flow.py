@@ -9,7 +9,7 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradient_flow import GradientFlow, square_norm
 from torch import Tensor, nn
 

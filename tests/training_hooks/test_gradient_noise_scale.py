@@ -12,7 +12,7 @@ from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
 from torch import Tensor, nn
 

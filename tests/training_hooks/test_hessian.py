@@ -10,7 +10,7 @@ from loopscope.hooks import TrainingHook
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.hessian import Hessian
 from torch import Tensor, nn
 from torch.nn import functional

@@ -14,7 +14,7 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.loss_spikes import SIGNALS, LossSpikes
 from torch import nn

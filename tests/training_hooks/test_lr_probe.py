@@ -10,7 +10,7 @@ from loopscope.errors import UsageError
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
 from torch import Tensor, nn
 

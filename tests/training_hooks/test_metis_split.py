@@ -15,11 +15,11 @@ from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
 from loopscope.manager import HookManager
-from loopscope.precision import Precision
 from loopscope.reference import load_reference
 from loopscope.selection import HookRegistry
 from loopscope.state import copied
 from loopscope.state.digest import described
+from loopscope.training import Precision
 from loopscope.training_hooks.metis_split import MetisSplit, schedule
 from torch import Tensor, nn
 

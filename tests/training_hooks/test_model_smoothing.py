@@ -12,7 +12,7 @@ from loopscope.loops import NoProgress, epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import LoopState, fully_sharded_modules, whole
 from loopscope.state.digest import described
-from loopscope.train_step import TrainingTask, forward_backward, update
+from loopscope.training import TrainingTask, forward_backward, update
 from loopscope.training_hooks import ModelSmoother, SmoothingConfig
 from loopscope.training_hooks.measures import distance, smoothing
 from loopscope.training_hooks.model_smoothing import ModelSmoothing

@@ -12,7 +12,7 @@ from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, trainable, whole
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.gradient_flow import GradientFlow
 from torch import nn

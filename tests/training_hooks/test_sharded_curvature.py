@@ -11,7 +11,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, Vector, trainable
 from loopscope.state.digest import described
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.hessian import Hessian
 from loopscope.training_hooks.lr_probe import LrProbe
 from loopscope.training_hooks.measures.flat_vectors import FlatSpace

@@ -11,7 +11,7 @@ from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.sapi import ModelDataContext
 from loopscope.state import RandomStreams, TrainingState, trainable
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.measures import spread_batches
 from loopscope.training_hooks.sharpness import Sharpness
 from torch import Tensor, nn

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.precision import Precision
 from loopscope.state import TrainingState
-from loopscope.train_step import TrainingTask
+from loopscope.training import Precision, TrainingTask
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
 from loopscope.training_hooks.measures import ClipOptions, EmbeddingPair, TiedGradientClipping, all_sums
 from loopscope.training_hooks.output_projection_clip import OutputProjectionClip

@@ -16,7 +16,7 @@ from loopscope.records import RunRecord, average_name
 from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described
 from loopscope.state.training_state import of_the_run
-from loopscope.train_step import TrainingTask
+from loopscope.training import TrainingTask
 from loopscope.training_hooks.measures import WeightAverage as Average
 from loopscope.training_hooks.measures import averaged_state_dict
 from loopscope.training_hooks.weight_average import WeightAverage

@@ -10,7 +10,7 @@ from loopscope.contexts import OptimizerGroup
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hook_points import HookPoint
 from loopscope.manager import HookManager
-from loopscope.precision import Precision
+from loopscope.training import Precision
 from loopscope.training_hooks.weight_updates import WeightUpdates
 from torch import Tensor, nn
 from torch.amp import GradScaler

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import islice
 
-from loopscope.curvature import Method
 from loopscope.data import Batch, Loader, rows
 from loopscope.errors import UnsuitableError
 from loopscope.sapi import ModelDataContext
 from loopscope.state import Vector, axpy, copied, fully_sharded_modules, overwrite, trainable
+from loopscope.training import Method
 from torch import Tensor, nn
 
 from .flat_vectors import FlatSpace

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.compilation import compile_model
 from loopscope.errors import UsageError
 from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe
 from loopscope.lowbit.calls import LayerCall
 from loopscope.lowbit.conversion import dequantize_model
 from loopscope.lowbit.linear_function import QuantizedLinear
 from loopscope.lowbit.recipes import uniform
-from loopscope.precision import Precision
+from loopscope.training import Precision, compile_model
 from torch import Tensor, nn
 from torch.nn import functional
 

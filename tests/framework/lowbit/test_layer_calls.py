@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.curvature import ExactHessian
 from loopscope.errors import LoopscopeError
 from loopscope.lowbit import ROLES, Recipe, find_recipe
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.conversion import dequantize_model
 from loopscope.state import axpy, dot
+from loopscope.training.curvature import ExactHessian
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 def compile_model(model: nn.Module) -> None:

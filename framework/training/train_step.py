@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .data import Batch, Loader, micro_batches, rows
+from ..data import Batch, Loader, micro_batches, rows
 from .precision import overflowed, twin
 
 

@@ -8,12 +8,10 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from .curvature import ExactHessian, Method, central_difference
-from .data import Batch, micro_batches, rows
-from .errors import LoopscopeError
-from .isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
-from .profiler import Profiler
-from .state import (
+from ..data import Batch, micro_batches, rows
+from ..errors import LoopscopeError
+from ..isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
+from ..state import (
     TrainingState,
     Vector,
     accumulate,
@@ -24,6 +22,8 @@ from .state import (
     trainable,
     widened,
 )
+from .curvature import ExactHessian, Method, central_difference
+from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .state import Vector, axpy, copied, minus, norm, overwrite, scaled
+from ..state import Vector, axpy, copied, minus, norm, overwrite, scaled
 
 Method = Literal["exact", "finite_difference"]
 METHODS: tuple[str, ...] = get_args(Method)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .data import rows
+from ..data import rows
 from .memory import PeakMemory
 
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
