@@ -7,9 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from loopscope import training_hooks
-from loopscope.hook_points import ALWAYS, STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
-from loopscope.hooks import InterventionHook, TrainingHook
-from loopscope.selection import HookRegistry, hook_kind, hook_options
+from loopscope.hooks import (
+    ALWAYS,
+    STEP_POINTS,
+    EpochWindow,
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    StepSchedule,
+    TrainingHook,
+    hook_kind,
+    hook_options,
+    windows_for,
+)
 
 FOLDER = Path(__file__).parent / "hooks"
 BENCHMARKS = Path(__file__).parent / "benchmarks.md"

@@ -4,30 +4,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commits import StatePart
     from .config import ExperimentConfig
-    from .contexts import MetricInfo, RunDataContext
     from .data import Loader, TensorLoader, fixed_order, random_order
     from .errors import HookError, LoopscopeError, StateMutationError, UsageError
-    from .hook_points import HookPoint, StepSchedule
-    from .hooks import DebugInterventionHook, InterventionHook, TrainingHook
-    from .metrics import MetricSink
+    from .hooks import (
+        DebugInterventionHook,
+        ExperimentRegistry,
+        HookPoint,
+        HookRegistry,
+        InterventionHook,
+        MetricInfo,
+        MetricSink,
+        ModelDataContext,
+        RunDataContext,
+        StatePart,
+        StepSchedule,
+        TrainingHook,
+    )
     from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner
-    from .sapi import ModelDataContext
-    from .selection import ExperimentRegistry, HookRegistry
 
 _ROOMS = {
-    "commits": ("StatePart",),
     "config": ("ExperimentConfig",),
-    "contexts": ("MetricInfo", "RunDataContext"),
     "data": ("Loader", "TensorLoader", "fixed_order", "random_order"),
     "errors": ("HookError", "LoopscopeError", "StateMutationError", "UsageError"),
-    "hook_points": ("HookPoint", "StepSchedule"),
-    "hooks": ("DebugInterventionHook", "InterventionHook", "TrainingHook"),
-    "metrics": ("MetricSink",),
+    "hooks": (
+        "DebugInterventionHook",
+        "ExperimentRegistry",
+        "HookPoint",
+        "HookRegistry",
+        "InterventionHook",
+        "MetricInfo",
+        "MetricSink",
+        "ModelDataContext",
+        "RunDataContext",
+        "StatePart",
+        "StepSchedule",
+        "TrainingHook",
+    ),
     "runner": ("ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
-    "sapi": ("ModelDataContext",),
-    "selection": ("ExperimentRegistry", "HookRegistry"),
 }
 """Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

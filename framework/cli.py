@@ -22,9 +22,9 @@ from .config import ExperimentConfig, RunFlags, RunOptions, field_names, require
 from .console import Mode, RunConsole, print_experiments, print_hook, print_hooks
 from .console_notices import Label, show_warnings
 from .errors import LoopscopeError, UsageError, counted, listed, unknown
+from .hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from .records import versions
 from .runner import ExperimentRunner
-from .selection import ExperimentRegistry, HookRegistry, SinkRegistry
 from .session import Session, check_device
 from .signals import StoppedError
 

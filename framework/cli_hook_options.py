@@ -7,7 +7,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from .cli_errors import wrong_value
 from .errors import UsageError, unknown
-from .selection import HookRegistry, hook_options
+from .hooks import HookRegistry, hook_options
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

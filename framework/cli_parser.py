@@ -14,9 +14,8 @@ from .cli_errors import refusal
 from .cli_help import HelpfulParser
 from .config import RunFlags
 from .errors import unknown
-from .metrics import MetricSink
+from .hooks import MetricSink, SinkRegistry
 from .runner import ExperimentRunner
-from .selection import SinkRegistry
 
 Experiment = type[ExperimentRunner[Any]]
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")

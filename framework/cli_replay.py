@@ -5,8 +5,8 @@ from pathlib import Path
 
 from .cli_words import parted
 from .errors import UsageError, unknown
+from .hooks import SinkRegistry
 from .replay import ReplaySink, run_folders
-from .selection import SinkRegistry
 
 REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .cli_parser import flag_name
-from .metrics import MetricSink
-from .selection import SinkRegistry
+from .hooks import MetricSink, SinkRegistry
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:

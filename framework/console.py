@@ -27,13 +27,10 @@ from .console_tables import (
     sample_text,
     strategy_header,
 )
-from .contexts import RunInfo
 from .display import Display
-from .hooks import TrainingHook
+from .hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
 from .loops import NoProgress, Progress
-from .metrics import MetricSink
 from .runner import ExperimentRunner
-from .selection import SinkRegistry
 from .training import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]

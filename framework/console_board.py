@@ -8,10 +8,7 @@ from typing import Any
 
 from .console_blocks import FALLING, FLAT, RISING, Cell, Group, brief, flattened
 from .console_notices import Notice
-from .contexts import RunInfo
-from .hook_points import HookPoint
-from .metrics import MetricSink, Series
-from .selection import always_on
+from .hooks import HookPoint, MetricSink, RunInfo, Series, always_on
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3

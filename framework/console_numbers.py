@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .console_blocks import flattened
-from .contexts import RunInfo
-from .hook_points import HookPoint
-from .metrics import MetricSink, Series
+from .hooks import HookPoint, MetricSink, RunInfo, Series
 from .number_text import number_text
 
 

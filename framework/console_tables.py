@@ -12,13 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .contexts import MetricInfo, RunInfo
 from .errors import counted
-from .hook_points import ALWAYS, EpochWindow
-from .hooks import TrainingHook
+from .hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
 from .number_text import duration_text, number_text
 from .runner import ExperimentRunner
-from .selection import hook_kind, hook_options
 from .training import TrainingTask
 
 INDENT = 4

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contexts import ForwardResult, ObserverServices, RunDataContext
-from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
+from .hooks import EPOCH_END, STEP_POINTS, ForwardResult, HookPoint, ObserverServices, RunDataContext
 from .isolation import borrowed_for_evaluation, borrowed_weights
 from .observation import forward_pass, optimizer_groups
 from .state import TrainingState

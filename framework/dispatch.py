@@ -7,12 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .contexts import RunInfo
 from .errors import RunNotice, StateMutationError, UsageError
-from .hook_points import STEP_POINTS, HookPoint
-from .hooks import TrainingHook
+from .hooks import STEP_POINTS, HookPoint, Metrics, MetricSink, PendingMetrics, RunInfo, Series, TrainingHook
 from .isolation import Call, Isolation
-from .metrics import Metrics, MetricSink, PendingMetrics, Series
 
 
 @dataclass(frozen=True, slots=True)

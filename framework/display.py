@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .contexts import RunInfo
-from .hooks import TrainingHook
+from .hooks import RunInfo, TrainingHook
 from .loops import NoProgress, Progress
 from .training import TrainingTask
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .hook_points import EPOCH_END, STEP_POINTS
+from .hooks import EPOCH_END, STEP_POINTS
 from .manager import HookManager
 from .state import LoopState, accumulate, joint_norm, whole
 from .training import TrainingTask

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .commits import UndeclaredCommitError
 from .errors import HookError, RunNotice, UnsuitableError, UsageError
-from .hook_points import HookPoint
-from .hooks import InterventionHook, TrainingHook
+from .hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
 from .state import explained
 
 

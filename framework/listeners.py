@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .hook_points import STEP_POINTS, EpochWindow, HookPoint, StepSchedule, windows_for
-from .hooks import InterventionHook, TrainingHook
+from .hooks import STEP_POINTS, EpochWindow, HookPoint, InterventionHook, StepSchedule, TrainingHook, windows_for
 
 
 @dataclass(frozen=True)

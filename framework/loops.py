@@ -6,7 +6,7 @@ import torch
 
 from .data import Batch
 from .gradient_keeper import GradientKeeper
-from .hook_points import EPOCH_END, HookPoint
+from .hooks import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
 from .manager import HookManager
 from .state import LoopState

@@ -7,22 +7,32 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .commits import CommitRecord, StatePart
 from .context_builder import ContextBuilder
-from .contexts import MetricInfo, RunDataContext, RunInfo
 from .dispatch import MetricDispatch, Positions
 from .errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from .hook_failures import HookFailures
-from .hook_points import STEP_POINTS, HookPoint
-from .hooks import InterventionHook, TrainingHook
+from .hooks import (
+    STEP_POINTS,
+    CommitRecord,
+    HookPoint,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    MetricSink,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StatePart,
+    Tap,
+    TapOwner,
+    TapSet,
+    TrainingHook,
+    without_duplicates,
+)
 from .isolation import Call, Isolation, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_modes
 from .listeners import Listener, Listeners
-from .metrics import Metrics, MetricSink
 from .offload import StateOffload
-from .sapi import ModelDataContext
-from .selection import without_duplicates
 from .state import StreamState, TrainingState
-from .taps import Tap, TapOwner, TapSet
 from .training import LossProbe, Profiler, TrainingTask
 
 Result = TypeVar("Result")

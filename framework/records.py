@@ -20,12 +20,10 @@ from torch import nn
 from .checkpoint_files import checkpoints_in
 from .checkpoints import save_tensors
 from .config import RunOptions
-from .contexts import RunInfo
 from .durable_files import write_json
 from .errors import UsageError
-from .hook_config import ConfiguredHook
+from .hooks import ConfiguredHook, RunInfo, SinkRegistry
 from .manager import HookManager
-from .selection import SinkRegistry
 from .state import TrainingState, settings
 from .training import TrainingTask
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .config import ExperimentConfig
-from .contexts import RunInfo
 from .errors import UsageError
-from .metrics import MetricSink
+from .hooks import MetricSink, RunInfo
 from .records import CONFIG, SUMMARY
 
 

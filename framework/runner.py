@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from .config import ExperimentConfig, require
 from .data import Batch, Loader
-from .hook_points import LoopType
-from .selection import GROUPS, always_on, bulk_hooks
+from .hooks import GROUPS, LoopType, always_on, bulk_hooks
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 OptionsByHook = Mapping[str, Mapping[str, Any]]

@@ -14,18 +14,24 @@ from .checkpoint_files import Checkpoint
 from .checkpointing import CheckpointPlan
 from .comparing import moments_of
 from .config import RunOptions, require
-from .contexts import RunInfo
 from .display import Display
 from .errors import RunNotice, UsageError, unknown
-from .hook_config import ConfiguredHook, build_hooks, refuse_idle_options
-from .hooks import TrainingHook, treatments
+from .hooks import (
+    ConfiguredHook,
+    HookRegistry,
+    MetricSink,
+    RunInfo,
+    TrainingHook,
+    build_hooks,
+    refuse_idle_options,
+    select_hooks,
+    treatments,
+)
 from .manager import HookManager
-from .metrics import MetricSink
 from .records import RunRecord, environment, versions
 from .reference import Reference, differences, find_reference, load_reference
 from .resuming import described, newest_of, refuse_another_run, tell_of_environment
 from .runner import ExperimentRunner
-from .selection import HookRegistry, select_hooks
 from .state import RandomStreams, TrainingState, deterministic, seed_everything
 from .strategy_run import StrategyRun
 from .training import Precision, TrainingTask, compile_model

@@ -12,9 +12,9 @@ from torch import nn
 from .checkpoint_files import Checkpoint
 from .checkpoint_writer import CheckpointWriter
 from .checkpointing import Checkpointing, CheckpointPlan
-from .contexts import RunInfo
 from .display import Display
 from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from .hooks import RunInfo
 from .isolation import borrowed_for_evaluation
 from .loops import epoch_loop, step_loop
 from .manager import HookManager

@@ -8,11 +8,8 @@ from loopscope.console_blocks import ARROW_STYLES, HEADING_STYLE, Cell, Group, b
 from loopscope.console_board import Board, Groups, hooks_described, parted, shown_metrics
 from loopscope.console_lines import Line, as_text, printable, width_of
 from loopscope.console_output import make_console
-from loopscope.contexts import RunInfo
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import MetricSink, Series
+from loopscope.hooks import HookPoint, MetricSink, RunInfo, Series, SinkRegistry
 from loopscope.number_text import number_text, value_text
-from loopscope.selection import SinkRegistry
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text

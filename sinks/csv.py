@@ -7,11 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopscope.contexts import MetricInfo, RunInfo
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
 from loopscope.replay import RecordSink
-from loopscope.selection import SinkRegistry
 
 from .csv_cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
 from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain

@@ -7,11 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopscope.contexts import RunInfo
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
 from loopscope.replay import RecordSink
-from loopscope.selection import SinkRegistry
 
 from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from .run_file import RunFile, complete_lines

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 
 NUMBERS = frozenset({float, int, bool})
 LAYOUTS = 64

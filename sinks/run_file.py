@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from loopscope.contexts import RunInfo
 from loopscope.errors import UsageError
+from loopscope.hooks import RunInfo
 
 _REMEDY = "put that file back, or start the run anew with --overwrite."
 

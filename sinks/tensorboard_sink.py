@@ -5,12 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loopscope.contexts import RunInfo
 from loopscope.errors import UsageError, require_package
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
 from loopscope.replay import ReplaySink, RunDescription, status_of
-from loopscope.selection import SinkRegistry
 
 from .recorded_run import emits_of, record_of
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from loopscope.hook_points import STEP_POINTS
+from loopscope.hooks import STEP_POINTS
 from loopscope.replay import RunDescription
 from loopscope.sinks import wandb_process
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from loopscope.contexts import RunInfo
 from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, RunInfo, SinkRegistry
 from loopscope.replay import ReplaySink, RunDescription, status_of
-from loopscope.selection import SinkRegistry
 from loopscope.sinks import wandb_client
 
 from .jsonl import JSONLSink

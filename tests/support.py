@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunInfo
 from loopscope.data import TensorLoader, random_order
 from loopscope.experiments.mod_arithmetic.model import GrokkingTransformer
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.hooks import (
+    HookPoint,
+    InterventionHook,
+    MetricInfo,
+    MetricSink,
+    RunInfo,
+    Series,
+    TrainingHook,
+    treatments,
+)
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from loopscope.manager import HookManager
-from loopscope.metrics import MetricSink, Series
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask

@@ -4,7 +4,7 @@ import csv
 from contextlib import ExitStack
 
 import pytest
-from loopscope.metrics import Series
+from loopscope.hooks import Series
 from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
 from tests.benchmarks.sink_cost import LOGGERS, csv_logger, emitted, installed, loads, summary_writer

@@ -6,13 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+)
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
 

@@ -3,12 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from torch import Tensor
 
 from .measures import GradientHistory, check_dimensions, effective_rank, leading_share, refuse_above, spectrum

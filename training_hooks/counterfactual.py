@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+)
 from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
 

@@ -5,13 +5,16 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import DebugInterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    DebugInterventionHook,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+)
 from torch import Tensor
 
 from .counterfactual import inner_products, shuffled_epochs

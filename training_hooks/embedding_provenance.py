@@ -3,13 +3,18 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
-from loopscope.taps import GradientTap
+from loopscope.hooks import (
+    GradientTap,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from torch import Tensor, nn
 
 from .measures import EmbeddingPair, TiedGradients, all_sums

@@ -5,14 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from loopscope.commits import StatePart
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.errors import UsageError, unknown
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    StatePart,
+)
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
 from torch import Tensor
 

@@ -7,14 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    GradientTap,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.state import is_sharded, joint_norm
-from loopscope.taps import GradientTap
 from torch import Tensor, nn
 
 from .measures import Chain, find_chains

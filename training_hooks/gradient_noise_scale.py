@@ -4,13 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.data import micro_batches, rows
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, StepSchedule, TrainingHook
 from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
 

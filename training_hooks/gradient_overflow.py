@@ -6,15 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import (
+    GradientTap,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    Tap,
+    TrainingHook,
+)
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
-from loopscope.taps import GradientTap, Tap
 from torch import Tensor, nn
 
 from .measures import SUBJECTS, Alarm, Ledger, Values, WhatIf, infos, label, summary, values_by_role, values_together

@@ -4,11 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
 from loopscope.state import trainable
 from torch import Tensor
 

@@ -4,13 +4,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UsageError, unknown
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+)
 from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch.optim import Adam, Optimizer

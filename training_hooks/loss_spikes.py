@@ -5,12 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hook_points import EPOCH_END, HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    EPOCH_END,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+)
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10

@@ -6,14 +6,18 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, OptimizerGroup, RunDataContext
 from loopscope.data import Batch, Loader
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    OptimizerGroup,
+    RunDataContext,
+)
 from torch import Tensor
 
 

@@ -4,16 +4,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
-from loopscope.commits import StatePart
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.data import derived_seed
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StatePart,
+    StepSchedule,
+)
 from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 

@@ -4,15 +4,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopscope.commits import StatePart
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StatePart,
+    StepSchedule,
+)
 from loopscope.lowbit import layers_with_factors
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
 from loopscope.state import norm, trainable
 
 from .measures import ShadowCopies, SmoothingConfig, blend_buffers, distance

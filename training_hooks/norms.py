@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-from loopscope.contexts import MetricInfo, RunDataContext
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
 from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 

@@ -3,14 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from loopscope.commits import StatePart
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
-from loopscope.taps import GradientTap
+from loopscope.hooks import (
+    GradientTap,
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    RunInfo,
+    StatePart,
+)
 from torch import nn
 
 from .measures import ClipOptions, EmbeddingPair, OutputProjectionClipper, Scope

@@ -4,12 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UsageError
-from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    STEP_POINTS,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.state import trainable
 from torch import Tensor, nn
 

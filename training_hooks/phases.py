@@ -4,12 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
 from loopscope.state import norm, trainable
 from torch import Tensor
 

@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.lowbit import OFFSET, RangePenalty, penalised, share
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
 from loopscope.state import joint_norm
 from torch import Tensor
 

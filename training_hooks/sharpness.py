@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from loopscope.contexts import MetricInfo, OptimizerGroup, RunDataContext, RunInfo
 from loopscope.errors import UsageError, unknown
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.metrics import Metrics, MetricValue
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    MetricValue,
+    ModelDataContext,
+    OptimizerGroup,
+    RunDataContext,
+    RunInfo,
+)
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer

@@ -5,12 +5,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from torch import Tensor
 
 from .measures import GradientHistory, check_dimensions, participation_ratio, refuse_above, spectrum, width_of

@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from loopscope.contexts import MetricInfo, RunDataContext
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
 
 
 def present(**values: Any) -> dict[str, Any]:

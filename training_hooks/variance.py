@@ -5,12 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import EVERY_STEP, HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    EVERY_STEP,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.state import trainable
 from torch import Tensor
 

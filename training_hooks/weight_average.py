@@ -6,14 +6,19 @@ from typing import Any, Literal
 
 import torch
 from loopscope.checkpoints import save_tensors
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import UnsuitableError, UsageError, listed, unknown
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.lowbit import layers_with_factors
-from loopscope.metrics import Metrics
 from loopscope.records import average_name
-from loopscope.selection import HookRegistry
 from loopscope.state import fully_sharded_modules, is_sharded, norm, trainable
 
 from .measures import WeightAverage as Average

@@ -3,12 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
 from loopscope.state import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from torch import Tensor
 

@@ -4,12 +4,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loopscope.contexts import MetricInfo, RunDataContext, RunInfo
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    StepSchedule,
+    TrainingHook,
+)
 from loopscope.state import trainable
 
 from .measures import Conditions, GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from loopscope.config import require
 from loopscope.data import derived_seed
+from loopscope.hooks import ExperimentRegistry
 from loopscope.lowbit import (
     RECIPES,
     Gains,
@@ -18,7 +19,6 @@ from loopscope.lowbit import (
     quantize_model,
 )
 from loopscope.runner import OptionsByHook
-from loopscope.selection import ExperimentRegistry
 from torch import Tensor, nn
 
 from ..tied_lm import LanguageModelConfig, LanguageModelRunner

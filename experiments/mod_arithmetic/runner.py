@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from loopscope.config import require
 from loopscope.data import Loader, TensorLoader
+from loopscope.hooks import ExperimentRegistry
 from loopscope.runner import GrokkingConfig, GrokkingRunner
-from loopscope.selection import ExperimentRegistry
 from torch import Tensor, nn
 
 from .data import STRATEGIES, draw_pairs, order_of, sums

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from loopscope.hooks import ExperimentRegistry
 from loopscope.runner import OptionsByHook
-from loopscope.selection import ExperimentRegistry
 
 from .training import LanguageModelConfig, LanguageModelRunner
 

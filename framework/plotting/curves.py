@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..metrics import Series
+from ..hooks import Series, SinkRegistry
 from ..replay import RecordSink, RunDescription
-from ..selection import SinkRegistry
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})

@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from loopscope.console import Mode, RunConsole
-from loopscope.contexts import RunInfo
+from loopscope.hooks import RunInfo
 from loopscope.loops import NoProgress, Progress, epoch_loop
 from loopscope.manager import HookManager
 from loopscope.training_hooks.training_metrics import TrainingMetrics

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 
 from tests.benchmarks.rows import MICROSECONDS, Effort, Row
 from tests.benchmarks.subjects import Subject, mod_arithmetic, observers

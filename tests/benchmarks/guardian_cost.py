@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.isolation import Snapshot
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.training_hooks import WeightUpdateMonitor, WeightUpdates

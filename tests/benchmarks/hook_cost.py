@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from loopscope import training_hooks
-from loopscope.commits import CommitRecord
 from loopscope.config import RunOptions
-from loopscope.contexts import RunInfo
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.hook_points import STEP_POINTS, HookPoint, windows_for
+from loopscope.hooks import (
+    STEP_POINTS,
+    CommitRecord,
+    HookPoint,
+    HookRegistry,
+    ModelDataContext,
+    RunInfo,
+    bulk_hooks,
+    windows_for,
+)
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry, bulk_hooks
 from loopscope.session import Session, asks_for_reference
 from loopscope.state import copied, trainable
 from loopscope.training import forward_backward

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loopscope.contexts import RunInfo
 from loopscope.experiments.lowbit_lm import LowbitLMRunner
 from loopscope.experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, LowbitLMConfig
+from loopscope.hooks import RunInfo
 from loopscope.loops import step_loop
 from loopscope.lowbit.casts.compiled import COMPILER
 from loopscope.session import build_run

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import MetricSink, Series
+from loopscope.hooks import HookPoint, MetricSink, Series
 from loopscope.sinks import CSVSink, JSONLSink
 
 from tests.benchmarks.rows import PER_SECOND, TIMES, Effort, Row

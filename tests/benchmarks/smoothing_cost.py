@@ -5,9 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from loopscope.contexts import RunInfo
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, RunInfo, TrainingHook
 from loopscope.training_hooks import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 from torch import Tensor, nn
 

@@ -5,16 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from loopscope.contexts import MetricInfo, RunDataContext
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    InterventionHook,
+    MetricInfo,
+    Metrics,
+    ModelDataContext,
+    RunDataContext,
+    TrainingHook,
+)
 from loopscope.loops import NoProgress, epoch_loop
 from loopscope.manager import HookManager
-from loopscope.metrics import Metrics
-from loopscope.sapi import ModelDataContext
 from loopscope.session import build_run
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.training import TrainingTask

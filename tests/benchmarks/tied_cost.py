@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from loopscope.contexts import RunInfo
 from loopscope.data import derived_seed
 from loopscope.experiments.tied_lm import TiedLMRunner
 from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TapOwner, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.session import build_run
 from loopscope.state import TrainingState
-from loopscope.taps import TapOwner
 from loopscope.training import TrainingTask
 from loopscope.training_hooks import EmbeddingProvenance, OutputProjectionClip
 from torch import Tensor

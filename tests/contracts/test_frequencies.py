@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.checkpoints import save_checkpoint
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 
 from tests.support import LOOPS, Case, SpyHook, at, differences, train
 

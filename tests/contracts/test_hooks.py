@@ -8,12 +8,18 @@ from operator import attrgetter
 import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
-from loopscope.commits import StatePart
 from loopscope.errors import UsageError
-from loopscope.hook_points import EVERY_STEP, HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.hooks import (
+    EVERY_STEP,
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    StatePart,
+    TrainingHook,
+    hook_kind,
+    treatments,
+)
 from loopscope.manager import HookManager
-from loopscope.selection import HookRegistry, hook_kind
 from loopscope.state.digest import described
 
 from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair

@@ -9,9 +9,7 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import EVERY_STEP
-from loopscope.hooks import InterventionHook
-from loopscope.selection import HookRegistry, hook_kind
+from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, hook_kind
 from loopscope.state import TrainingState
 from loopscope.training import Precision, TrainingTask
 from torch import nn

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from loopscope.commits import StatePart
 from loopscope.errors import HookError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, StatePart
 
 from tests.support import (
     LOOPS,

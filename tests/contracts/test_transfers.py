@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from loopscope import training_hooks  # noqa: F401 - fills the registry
-from loopscope.hooks import InterventionHook
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookRegistry, InterventionHook
 
 from tests.contracts.test_hooks import HEALTH, make, reference, refusal
 from tests.support import CASES, train

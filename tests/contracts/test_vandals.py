@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import StateMutationError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.hooks import HookPoint, InterventionHook, TrainingHook
 from loopscope.state.flags import GlobalFlags
 
 from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
+from loopscope.hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
-from loopscope.selection import ExperimentRegistry, HookRegistry, SinkRegistry
 
 from tests.docs.markdown import ROOT, Block, blocks
 

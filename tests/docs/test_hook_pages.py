@@ -3,10 +3,7 @@
 import doctest
 
 import pytest
-from loopscope.contexts import MetricInfo
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.selection import hook_options
+from loopscope.hooks import HookPoint, MetricInfo, TrainingHook, hook_options
 
 from docs import generate
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.contexts import RunDataContext
-from loopscope.hook_points import POINTS_OF_LOOP, HookPoint
+from loopscope.hooks import HookPoint, RunDataContext
+from loopscope.hooks.hook_points import POINTS_OF_LOOP
 
 from tests.docs.markdown import ROOT, code, tables
 from tests.support import LOOPS, Case, SpyHook, at, train

@@ -3,9 +3,8 @@
 import inspect
 import re
 
-from loopscope.hooks import InterventionHook
+from loopscope.hooks import InterventionHook, ModelDataContext
 from loopscope.runner import ExperimentRunner
-from loopscope.sapi import ModelDataContext
 
 from tests.docs.markdown import ROOT, code, prose, table_with
 

@@ -10,7 +10,7 @@ from loopscope.config import RunOptions
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
-from loopscope.selection import bulk_hooks
+from loopscope.hooks import bulk_hooks
 from loopscope.session import Session
 from loopscope.sinks import JSONLSink, read_jsonl
 

@@ -7,8 +7,8 @@ import pytest
 from loopscope import experiments, training_hooks
 from loopscope.cli_parser import parse_run, run_parser
 from loopscope.config import ExperimentConfig
+from loopscope.hooks import ExperimentRegistry, HookRegistry
 from loopscope.runner import ExperimentRunner
-from loopscope.selection import ExperimentRegistry, HookRegistry
 from loopscope.value_types import fits
 
 FILLED = (experiments, training_hooks)

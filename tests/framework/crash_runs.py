@@ -16,9 +16,7 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
 from loopscope.checkpointing import Checkpointing
 from loopscope.cli import main
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.selection import ExperimentRegistry, HookRegistry
+from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, TrainingHook
 from torch import Tensor
 
 from tests.framework.small_experiment import Small, SmallSteps, read_json
@@ -52,8 +50,8 @@ PLACES = {
     "step metrics on their way to sinks": Place("loopscope.dispatch:MetricDispatch.flush_steps"),
     "an intervention before it is rolled back": Place("loopscope.isolation.gate:Isolation._roll_back"),
     "an intervention rolled back": Place("loopscope.isolation.guardian:Snapshot.restore", "after"),
-    "a commit before it is applied": Place("loopscope.commits:CommitRecord.apply"),
-    "a commit applied": Place("loopscope.commits:CommitRecord.apply", "after"),
+    "a commit before it is applied": Place("loopscope.hooks.commits:CommitRecord.apply"),
+    "a commit applied": Place("loopscope.hooks.commits:CommitRecord.apply", "after"),
     "before an optimizer's step": Place("loopscope.training.train_step:update"),
     "after an optimizer's step": Place("loopscope.loops:update", "after"),
     "an evaluation": Place("loopscope.manager:HookManager.isolated"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loopscope.console import RunConsole
 from loopscope.errors import RunNotice
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.state import LoopState
 from loopscope.training import TrainingTask
 from torch import nn

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.plotting import Look, RecordedRun, figure_of, metric_picture, read_run
 from loopscope.records import CONFIG
 from loopscope.sinks import CSVSink, JSONLSink

@@ -1,9 +1,8 @@
 """The SAPI of one call, made without a manager, and comparisons of vectors."""
 
 import torch
-from loopscope.commits import CommitRecord, StatePart
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.sapi import ModelDataContext
+from loopscope.hooks import CommitRecord, ModelDataContext, StatePart
 from loopscope.state import RandomStreams, TrainingState, seed_everything, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn

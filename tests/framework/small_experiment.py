@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from loopscope.config import RunOptions
 from loopscope.data import TensorLoader, fixed_order, random_order
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import ExperimentRegistry, HookRegistry, TrainingHook
 from loopscope.runner import GrokkingConfig, GrokkingRunner
-from loopscope.selection import ExperimentRegistry, HookRegistry
 from loopscope.session import Session
 from loopscope.sinks import CSVSink, JSONLSink
 from torch import Tensor, nn

@@ -3,7 +3,7 @@ from contextlib import suppress
 import pytest
 import torch
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.isolation import (
     borrowed_buffers,
     borrowed_for_evaluation,

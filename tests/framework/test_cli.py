@@ -11,7 +11,7 @@ import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.cli_parser import parse_run
-from loopscope.selection import ExperimentRegistry, HookRegistry
+from loopscope.hooks import ExperimentRegistry, HookRegistry
 
 from tests.docs.markdown import ROOT
 from tests.framework.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 from loopscope import experiments, training_hooks
 from loopscope.cli import main
-from loopscope.commits import StatePart
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook
-from loopscope.selection import HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, InterventionHook, StatePart, TrainingHook
 
 from tests.framework.small_experiment import Small, contents, registered
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 from loopscope import training_hooks
-from loopscope.commit_check import VERBS, refuse_undeclared_commits
-from loopscope.commits import StatePart, UndeclaredCommitError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
-from loopscope.sapi import ModelDataContext
-from loopscope.selection import HookRegistry
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    ModelDataContext,
+    StatePart,
+    UndeclaredCommitError,
+)
+from loopscope.hooks.commit_check import VERBS, refuse_undeclared_commits
 
 assert training_hooks.__all__
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from loopscope.commits import (
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hooks import CommitRecord, StatePart, UndeclaredCommitError
+from loopscope.hooks.commits import (
     Clipping,
-    CommitRecord,
-    StatePart,
-    UndeclaredCommitError,
     blend,
     check_factors,
     check_vector,
@@ -13,7 +12,6 @@ from loopscope.commits import (
     scale,
     scale_each,
 )
-from loopscope.errors import LoopscopeError, UsageError
 from loopscope.state import copied, trainable
 from torch import nn
 

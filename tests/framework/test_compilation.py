@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.commits import StatePart
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
+from loopscope.hooks import GradientTap, HookPoint, StatePart, StepSchedule
 from loopscope.state import TrainingState
-from loopscope.taps import GradientTap
 from loopscope.training import TrainingTask, compile_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters

@@ -9,7 +9,7 @@ from loopscope.console import RunConsole
 from loopscope.console_notices import Notice, show_warnings
 from loopscope.console_output import LastingConsole, make_console
 from loopscope.errors import RunNotice
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.training import TrainingTask
 from rich.console import Console
 from torch import nn

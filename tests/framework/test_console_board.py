@@ -2,8 +2,7 @@ import math
 
 import pytest
 from loopscope.console_board import Board, BoardSink, Track, arrow_of, parted
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 
 from tests.sinks.emits import run_info
 

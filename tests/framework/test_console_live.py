@@ -11,7 +11,7 @@ from loopscope.console import RunConsole
 from loopscope.console_live import LiveDisplay
 from loopscope.console_output import can_be_taken
 from loopscope.console_progress import Position
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from rich.console import Console
 
 from tests.framework.live_session import LIVE, metrics

@@ -8,8 +8,7 @@ import pytest
 from loopscope.console import RunConsole
 from loopscope.console_numbers import ProgressNumbers
 from loopscope.console_progress import LEAST_BESIDE_CHOSEN, Position, fitting
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from rich.console import Console
 
 from tests.framework.small_experiment import SmallSteps, registered, session

@@ -16,10 +16,15 @@ from loopscope.console_tables import (
     hook_table,
     points_text,
 )
-from loopscope.contexts import MetricInfo
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.selection import ExperimentRegistry, HookRegistry, hook_kind, hook_options
+from loopscope.hooks import (
+    ExperimentRegistry,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    TrainingHook,
+    hook_kind,
+    hook_options,
+)
 from rich.cells import cell_len
 from rich.console import Console
 

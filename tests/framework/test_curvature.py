@@ -3,10 +3,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from loopscope.commits import CommitRecord
 from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.sapi import ModelDataContext, ReadOnlyError
+from loopscope.hooks import CommitRecord, ModelDataContext
+from loopscope.hooks.sapi import ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn

@@ -12,8 +12,7 @@ import torch
 from loopscope import training_hooks
 from loopscope.cli import main
 from loopscope.errors import HookError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.state import deterministic, explained, settings
 from loopscope.state.determinism import CUBLAS, NotDeterministicError
 

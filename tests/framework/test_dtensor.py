@@ -7,7 +7,7 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import StateMutationError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from loopscope.commits import StatePart
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
-from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
+from loopscope.hooks import STEP_POINTS, HookPoint, StatePart, StepSchedule
 from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, evaluate, step_loop
 from loopscope.manager import HookManager

@@ -7,14 +7,20 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from loopscope.commits import StatePart
-from loopscope.contexts import MetricInfo
 from loopscope.errors import HookError, StateMutationError, UsageError
-from loopscope.hook_points import STEP_POINTS, HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.hooks import (
+    STEP_POINTS,
+    HookPoint,
+    InterventionHook,
+    MetricInfo,
+    MetricSink,
+    StatePart,
+    StepSchedule,
+    TrainingHook,
+    treatments,
+)
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.metrics import MetricSink
 from loopscope.state import RandomStreams
 from loopscope.training import Profiler
 from torch import Tensor, nn

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.observation import forward_pass, optimizer_groups
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn

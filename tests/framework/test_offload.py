@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.offload import StateOffload
 
 from tests.support import Case, Mishap, train

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from loopscope import experiments, sinks, training_hooks
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.plotting import Look, figure_of, metric_picture, provenance_picture
 from loopscope.plotting.curves import Curve
 from loopscope.plotting.panels import COLOURS

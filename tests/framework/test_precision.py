@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.hook_points import STEP_POINTS, HookPoint
+from loopscope.hooks import STEP_POINTS, HookPoint
 from loopscope.state import TrainingState
 from loopscope.training import Precision, TrainingTask
 from torch import Tensor, nn

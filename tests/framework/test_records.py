@@ -13,11 +13,9 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import save_tensors
-from loopscope.commits import StatePart
 from loopscope.durable_files import write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook
+from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.records import RunRecord, model_size
 from loopscope.session import build_run
 from torch import nn

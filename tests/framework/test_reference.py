@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.contexts import RunInfo
 from loopscope.errors import RunNotice, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, RunInfo, TrainingHook
 from loopscope.reference import find_reference, load_reference
 from torch import nn
 

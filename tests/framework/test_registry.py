@@ -2,13 +2,21 @@
 
 import pytest
 from loopscope import training_hooks
-from loopscope.commits import StatePart
 from loopscope.errors import UsageError
-from loopscope.hook_checks import check_hook_class
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import DebugInterventionHook, InterventionHook, TrainingHook
+from loopscope.hooks import (
+    DebugInterventionHook,
+    HookPoint,
+    HookRegistry,
+    InterventionHook,
+    StatePart,
+    TrainingHook,
+    bulk_hooks,
+    hook_kind,
+    hook_options,
+    select_hooks,
+)
+from loopscope.hooks.checks import check_hook_class
 from loopscope.registry import Registry
-from loopscope.selection import HookRegistry, bulk_hooks, hook_kind, hook_options, select_hooks
 
 assert training_hooks.__all__
 HookRegistry.discover()  # before any test puts a package on the path, since discovery happens once
@@ -165,8 +173,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_one():
 
 
 PLUGIN = """
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks.hook_points import HookPoint
+from loopscope.hooks.base import TrainingHook
 
 class Plugin(TrainingHook):
     '''A hook of another package.'''

@@ -8,9 +8,9 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.checkpoint_files import open_checkpoint
-from loopscope.hook_checks import hook_kind
+from loopscope.hooks import GROUPS, HookRegistry
+from loopscope.hooks.checks import hook_kind
 from loopscope.runner import GrokkingRunner
-from loopscope.selection import GROUPS, HookRegistry
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.sapi import ModelDataContext, ReadOnlyError
+from loopscope.hooks import HookPoint, ModelDataContext
+from loopscope.hooks.sapi import ReadOnlyError
 from loopscope.state import copied, differing, gradients, seed_everything, trainable
 from torch import Tensor, nn
 from torch.nn import functional

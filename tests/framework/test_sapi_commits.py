@@ -1,8 +1,7 @@
 import pytest
 import torch
-from loopscope.commits import StatePart, UndeclaredCommitError
 from loopscope.errors import HookError, LoopscopeError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
 from loopscope.state import copied, differing, gradients, scaled, trainable
 
 from tests.framework.sapi_call import BOTH, assert_close, context

@@ -8,9 +8,7 @@ import pytest
 import torch
 from loopscope import training_hooks
 from loopscope.errors import HookError, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
-from loopscope.selection import HookRegistry, bulk_hooks
+from loopscope.hooks import HookPoint, HookRegistry, TrainingHook, bulk_hooks
 from loopscope.session import build_run, check_device, chosen_strategies
 from loopscope.sinks import read_jsonl
 

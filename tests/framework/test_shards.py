@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from loopscope.commits import CommitRecord, StatePart
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError
+from loopscope.hooks import CommitRecord, ModelDataContext, StatePart
 from loopscope.observation import forward_pass
-from loopscope.sapi import ModelDataContext
 from loopscope.state import (
     RandomStreams,
     TrainingState,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from loopscope import training_hooks
 from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.signals import Signals, StoppedError
 from loopscope.sinks import read_jsonl
 

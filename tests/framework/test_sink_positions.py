@@ -5,9 +5,8 @@ import random
 import pytest
 from loopscope.dispatch import MetricDispatch
 from loopscope.errors import RunNotice, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, MetricSink
 from loopscope.isolation import Isolation
-from loopscope.metrics import MetricSink
 from loopscope.sinks import CSVSink, JSONLSink, WandbSink, read_jsonl
 
 from tests.sinks.emits import run_info

@@ -10,10 +10,8 @@ import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import load_checkpoint
 from loopscope.cli import main
-from loopscope.commits import StatePart
 from loopscope.errors import HookError, StateMutationError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import InterventionHook, TrainingHook
+from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
 from loopscope.session import build_run

@@ -7,13 +7,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from loopscope.commits import StatePart
 from loopscope.errors import HookError, StateMutationError, UsageError
-from loopscope.hook_points import HookPoint, StepSchedule
-from loopscope.hooks import InterventionHook, TrainingHook, treatments
+from loopscope.hooks import (
+    GradientTap,
+    HookPoint,
+    InterventionHook,
+    StatePart,
+    StepSchedule,
+    TapOwner,
+    TapSet,
+    TrainingHook,
+    treatments,
+)
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.taps import GradientTap, TapOwner, TapSet
 from torch import Tensor, nn
 
 from tests.support import (

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from loopscope.contexts import MetricInfo, RunInfo
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series
 from torch import nn
 from torch.optim import SGD
 

@@ -4,8 +4,7 @@ import random
 import re
 
 import pytest
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.sinks.console import ConsoleSink
 from rich.console import Console
 

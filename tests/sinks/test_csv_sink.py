@@ -4,8 +4,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loopscope.hook_points import STEP_POINTS, HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import STEP_POINTS, HookPoint, Series
 from loopscope.sinks.csv import CSVSink, read_csv
 
 from tests.sinks.emits import WORDS, Emit, emits, exact, run_info, series_in_step

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, SinkRegistry
 from loopscope.manager import HookManager
-from loopscope.selection import SinkRegistry
 from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
 from tests.sinks.emits import exact, run_info

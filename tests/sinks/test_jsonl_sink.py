@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.sinks.jsonl import JSONLSink, read_jsonl
 
 from tests.sinks.emits import NUMBERS, VALUES, WORDS, emits, exact, run_info, series_in_step

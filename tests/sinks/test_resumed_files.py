@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.sinks import CSVSink, JSONLSink, TensorBoardSink
 
 from tests.framework.small_experiment import SmallConfig

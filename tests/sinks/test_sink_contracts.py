@@ -7,12 +7,11 @@ import re
 import pytest
 from loopscope import sinks as shipped  # noqa: F401 - fills the registry
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, MetricSink, Series, SinkRegistry
+from loopscope.hooks.selection import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
-from loopscope.metrics import MetricSink, Series
 from loopscope.registry import Registry
-from loopscope.selection import SinkRegistry, check_sink_class
 
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import lines

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.sinks.csv import CSVSink, read_csv
 from loopscope.sinks.jsonl import JSONLSink, read_jsonl
 from loopscope.sinks.tensorboard_sink import TensorBoardSink

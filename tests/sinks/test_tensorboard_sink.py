@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.sinks import TensorBoardSink
 from loopscope.sinks.event_file import BUCKETS, EventFile, crc32c, histogram
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as crc32c_of_tensorboard

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.errors import RunNotice
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.sinks import WandbSink, wandb_client
 from loopscope.sinks.wandb_process import Job, alone
 

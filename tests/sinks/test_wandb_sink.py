@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.errors import RunNotice, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
+from loopscope.hooks import HookPoint, Series
 from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
 
 from tests.framework.small_experiment import SmallConfig

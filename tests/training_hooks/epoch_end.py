@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from loopscope.contexts import ForwardResult, ObserverServices, RunDataContext
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import ForwardResult, HookPoint, ObserverServices, RunDataContext
 from loopscope.training import Profiler
 from torch import Tensor, nn
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from torch import Tensor, nn
 
 from tests.training_hooks.epoch_end import epoch_end

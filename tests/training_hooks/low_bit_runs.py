@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import GradientTap, HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
-from loopscope.taps import GradientTap
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from loopscope.contexts import RunDataContext
-from loopscope.hooks import TrainingHook
-from loopscope.metrics import Metrics
+from loopscope.hooks import Metrics, RunDataContext, TrainingHook
 
 
 def through_a_file(state: Mapping[str, Any]) -> Any:

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.manager import HookManager
 from loopscope.observation import optimizer_groups

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.training_hooks.attention import Attention, probe_inputs
 from loopscope.training_hooks.measures import find_attention, reading
 from torch import nn

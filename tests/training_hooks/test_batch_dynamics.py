@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from loopscope.contexts import RunDataContext
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import EVERY_STEP, HookPoint, StepSchedule
+from loopscope.hooks import EVERY_STEP, HookPoint, RunDataContext, StepSchedule
 from loopscope.manager import HookManager
 from loopscope.state import gradients
 from loopscope.training_hooks import batch_dynamics as module

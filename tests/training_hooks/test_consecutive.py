@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.state import gradients
 from loopscope.state.digest import described
 from loopscope.training_hooks.consecutive import Consecutive

@@ -5,7 +5,7 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything

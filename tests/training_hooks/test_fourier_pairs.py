@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask

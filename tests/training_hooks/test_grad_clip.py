@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.manager import HookManager
 from loopscope.state import TrainingState, trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.lowbit import RECIPES, ROLES, find_recipe
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
 from loopscope.lowbit.casts.scaling import ScalingRule

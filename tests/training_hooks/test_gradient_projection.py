@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.training_hooks.gradient_projection import GradientProjection, downhill, journey
 from loopscope.training_hooks.measures import FlatLayout
 from torch import Tensor, nn

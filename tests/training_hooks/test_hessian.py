@@ -5,8 +5,7 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything

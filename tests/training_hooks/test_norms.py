@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from loopscope.contexts import RunDataContext
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, RunDataContext
 from loopscope.state import gradients, norm_of_each
 from loopscope.training_hooks.norms import Norms
 from torch import nn

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.state.digest import described
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
 from loopscope.training_hooks.measures import ClipOptions, TiedGradientClipping

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.state.digest import described
 from loopscope.training_hooks.parameter_delta import ParameterDelta
 from torch import nn

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.state.digest import described
 from loopscope.training_hooks import path_length
 from loopscope.training_hooks.path_length import PathLength

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.lowbit import RangePenalty, penalised
 from loopscope.training_hooks.range_penalty import RangePenaltyReport, mean_squares
 from torch import Tensor, nn

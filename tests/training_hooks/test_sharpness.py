@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from loopscope.commits import CommitRecord
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
+from loopscope.hooks import CommitRecord, ModelDataContext
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
-from loopscope.sapi import ModelDataContext
 from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.measures import spread_batches

@@ -8,10 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.commits import StatePart
-from loopscope.contexts import RunDataContext
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, RunDataContext, StatePart
 from loopscope.state import norm
 from loopscope.training_hooks.grad_clip import GradClip
 from loopscope.training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from loopscope.hook_points import HookPoint
-from loopscope.metrics import Series
-from loopscope.selection import HookRegistry, select_hooks
+from loopscope.hooks import HookPoint, HookRegistry, Series, select_hooks
 from loopscope.training_hooks.training_metrics import TrainingMetrics
 
 from tests.support import Case, SpyHook, at, train

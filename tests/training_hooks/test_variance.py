@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.state import gradients
 from loopscope.state.digest import described
 from loopscope.training_hooks.variance import Variance

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.manager import HookManager
 from loopscope.records import RunRecord, average_name

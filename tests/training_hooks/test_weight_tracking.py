@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint
 from loopscope.training_hooks.measures import fit_power_law
 from loopscope.training_hooks.weight_tracking import WeightTracking, as_matrix, spectra_by_size, weight_norms
 from torch import nn

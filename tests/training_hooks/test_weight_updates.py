@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loopscope.contexts import OptimizerGroup
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
-from loopscope.hook_points import HookPoint
+from loopscope.hooks import HookPoint, OptimizerGroup
 from loopscope.manager import HookManager
 from loopscope.training import Precision
 from loopscope.training_hooks.weight_updates import WeightUpdates

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from loopscope.contexts import OptimizerGroup
+from loopscope.hooks import OptimizerGroup
 from loopscope.state import whole
 from torch import Tensor
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from loopscope.contexts import MetricInfo, OptimizerGroup
 from loopscope.data import Batch
-from loopscope.sapi import ModelDataContext
+from loopscope.hooks import MetricInfo, ModelDataContext, OptimizerGroup
 from loopscope.state import Vector, copied, dot, minus, trainable
 from torch import Tensor
 

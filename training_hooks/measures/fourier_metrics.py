@@ -1,6 +1,6 @@
 """What every metric of the hook ``fourier`` means."""
 
-from loopscope.contexts import MetricInfo
+from loopscope.hooks import MetricInfo
 
 OF_THE_EMBEDDING = (
     MetricInfo(

@@ -8,7 +8,7 @@ from itertools import islice
 
 from loopscope.data import Batch, Loader, rows
 from loopscope.errors import UnsuitableError
-from loopscope.sapi import ModelDataContext
+from loopscope.hooks import ModelDataContext
 from loopscope.state import Vector, axpy, copied, fully_sharded_modules, overwrite, trainable
 from loopscope.training import Method
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.taps import GradientTap, TapOwner, TapSet
+from loopscope.hooks import GradientTap, TapOwner, TapSet
 from torch import Tensor, nn
 
 from .tied_embeddings import EmbeddingPair, TiedGradients, squares

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from loopscope.contexts import MetricInfo
+from loopscope.hooks import MetricInfo
 from loopscope.lowbit.casts import MAXIMA, SUMS
 
 Numbers = npt.NDArray[np.float64]

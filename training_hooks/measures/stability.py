@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.contexts import OptimizerGroup
+from loopscope.hooks import OptimizerGroup
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from .errors import StateMutationError, UsageError, unknown
-from .lowbit import QuantizationListener, QuantizationTap, Quantized
-from .state import OwnFunction
-from .training import eagerly, is_compiled
+from ..errors import StateMutationError, UsageError, unknown
+from ..lowbit import QuantizationListener, QuantizationTap, Quantized
+from ..state import OwnFunction
+from ..training import eagerly, is_compiled
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
+from .base import InterventionHook, TrainingHook
 from .commits import StatePart, UndeclaredCommitError
-from .hooks import InterventionHook, TrainingHook
 
 VERBS: Mapping[str, StatePart] = {
     "scale_gradients": StatePart.GRADIENTS,

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .errors import UsageError, unknown
-from .hook_checks import KEYWORDS, check_hook_class, has_commits, hook_kind, hook_options
-from .hooks import TrainingHook
+from ..errors import UsageError, unknown
+from ..registry import Registry, qualified
+from .base import TrainingHook
+from .checks import KEYWORDS, check_hook_class, has_commits, hook_kind, hook_options
 from .metrics import MetricSink
-from .registry import Registry, qualified
 
 __all__ = [
     "GROUPS",

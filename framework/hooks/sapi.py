@@ -9,6 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data import Batch, Loader, derived_seed
+from ..errors import LoopscopeError, unknown
+from ..isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
+from ..state import TrainingState, Vector, accumulate, copied, live_gradients, local_shards
+from ..training import (
+    METHODS,
+    LossProbe,
+    Method,
+    Profiler,
+    TrainingTask,
+    borrowed_scaler,
+    forward_backward,
+    is_skipped,
+    measure_gradients,
+    update,
+)
 from .commits import (
     Clipping,
     CommitRecord,
@@ -25,22 +41,6 @@ from .commits import (
     scale,
     scale_each,
     thawing,
-)
-from .data import Batch, Loader, derived_seed
-from .errors import LoopscopeError, unknown
-from .isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
-from .state import TrainingState, Vector, accumulate, copied, live_gradients, local_shards
-from .training import (
-    METHODS,
-    LossProbe,
-    Method,
-    Profiler,
-    TrainingTask,
-    borrowed_scaler,
-    forward_backward,
-    is_skipped,
-    measure_gradients,
-    update,
 )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..training import Profiler
 from .hook_points import HookPoint
-from .training import Profiler
 
 
 @dataclass(frozen=True)

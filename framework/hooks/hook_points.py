@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from .errors import UsageError
+from ..errors import UsageError
 
 LoopType = Literal["epoch", "step"]
 EpochWindow = tuple[int | None, int | None]

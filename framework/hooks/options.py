@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UsageError, unknown
+from .base import TrainingHook
 from .commit_check import refuse_undeclared_commits
-from .errors import UsageError, unknown
-from .hooks import TrainingHook
 from .selection import HookRegistry, hook_options
 
 OptionsByHook = Mapping[str, Mapping[str, Any]]

@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import UsageError, unknown
+from ..registry import qualified
+from .base import InterventionHook, TrainingHook
 from .commits import StatePart
-from .errors import UsageError, unknown
 from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
-from .hooks import InterventionHook, TrainingHook
-from .registry import qualified
 
 KEYWORDS = ("all", "observers", "with_debug")
 """Words that ``--hooks`` takes beside the names of hooks."""

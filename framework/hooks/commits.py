@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import LoopscopeError, UsageError, unknown
-from .state import Vector, gradients, is_partial, joint_norm, live_gradients, local_shards, overwrite
+from ..errors import LoopscopeError, UsageError, unknown
+from ..state import Vector, gradients, is_partial, joint_norm, live_gradients, local_shards, overwrite
 
 
 class StatePart(Enum):

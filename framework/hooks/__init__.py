@@ -1,0 +1,80 @@
+"""What a hook is, is told, may ask for and may keep."""
+
+from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
+from .commits import CommitRecord, StatePart, UndeclaredCommitError
+from .contexts import ForwardResult, MetricInfo, ObserverServices, OptimizerGroup, RunDataContext, RunInfo
+from .hook_points import (
+    ALWAYS,
+    EPOCH_END,
+    EVERY_STEP,
+    STEP_POINTS,
+    EpochWindow,
+    HookPoint,
+    LoopType,
+    StepSchedule,
+    windows_for,
+)
+from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
+from .options import ConfiguredHook, build_hooks, refuse_idle_options
+from .sapi import ModelDataContext
+from .selection import (
+    GROUPS,
+    ExperimentRegistry,
+    HookRegistry,
+    SinkRegistry,
+    always_on,
+    bulk_hooks,
+    hook_kind,
+    hook_options,
+    select_hooks,
+    without_duplicates,
+)
+from .taps import GradientTap, Tap, TapOwner, TapSet
+
+__all__ = [
+    "ALWAYS",
+    "EPOCH_END",
+    "EVERY_STEP",
+    "GROUPS",
+    "STEP_POINTS",
+    "CommitRecord",
+    "ConfiguredHook",
+    "DebugInterventionHook",
+    "EpochWindow",
+    "ExperimentRegistry",
+    "ForwardResult",
+    "GradientTap",
+    "HookPoint",
+    "HookRegistry",
+    "InterventionHook",
+    "LoopType",
+    "MetricInfo",
+    "MetricSink",
+    "MetricValue",
+    "Metrics",
+    "ModelDataContext",
+    "ObserverServices",
+    "OptimizerGroup",
+    "PendingMetrics",
+    "RunDataContext",
+    "RunInfo",
+    "Series",
+    "SinkRegistry",
+    "StatePart",
+    "StepSchedule",
+    "Tap",
+    "TapOwner",
+    "TapSet",
+    "TrainingHook",
+    "UndeclaredCommitError",
+    "always_on",
+    "build_hooks",
+    "bulk_hooks",
+    "hook_kind",
+    "hook_options",
+    "refuse_idle_options",
+    "select_hooks",
+    "treatments",
+    "windows_for",
+    "without_duplicates",
+]
