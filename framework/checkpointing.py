@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpoint_writer import CheckpointWriter
 from .errors import RunNotice
-from .manager import HookManager
+from .firing import HookManager
 from .run_state import RunState
 from .signals import Signals, StoppedError
 from .state import LoopState

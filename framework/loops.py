@@ -5,10 +5,9 @@ from typing import Protocol
 import torch
 
 from .data import Batch
-from .gradient_keeper import GradientKeeper
+from .firing import GradientKeeper, HookManager
 from .hooks import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
-from .manager import HookManager
 from .state import LoopState
 from .training import TrainingTask, forward_backward, is_skipped, update
 

@@ -22,8 +22,8 @@ from .checkpoints import save_tensors
 from .config import RunOptions
 from .durable_files import write_json
 from .errors import UsageError
+from .firing import HookManager
 from .hooks import ConfiguredHook, RunInfo, SinkRegistry
-from .manager import HookManager
 from .state import TrainingState, settings
 from .training import TrainingTask
 

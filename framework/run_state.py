@@ -8,8 +8,8 @@ from typing import Any
 from .checkpoint_writer import Staging
 from .checkpoints import captured, captured_streams, put_back, put_back_streams
 from .errors import UsageError
+from .firing import HookManager
 from .isolation import Call
-from .manager import HookManager
 
 KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors", "left_out"}
 

@@ -16,6 +16,7 @@ from .comparing import moments_of
 from .config import RunOptions, require
 from .display import Display
 from .errors import RunNotice, UsageError, unknown
+from .firing import HookManager
 from .hooks import (
     ConfiguredHook,
     HookRegistry,
@@ -27,7 +28,6 @@ from .hooks import (
     select_hooks,
     treatments,
 )
-from .manager import HookManager
 from .records import RunRecord, environment, versions
 from .reference import Reference, differences, find_reference, load_reference
 from .resuming import described, newest_of, refuse_another_run, tell_of_environment

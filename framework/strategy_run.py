@@ -14,10 +14,10 @@ from .checkpoint_writer import CheckpointWriter
 from .checkpointing import Checkpointing, CheckpointPlan
 from .display import Display
 from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from .firing import HookManager
 from .hooks import RunInfo
 from .isolation import borrowed_for_evaluation
 from .loops import epoch_loop, step_loop
-from .manager import HookManager
 from .records import RunRecord, environment, versions
 from .run_lock import run_lock
 from .run_state import RunState

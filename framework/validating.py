@@ -8,8 +8,8 @@ from typing import Any
 from .checkpoint_files import open_checkpoint
 from .comparing import Moment, Parting, differing
 from .errors import LoopscopeError
+from .firing import HookManager
 from .loops import epoch_loop, step_loop
-from .manager import HookManager
 from .run_state import RunState
 from .state import LoopState
 from .strategy_run import StrategyRun

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from loopscope.data import TensorLoader, random_order
 from loopscope.experiments.mod_arithmetic.model import GrokkingTransformer
+from loopscope.firing import HookManager
 from loopscope.hooks import (
     HookPoint,
     InterventionHook,
@@ -20,7 +21,6 @@ from loopscope.hooks import (
     treatments,
 )
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
-from loopscope.manager import HookManager
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask

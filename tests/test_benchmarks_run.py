@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from loopscope.experiments.mod_arithmetic.runner import QUICK
+from loopscope.firing import HookManager
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from loopscope.training_hooks.grad_clip import GradClip
 
 from tests.benchmarks import tied_cost

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from loopscope.checkpoint_writer import CheckpointWriter
 from loopscope.checkpointing import Checkpointing, CheckpointPlan
-from loopscope.manager import HookManager
+from loopscope.firing import HookManager
 from loopscope.signals import Signals
 from torch import Tensor
 

@@ -9,9 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 
 from loopscope.console import Mode, RunConsole
+from loopscope.firing import HookManager
 from loopscope.hooks import RunInfo
 from loopscope.loops import NoProgress, Progress, epoch_loop
-from loopscope.manager import HookManager
 from loopscope.training_hooks.training_metrics import TrainingMetrics
 from rich.console import Console
 from torch import nn

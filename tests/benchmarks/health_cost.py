@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.training_hooks import WeightUpdateMonitor, WeightUpdates
 from torch import nn
 

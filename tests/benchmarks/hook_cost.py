@@ -12,6 +12,7 @@ from loopscope.config import RunOptions
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
+from loopscope.firing import HookManager
 from loopscope.hooks import (
     STEP_POINTS,
     CommitRecord,
@@ -23,7 +24,6 @@ from loopscope.hooks import (
     windows_for,
 )
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.session import Session, asks_for_reference
 from loopscope.state import copied, trainable
 from loopscope.training import forward_backward

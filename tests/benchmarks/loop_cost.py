@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from loopscope.data import Batch, Loader
+from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import LoopState
 from loopscope.training_hooks.grad_clip import GradClip
 from torch import Tensor

@@ -8,6 +8,7 @@ import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
+from loopscope.firing import HookManager
 from loopscope.hooks import (
     HookPoint,
     InterventionHook,
@@ -18,7 +19,6 @@ from loopscope.hooks import (
     TrainingHook,
 )
 from loopscope.loops import NoProgress, epoch_loop
-from loopscope.manager import HookManager
 from loopscope.session import build_run
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.training import TrainingTask

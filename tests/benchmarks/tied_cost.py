@@ -16,9 +16,9 @@ import torch
 from loopscope.data import derived_seed
 from loopscope.experiments.tied_lm import TiedLMRunner
 from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TapOwner, TrainingHook
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from loopscope.session import build_run
 from loopscope.state import TrainingState
 from loopscope.training import TrainingTask

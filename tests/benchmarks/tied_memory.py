@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loopscope.firing import HookManager
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.rows import COPIES, Effort, Row

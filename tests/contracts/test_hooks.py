@@ -9,6 +9,7 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import (
     EVERY_STEP,
     HookPoint,
@@ -19,7 +20,6 @@ from loopscope.hooks import (
     hook_kind,
     treatments,
 )
-from loopscope.manager import HookManager
 from loopscope.state.digest import described
 
 from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair

@@ -11,8 +11,8 @@ import torch
 from loopscope.checkpoint_files import open_checkpoint, write_checkpoint
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
 from loopscope.state import TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.firing import HookManager
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricSink, PendingMetrics, Series, StepSchedule
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
 from torch import Tensor
 
 from tests.support import ActingHook, Case, Mishap, RecordingSink, SpyHook, assert_same_bytes, at, build, train

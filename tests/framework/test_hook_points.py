@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import ALWAYS, STEP_POINTS, HookPoint, MetricSink, StepSchedule, windows_for
 from loopscope.hooks.hook_points import POINTS_OF_LOOP
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from torch import nn

@@ -6,10 +6,10 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
+from loopscope.firing import HookManager
 from loopscope.hooks import STEP_POINTS, HookPoint, StatePart, StepSchedule
 from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, evaluate, step_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from torch import Tensor, nn

@@ -5,8 +5,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from loopscope.errors import UsageError
+from loopscope.firing.observation import forward_pass, optimizer_groups
 from loopscope.hooks import HookPoint
-from loopscope.observation import forward_pass, optimizer_groups
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from loopscope.firing.offload import StateOffload
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.offload import StateOffload
 
 from tests.support import Case, Mishap, train
 

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from loopscope.dispatch import MetricDispatch
 from loopscope.errors import RunNotice, UsageError
+from loopscope.firing.dispatch import MetricDispatch
 from loopscope.hooks import HookPoint, MetricSink
 from loopscope.isolation import Isolation
 from loopscope.sinks import CSVSink, JSONLSink, WandbSink, read_jsonl

@@ -11,9 +11,9 @@ from loopscope import training_hooks
 from loopscope.checkpoints import load_checkpoint
 from loopscope.cli import main
 from loopscope.errors import HookError, StateMutationError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
 from loopscope.session import build_run
 from loopscope.sinks import read_jsonl
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import HookError, StateMutationError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import (
     GradientTap,
     HookPoint,
@@ -20,7 +21,6 @@ from loopscope.hooks import (
     treatments,
 )
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from torch import Tensor, nn
 
 from tests.support import (

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, SinkRegistry
-from loopscope.manager import HookManager
 from loopscope.sinks import CSVSink, JSONLSink, read_csv, read_jsonl
 
 from tests.sinks.emits import exact, run_info

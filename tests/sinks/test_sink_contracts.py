@@ -7,10 +7,10 @@ import re
 import pytest
 from loopscope import sinks as shipped  # noqa: F401 - fills the registry
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.selection import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
 from loopscope.registry import Registry
 
 from tests.sinks.emits import run_info

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import quantize_model
 from loopscope.lowbit.casts import Cast
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, seed_everything
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask

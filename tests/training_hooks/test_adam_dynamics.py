@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
+from loopscope.firing import HookManager
+from loopscope.firing.observation import optimizer_groups
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
-from loopscope.observation import optimizer_groups
 from loopscope.training_hooks.adam_dynamics import PIECE, AdamDynamics, effective_rates, pieces, spread_indices
 from loopscope.training_hooks.measures import Settings, adam_update
 from torch import Tensor, nn

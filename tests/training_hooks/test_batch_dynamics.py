@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, RunDataContext, StepSchedule
-from loopscope.manager import HookManager
 from loopscope.state import gradients
 from loopscope.training_hooks import batch_dynamics as module
 from loopscope.training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics

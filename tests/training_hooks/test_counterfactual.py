@@ -5,9 +5,9 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment

@@ -4,9 +4,9 @@ from itertools import combinations, count
 import pytest
 import torch
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookRegistry, hook_kind, select_hooks
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.training_hooks.counterfactual import ordering_split
 from loopscope.training_hooks.counterfactual_validator import (
     CounterfactualValidator,

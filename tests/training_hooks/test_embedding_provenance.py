@@ -6,8 +6,8 @@ import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TapOwner, TapSet
-from loopscope.manager import HookManager
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
 from loopscope.training_hooks.measures import EmbeddingPair, TiedGradients, all_sums
 from torch import Tensor, nn

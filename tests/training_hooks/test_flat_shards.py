@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask

@@ -4,8 +4,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
-from loopscope.manager import HookManager
 from loopscope.state import TrainingState, trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update
 from loopscope.training_hooks.grad_clip import GradClip, beyond

@@ -6,8 +6,8 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradient_flow import GradientFlow, square_norm

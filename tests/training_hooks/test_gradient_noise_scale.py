@@ -8,8 +8,8 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask

@@ -5,9 +5,9 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import step_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.hessian import Hessian

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip

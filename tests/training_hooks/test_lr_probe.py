@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics

@@ -9,11 +9,11 @@ import pytest
 import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import HookError, UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, InterventionHook, TrainingHook
 from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
-from loopscope.manager import HookManager
 from loopscope.reference import load_reference
 from loopscope.state import copied
 from loopscope.state.digest import described

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.loops import NoProgress, epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import LoopState, fully_sharded_modules, whole
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask, forward_backward, update

@@ -7,9 +7,9 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, trainable, whole
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip

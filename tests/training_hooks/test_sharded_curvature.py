@@ -7,8 +7,8 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UnsuitableError
+from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, Vector, trainable
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask

@@ -6,9 +6,9 @@ import scipy.linalg
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import CommitRecord, ModelDataContext
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.measures import spread_batches

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.observation import optimizer_groups
+from loopscope.firing.observation import optimizer_groups
 from loopscope.training_hooks.measures import adam_preconditioner, stability_threshold
 from loopscope.training_hooks.measures.stability import critical_step
 from torch import nn

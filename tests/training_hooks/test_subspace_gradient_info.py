@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from loopscope.errors import UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, TrainingHook
-from loopscope.manager import HookManager
 from loopscope.training_hooks import subspace_gradient_info as module
 from loopscope.training_hooks.subspace_gradient_info import SubspaceGradientInfo, dimension_of_share, held_out_share
 from torch import nn

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.manager import HookManager
 from loopscope.records import RunRecord, average_name
 from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described

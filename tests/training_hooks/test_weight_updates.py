@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, OptimizerGroup
-from loopscope.manager import HookManager
 from loopscope.training import Precision
 from loopscope.training_hooks.weight_updates import WeightUpdates
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .hooks import TrainingHook
+from ..hooks import TrainingHook
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .hooks import STEP_POINTS, EpochWindow, HookPoint, InterventionHook, StepSchedule, TrainingHook, windows_for
+from ..hooks import STEP_POINTS, EpochWindow, HookPoint, InterventionHook, StepSchedule, TrainingHook, windows_for
 
 
 @dataclass(frozen=True)

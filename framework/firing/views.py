@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hooks import EPOCH_END, STEP_POINTS, ForwardResult, HookPoint, ObserverServices, RunDataContext
-from .isolation import borrowed_for_evaluation, borrowed_weights
+from ..hooks import EPOCH_END, STEP_POINTS, ForwardResult, HookPoint, ObserverServices, RunDataContext
+from ..isolation import borrowed_for_evaluation, borrowed_weights
+from ..state import TrainingState
+from ..training import LossProbe, Profiler, TrainingTask
 from .observation import forward_pass, optimizer_groups
-from .state import TrainingState
-from .training import LossProbe, Profiler, TrainingTask
 
 Vector = dict[str, Tensor]
 

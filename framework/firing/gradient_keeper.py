@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from .hooks import EPOCH_END, STEP_POINTS
+from ..hooks import EPOCH_END, STEP_POINTS
+from ..state import LoopState, accumulate, joint_norm, whole
+from ..training import TrainingTask
 from .manager import HookManager
-from .state import LoopState, accumulate, joint_norm, whole
-from .training import TrainingTask
 
 ROOM = 128  # steps
 

@@ -7,11 +7,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .context_builder import ContextBuilder
-from .dispatch import MetricDispatch, Positions
-from .errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
-from .hook_failures import HookFailures
-from .hooks import (
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from ..hooks import (
     STEP_POINTS,
     CommitRecord,
     HookPoint,
@@ -29,11 +26,14 @@ from .hooks import (
     TrainingHook,
     without_duplicates,
 )
-from .isolation import Call, Isolation, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_modes
+from ..isolation import Call, Isolation, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_modes
+from ..state import StreamState, TrainingState
+from ..training import LossProbe, Profiler, TrainingTask
+from .dispatch import MetricDispatch, Positions
+from .failures import HookFailures
 from .listeners import Listener, Listeners
 from .offload import StateOffload
-from .state import StreamState, TrainingState
-from .training import LossProbe, Profiler, TrainingTask
+from .views import ContextBuilder
 
 Result = TypeVar("Result")
 

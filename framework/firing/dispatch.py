@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .errors import RunNotice, StateMutationError, UsageError
-from .hooks import STEP_POINTS, HookPoint, Metrics, MetricSink, PendingMetrics, RunInfo, Series, TrainingHook
-from .isolation import Call, Isolation
+from ..errors import RunNotice, StateMutationError, UsageError
+from ..hooks import STEP_POINTS, HookPoint, Metrics, MetricSink, PendingMetrics, RunInfo, Series, TrainingHook
+from ..isolation import Call, Isolation
 
 
 @dataclass(frozen=True, slots=True)

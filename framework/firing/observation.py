@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .errors import unknown
-from .hooks import ForwardResult, OptimizerGroup
-from .isolation import borrowed_buffers, borrowed_modes
-from .state import TrainingState, gathered_for_a_while
+from ..errors import unknown
+from ..hooks import ForwardResult, OptimizerGroup
+from ..isolation import borrowed_buffers, borrowed_modes
+from ..state import TrainingState, gathered_for_a_while
 
 
 def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import HookError, RunNotice, UnsuitableError, UsageError
-from .hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
-from .state import explained
+from ..errors import HookError, RunNotice, UnsuitableError, UsageError
+from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
+from ..state import explained
 
 
 @dataclass
