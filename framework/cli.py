@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from .checkpoints import StoppedError
 from .cli_diff import DIFF_USAGE, diff
 from .cli_help import HelpfulParser
 from .cli_hook_options import parse_hook_options
@@ -26,7 +27,6 @@ from .hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from .records import versions
 from .runner import ExperimentRunner
 from .session import Session, check_device
-from .signals import StoppedError
 
 USAGE = """usage: loopscope COMMAND ...
 

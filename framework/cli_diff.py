@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint_files import open_checkpoint
-from .comparing import Parting, differing, moments_of
+from .checkpoints import Parting, differing, moments_of, open_checkpoint
 from .config import require
 from .errors import LoopscopeError, UsageError
 from .records import CHECKPOINTS, CONFIG, weights_name

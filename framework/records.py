@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .checkpoint_files import checkpoints_in
-from .checkpoints import save_tensors
+from .checkpoints import checkpoints_in, save_tensors, write_json
 from .config import RunOptions
-from .durable_files import write_json
 from .errors import UsageError
 from .firing import HookManager
 from .hooks import ConfiguredHook, RunInfo, SinkRegistry

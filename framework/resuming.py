@@ -4,8 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .checkpoint_files import Checkpoint, newest_intact
-from .durable_files import plain_json
+from .checkpoints import Checkpoint, newest_intact, plain_json
 from .errors import RunNotice, UsageError, listed
 from .records import RunRecord
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint_files import Checkpoint
-from .checkpointing import CheckpointPlan
-from .comparing import moments_of
+from .checkpoints import Checkpoint, CheckpointPlan, moments_of
 from .config import RunOptions, require
 from .display import Display
 from .errors import RunNotice, UsageError, unknown

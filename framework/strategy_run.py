@@ -9,9 +9,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .checkpoint_files import Checkpoint
-from .checkpoint_writer import CheckpointWriter
-from .checkpointing import Checkpointing, CheckpointPlan
+from .checkpoints import (
+    Checkpoint,
+    Checkpointing,
+    CheckpointPlan,
+    CheckpointWriter,
+    RunState,
+    Signals,
+    StoppedError,
+    run_lock,
+)
 from .display import Display
 from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
 from .firing import HookManager
@@ -19,9 +26,6 @@ from .hooks import RunInfo
 from .isolation import borrowed_for_evaluation
 from .loops import epoch_loop, step_loop
 from .records import RunRecord, environment, versions
-from .run_lock import run_lock
-from .run_state import RunState
-from .signals import Signals, StoppedError
 from .state import TrainingState, explained
 from .training import TrainingTask
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import open_checkpoint
-from .comparing import Moment, Parting, differing
+from .checkpoints import Moment, Parting, RunState, differing, open_checkpoint
 from .errors import LoopscopeError
 from .firing import HookManager
 from .loops import epoch_loop, step_loop
-from .run_state import RunState
 from .state import LoopState
 from .strategy_run import StrategyRun
 

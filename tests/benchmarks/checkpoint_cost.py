@@ -9,10 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from loopscope.checkpoint_writer import CheckpointWriter
-from loopscope.checkpointing import Checkpointing, CheckpointPlan
+from loopscope.checkpoints import Checkpointing, CheckpointPlan, CheckpointWriter, Signals
 from loopscope.firing import HookManager
-from loopscope.signals import Signals
 from torch import Tensor
 
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row

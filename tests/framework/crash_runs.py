@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from loopscope import experiments, sinks, training_hooks
-from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
-from loopscope.checkpointing import Checkpointing
+from loopscope.checkpoints import Checkpointing, checkpoints_in, open_checkpoint
 from loopscope.cli import main
 from loopscope.hooks import ExperimentRegistry, HookPoint, HookRegistry, TrainingHook
 from torch import Tensor
@@ -37,14 +36,14 @@ class Place:
 
 
 PLACES = {
-    "state half written": Place("loopscope.checkpoint_files:_Digesting.write", "half"),
+    "state half written": Place("loopscope.checkpoints.format:_Digesting.write", "half"),
     "before a file is forced onto the disk": Place("os:fsync"),
     "after a file was forced onto the disk": Place("os:fsync", "after"),
     "before a checkpoint gets its name": Place("pathlib:Path.rename"),
     "after a checkpoint got its name": Place("pathlib:Path.rename", "after"),
     "an old checkpoint half removed": Place("shutil:rmtree", "half"),
-    "an old checkpoint set aside": Place("loopscope.checkpoint_writer:set_aside", "after"),
-    "the loop copying its state": Place("loopscope.run_state:RunState.take"),
+    "an old checkpoint set aside": Place("loopscope.checkpoints.writer:set_aside", "after"),
+    "the loop copying its state": Place("loopscope.checkpoints.run_state:RunState.take"),
     "a row half written": Place("loopscope.sinks.run_file:RunFile.write", "half"),
     "before sinks are flushed": Place("loopscope.sinks.run_file:RunFile.flush"),
     "step metrics on their way to sinks": Place("loopscope.firing.dispatch:MetricDispatch.flush_steps"),

@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoint_files import (
+from loopscope.checkpoints import Checkpoint, CheckpointWriter, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints.format import (
     MANIFEST,
     STATE,
-    Checkpoint,
     DamagedCheckpointError,
     checkpoint_name,
-    checkpoints_in,
-    newest_intact,
-    open_checkpoint,
     set_aside,
     write_checkpoint,
 )
-from loopscope.checkpoint_writer import CheckpointWriter, Kept, Staging
+from loopscope.checkpoints.writer import Kept, Staging
 from loopscope.errors import LoopscopeError
 
 
@@ -69,7 +66,7 @@ def test_a_file_that_is_cut_off_empty_or_missing_is_noticed(name: str, tmp_path:
 
 
 def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopscope.checkpoint_files.FORMAT", 3)
+    monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 3)
     folder = written(tmp_path).folder
     monkeypatch.undo()
     with pytest.raises(DamagedCheckpointError, match=r"of format 3, .* newer loopscope; this one reads format 2"):

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopscope.checkpoint_files import open_checkpoint, write_checkpoint
-from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.checkpoints import open_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.checkpoints.format import write_checkpoint
 from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop

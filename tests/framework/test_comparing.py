@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.checkpoint_files import checkpoints_in, open_checkpoint, write_checkpoint
+from loopscope.checkpoints import checkpoints_in, differing, open_checkpoint
+from loopscope.checkpoints.format import write_checkpoint
 from loopscope.cli import main
-from loopscope.comparing import differing
 
 from tests.framework.killed_sessions import change_file
 from tests.framework.small_experiment import Small, registered, session

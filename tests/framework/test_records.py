@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.checkpoints import save_tensors
-from loopscope.durable_files import write_json, write_whole
+from loopscope.checkpoints import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.records import RunRecord, model_size

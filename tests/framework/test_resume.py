@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope import checkpoint_files, sinks, training_hooks
-from loopscope.checkpoint_files import MANIFEST, STATE, checkpoints_in, newest_intact, open_checkpoint, write_checkpoint
-from loopscope.checkpoint_writer import Kept
-from loopscope.checkpointing import Checkpointing
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpointing, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints import format as checkpoint_files
+from loopscope.checkpoints.format import MANIFEST, STATE, write_checkpoint
+from loopscope.checkpoints.writer import Kept
 from loopscope.cli import main
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.training_hooks import PathLength

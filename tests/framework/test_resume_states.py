@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from loopscope import sinks, training_hooks
-from loopscope.checkpoint_files import MANIFEST, STATE, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
-from loopscope.checkpointing import Checkpointing
-from loopscope.checkpoints import put_back
-from loopscope.comparing import differing
+from loopscope.checkpoints import Checkpoint, Checkpointing, checkpoints_in, differing, newest_intact, open_checkpoint
+from loopscope.checkpoints.content import put_back
+from loopscope.checkpoints.format import MANIFEST, STATE
 from loopscope.records import CHECKPOINTS
 from loopscope.session import Session, build_run
 from loopscope.sinks import JSONLSink, read_jsonl

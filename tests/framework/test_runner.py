@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.checkpoint_files import open_checkpoint
+from loopscope.checkpoints import open_checkpoint
 from loopscope.hooks import GROUPS, HookRegistry
 from loopscope.hooks.checks import hook_kind
 from loopscope.runner import GrokkingRunner

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from loopscope import training_hooks
-from loopscope.checkpoint_files import checkpoints_in, open_checkpoint
+from loopscope.checkpoints import Signals, StoppedError, checkpoints_in, open_checkpoint
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.signals import Signals, StoppedError
 from loopscope.sinks import read_jsonl
 
 from tests.framework.crash_runs import BOTH_SINKS, outcome, run, start

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.checkpoints import load_checkpoint
+from loopscope.checkpoints.content import load_checkpoint
 from loopscope.cli import main
 from loopscope.errors import HookError, StateMutationError
 from loopscope.firing import HookManager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpointing import Checkpointing
+from loopscope.checkpoints import Checkpointing
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.validating import PartedError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop, step_loop

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.lowbit import RECIPES, ROLES, find_recipe

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
-from loopscope.checkpoints import load_checkpoint, save_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookRegistry, TrainingHook, bulk_hooks

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from torch import Tensor
 
-from .errors import LoopscopeError
+from ..errors import LoopscopeError
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:

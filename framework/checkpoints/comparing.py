@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint_files import DamagedCheckpointError, checkpoints_in, open_checkpoint
-from .state import ON_DEMAND
+from ..state import ON_DEMAND
+from .format import DamagedCheckpointError, checkpoints_in, open_checkpoint
 
 COMPARED = ("state", "streams")
 Moment = tuple[int, int]

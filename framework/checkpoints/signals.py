@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from .errors import LoopscopeError
+from ..errors import LoopscopeError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 

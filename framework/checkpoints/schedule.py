@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint_writer import CheckpointWriter
-from .errors import RunNotice
-from .firing import HookManager
+from ..errors import RunNotice
+from ..firing import HookManager
+from ..state import LoopState
 from .run_state import RunState
 from .signals import Signals, StoppedError
-from .state import LoopState
+from .writer import CheckpointWriter
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint_files import (
+from .format import (
     Checkpoint,
     DamagedCheckpointError,
     checkpoint_name,

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..errors import RunNotice, UsageError
 from .durable_files import refusal_of_disk
-from .errors import RunNotice, UsageError
 
 LOCK = "run.lock"
 

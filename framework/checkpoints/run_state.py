@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_writer import Staging
-from .checkpoints import captured, captured_streams, put_back, put_back_streams
-from .errors import UsageError
-from .firing import HookManager
-from .isolation import Call
+from ..errors import UsageError
+from ..firing import HookManager
+from ..isolation import Call
+from .content import captured, captured_streams, put_back, put_back_streams
+from .writer import Staging
 
 KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors", "left_out"}
 

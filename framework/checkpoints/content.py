@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint_files import open_checkpoint, write_checkpoint
+from ..errors import UsageError
+from ..state import MT19937_BYTES, NumpyState, PythonState, StreamState, TrainingState
 from .durable_files import write_whole
-from .errors import UsageError
-from .state import MT19937_BYTES, NumpyState, PythonState, StreamState, TrainingState
+from .format import open_checkpoint, write_checkpoint
 
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
 KEYS = {*PER_NAME, "kinds", "optimizer", "scheduler", "scaler", "loop", "extras"}

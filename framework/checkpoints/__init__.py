@@ -1,0 +1,33 @@
+"""A run on the disk, and back."""
+
+from .comparing import Moment, Parting, differing, moments_of
+from .content import save_tensors
+from .durable_files import plain_json, write_json, write_whole
+from .format import Checkpoint, checkpoints_in, newest_intact, open_checkpoint
+from .run_lock import run_lock
+from .run_state import RunState
+from .schedule import Checkpointing, CheckpointPlan
+from .signals import Signals, StoppedError
+from .writer import CheckpointWriter
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointPlan",
+    "CheckpointWriter",
+    "Checkpointing",
+    "Moment",
+    "Parting",
+    "RunState",
+    "Signals",
+    "StoppedError",
+    "checkpoints_in",
+    "differing",
+    "moments_of",
+    "newest_intact",
+    "open_checkpoint",
+    "plain_json",
+    "run_lock",
+    "save_tensors",
+    "write_json",
+    "write_whole",
+]
