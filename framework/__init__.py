@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import ExperimentConfig
     from .data import Loader, TensorLoader, fixed_order, random_order
     from .errors import HookError, LoopscopeError, StateMutationError, UsageError
     from .hooks import (
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
         StepSchedule,
         TrainingHook,
     )
-    from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner
+    from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
 _ROOMS = {
-    "config": ("ExperimentConfig",),
     "data": ("Loader", "TensorLoader", "fixed_order", "random_order"),
     "errors": ("HookError", "LoopscopeError", "StateMutationError", "UsageError"),
     "hooks": (
@@ -41,7 +39,7 @@ _ROOMS = {
         "StepSchedule",
         "TrainingHook",
     ),
-    "runner": ("ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
+    "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
 """Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

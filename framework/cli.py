@@ -19,14 +19,21 @@ from .cli_plot import PLOT_USAGE, plot
 from .cli_replay import replay, replay_usage
 from .cli_resume import recorded_run
 from .cli_sinks import wanted_sinks
-from .config import ExperimentConfig, RunFlags, RunOptions, field_names, require
 from .console import Mode, RunConsole, print_experiments, print_hook, print_hooks
 from .console_notices import Label, show_warnings
 from .errors import LoopscopeError, UsageError, counted, listed, unknown
 from .hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from .records import versions
-from .runner import ExperimentRunner
-from .session import Session, check_device
+from .runs import (
+    ExperimentConfig,
+    ExperimentRunner,
+    RunFlags,
+    RunOptions,
+    Session,
+    check_device,
+    field_names,
+    require,
+    versions,
+)
 
 USAGE = """usage: loopscope COMMAND ...
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from .checkpoints import Parting, differing, moments_of, open_checkpoint
-from .config import require
 from .errors import LoopscopeError, UsageError
-from .records import CHECKPOINTS, CONFIG, weights_name
+from .runs import CHECKPOINTS, CONFIG, require, weights_name
 
 DIFF_USAGE = """usage: loopscope diff RUN_A RUN_B
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import UsageError, nearest, unknown
-from .value_types import choices, in_words
+from .runs import choices, in_words
 
 
 def dashed(name: str) -> str:

@@ -12,10 +12,9 @@ from jsonargparse import ArgumentError, Namespace
 from .cli_config_file import read_config
 from .cli_errors import refusal
 from .cli_help import HelpfulParser
-from .config import RunFlags
 from .errors import unknown
 from .hooks import MetricSink, SinkRegistry
-from .runner import ExperimentRunner
+from .runs import ExperimentRunner, RunFlags
 
 Experiment = type[ExperimentRunner[Any]]
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")

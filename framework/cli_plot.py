@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .cli_words import Words, parted
-from .config import require
 from .errors import UsageError, listed, require_package
 from .plotting import (
     WANTED,
@@ -18,7 +17,7 @@ from .plotting import (
     provenance_picture,
     read_run,
 )
-from .replay import run_folders
+from .runs import require, run_folders
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_USAGE = """usage: loopscope plot RUN... --metrics PATTERN... [options]

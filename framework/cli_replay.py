@@ -6,7 +6,7 @@ from pathlib import Path
 from .cli_words import parted
 from .errors import UsageError, unknown
 from .hooks import SinkRegistry
-from .replay import ReplaySink, run_folders
+from .runs import ReplaySink, run_folders
 
 REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .records import CONFIG
+from .runs import CONFIG
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,9 @@ from .console_tables import (
     sample_text,
     strategy_header,
 )
-from .display import Display
 from .hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
 from .loops import NoProgress, Progress
-from .runner import ExperimentRunner
+from .runs import Display, ExperimentRunner
 from .training import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]

@@ -15,7 +15,7 @@ from rich.text import Text
 from .errors import counted
 from .hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
 from .number_text import duration_text, number_text
-from .runner import ExperimentRunner
+from .runs import ExperimentRunner
 from .training import TrainingTask
 
 INDENT = 4

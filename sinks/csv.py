@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
-from loopscope.replay import RecordSink
+from loopscope.runs import RecordSink
 
 from .csv_cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
 from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.replay import RecordSink
+from loopscope.runs import RecordSink
 
 from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
 from .run_file import RunFile, complete_lines

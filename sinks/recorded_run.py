@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loopscope.errors import UsageError
-from loopscope.replay import RunDescription
+from loopscope.runs import RunDescription
 
 from .jsonl import read_jsonl
 from .record import Record

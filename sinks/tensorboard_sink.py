@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import UsageError, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.replay import ReplaySink, RunDescription, status_of
+from loopscope.runs import ReplaySink, RunDescription, status_of
 
 from .recorded_run import emits_of, record_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.hooks import STEP_POINTS
-from loopscope.replay import RunDescription
+from loopscope.runs import RunDescription
 from loopscope.sinks import wandb_process
 
 from .record import plain

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
 from loopscope.hooks import HookPoint, RunInfo, SinkRegistry
-from loopscope.replay import ReplaySink, RunDescription, status_of
+from loopscope.runs import ReplaySink, RunDescription, status_of
 from loopscope.sinks import wandb_client
 
 from .jsonl import JSONLSink

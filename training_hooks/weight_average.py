@@ -18,7 +18,7 @@ from loopscope.hooks import (
     TrainingHook,
 )
 from loopscope.lowbit import layers_with_factors
-from loopscope.records import average_name
+from loopscope.runs import average_name
 from loopscope.state import fully_sharded_modules, is_sharded, norm, trainable
 
 from .measures import WeightAverage as Average

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from loopscope.config import require
 from loopscope.data import derived_seed
 from loopscope.hooks import ExperimentRegistry
 from loopscope.lowbit import (
@@ -18,7 +17,7 @@ from loopscope.lowbit import (
     penalised,
     quantize_model,
 )
-from loopscope.runner import OptionsByHook
+from loopscope.runs import OptionsByHook, require
 from torch import Tensor, nn
 
 from ..tied_lm import LanguageModelConfig, LanguageModelRunner

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from loopscope.config import require
 from loopscope.data import Loader, TensorLoader
 from loopscope.hooks import ExperimentRegistry
-from loopscope.runner import GrokkingConfig, GrokkingRunner
+from loopscope.runs import GrokkingConfig, GrokkingRunner, require
 from torch import Tensor, nn
 
 from .data import STRATEGIES, draw_pairs, order_of, sums

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from loopscope.hooks import ExperimentRegistry
-from loopscope.runner import OptionsByHook
+from loopscope.runs import OptionsByHook
 
 from .training import LanguageModelConfig, LanguageModelRunner
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from loopscope.config import ExperimentConfig, require
 from loopscope.data import Batch, Loader, derived_seed
 from loopscope.errors import UsageError
-from loopscope.runner import ExperimentRunner
+from loopscope.runs import ExperimentConfig, ExperimentRunner, require
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..hooks import Series, SinkRegistry
-from ..replay import RecordSink, RunDescription
+from ..runs import RecordSink, RunDescription
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from loopscope import training_hooks
-from loopscope.config import RunOptions
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
@@ -24,7 +23,8 @@ from loopscope.hooks import (
     windows_for,
 )
 from loopscope.loops import epoch_loop
-from loopscope.session import Session, asks_for_reference
+from loopscope.runs import RunOptions, Session
+from loopscope.runs.session import asks_for_reference
 from loopscope.state import copied, trainable
 from loopscope.training import forward_backward
 from loopscope.training_hooks.counterfactual import Counterfactual

@@ -4,7 +4,7 @@ import inspect
 import re
 
 from loopscope.hooks import InterventionHook, ModelDataContext
-from loopscope.runner import ExperimentRunner
+from loopscope.runs import ExperimentRunner
 
 from tests.docs.markdown import ROOT, code, prose, table_with
 

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.config import RunOptions
 from loopscope.errors import RunNotice
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.runner import QUICK, ModArithmeticConfig
 from loopscope.hooks import bulk_hooks
-from loopscope.session import Session
+from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink, read_jsonl
 
 from tests.framework.small_experiment import read_json

@@ -6,10 +6,9 @@ from typing import Any, get_type_hints
 import pytest
 from loopscope import experiments, training_hooks
 from loopscope.cli_parser import parse_run, run_parser
-from loopscope.config import ExperimentConfig
 from loopscope.hooks import ExperimentRegistry, HookRegistry
-from loopscope.runner import ExperimentRunner
-from loopscope.value_types import fits
+from loopscope.runs import ExperimentConfig, ExperimentRunner
+from loopscope.runs.value_types import fits
 
 FILLED = (experiments, training_hooks)
 EXPERIMENTS = list(ExperimentRegistry)

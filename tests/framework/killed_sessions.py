@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loopscope.display import Display
 from loopscope.loops import NoProgress
-from loopscope.session import Session
+from loopscope.runs import Display, Session
 from loopscope.state import LoopState
 
 from tests.framework.small_experiment import Small, session

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from loopscope.config import RunOptions
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.hooks import ExperimentRegistry, HookRegistry, TrainingHook
-from loopscope.runner import GrokkingConfig, GrokkingRunner
-from loopscope.session import Session
+from loopscope.runs import GrokkingConfig, GrokkingRunner, RunOptions, Session
 from loopscope.sinks import CSVSink, JSONLSink
 from torch import Tensor, nn
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopscope.config import ExperimentConfig, RunFlags, RunOptions, field_names
 from loopscope.errors import UsageError
-from loopscope.runner import GrokkingConfig
-from loopscope.value_types import fits, in_words
+from loopscope.runs import ExperimentConfig, GrokkingConfig, RunFlags, RunOptions, field_names, in_words
+from loopscope.runs.value_types import fits
 
 from tests.framework.small_experiment import SmallConfig
 

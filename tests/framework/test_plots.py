@@ -13,7 +13,7 @@ from loopscope.plotting import Look, figure_of, metric_picture, provenance_pictu
 from loopscope.plotting.curves import Curve
 from loopscope.plotting.panels import COLOURS
 from loopscope.plotting.smoothing import running_mean
-from loopscope.replay import run_folders
+from loopscope.runs import run_folders
 from loopscope.sinks import CSVSink
 
 from tests.framework.plotted import CURVE, SLOPE, curve_record, everything, figure, record, tied_record

@@ -15,8 +15,8 @@ from loopscope import training_hooks
 from loopscope.checkpoints import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
-from loopscope.records import RunRecord, model_size
-from loopscope.session import build_run
+from loopscope.runs.records import RunRecord, model_size
+from loopscope.runs.session import build_run
 from torch import nn
 
 from tests.framework.small_experiment import (

@@ -7,7 +7,7 @@ import torch
 from loopscope import training_hooks
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, RunInfo, TrainingHook
-from loopscope.reference import find_reference, load_reference
+from loopscope.runs.reference import find_reference, load_reference
 from torch import nn
 
 from tests.framework.small_experiment import Small, SmallConfig, read_json, registered, session

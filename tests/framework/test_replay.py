@@ -9,7 +9,7 @@ import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.errors import UsageError
-from loopscope.replay import RunDescription, status_of
+from loopscope.runs import RunDescription, status_of
 from loopscope.sinks import JSONLSink, TensorBoardSink
 
 from tests.framework.small_experiment import contents, session

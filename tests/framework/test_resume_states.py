@@ -14,8 +14,8 @@ from loopscope import sinks, training_hooks
 from loopscope.checkpoints import Checkpoint, Checkpointing, checkpoints_in, differing, newest_intact, open_checkpoint
 from loopscope.checkpoints.content import put_back
 from loopscope.checkpoints.format import MANIFEST, STATE
-from loopscope.records import CHECKPOINTS
-from loopscope.session import Session, build_run
+from loopscope.runs import CHECKPOINTS, Session
+from loopscope.runs.session import build_run
 from loopscope.sinks import JSONLSink, read_jsonl
 
 from tests.framework.crash_runs import leaves, patiently

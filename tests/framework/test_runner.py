@@ -10,7 +10,7 @@ from loopscope import training_hooks
 from loopscope.checkpoints import open_checkpoint
 from loopscope.hooks import GROUPS, HookRegistry
 from loopscope.hooks.checks import hook_kind
-from loopscope.runner import GrokkingRunner
+from loopscope.runs import GrokkingRunner
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -9,7 +9,8 @@ import torch
 from loopscope import training_hooks
 from loopscope.errors import HookError, UsageError
 from loopscope.hooks import HookPoint, HookRegistry, TrainingHook, bulk_hooks
-from loopscope.session import build_run, check_device, chosen_strategies
+from loopscope.runs import check_device
+from loopscope.runs.session import build_run, chosen_strategies
 from loopscope.sinks import read_jsonl
 
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, contents, read_json, registered, session

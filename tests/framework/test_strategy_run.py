@@ -14,7 +14,7 @@ from loopscope.errors import HookError, StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.session import build_run
+from loopscope.runs.session import build_run
 from loopscope.sinks import read_jsonl
 
 from tests.framework.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train

@@ -9,7 +9,7 @@ from loopscope import sinks, training_hooks
 from loopscope.checkpoints import Checkpointing
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
-from loopscope.validating import PartedError
+from loopscope.runs.validating import PartedError
 
 from tests.framework.crash_runs import patiently
 from tests.framework.killed_sessions import change_file

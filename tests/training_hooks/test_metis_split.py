@@ -14,7 +14,7 @@ from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, InterventionHoo
 from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
-from loopscope.reference import load_reference
+from loopscope.runs.reference import load_reference
 from loopscope.state import copied
 from loopscope.state.digest import described
 from loopscope.training import Precision

@@ -12,7 +12,8 @@ from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.records import RunRecord, average_name
+from loopscope.runs import average_name
+from loopscope.runs.records import RunRecord
 from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described
 from loopscope.state.training_state import of_the_run

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from .errors import UsageError
+from ..errors import UsageError
 from .value_types import fits, in_words
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from ..data import Batch, Loader
+from ..hooks import GROUPS, LoopType, always_on, bulk_hooks
 from .config import ExperimentConfig, require
-from .data import Batch, Loader
-from .hooks import GROUPS, LoopType, always_on, bulk_hooks
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 OptionsByHook = Mapping[str, Mapping[str, Any]]

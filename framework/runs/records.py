@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .checkpoints import checkpoints_in, save_tensors, write_json
+from ..checkpoints import checkpoints_in, save_tensors, write_json
+from ..errors import UsageError
+from ..firing import HookManager
+from ..hooks import ConfiguredHook, RunInfo, SinkRegistry
+from ..state import TrainingState, settings
+from ..training import TrainingTask
 from .config import RunOptions
-from .errors import UsageError
-from .firing import HookManager
-from .hooks import ConfiguredHook, RunInfo, SinkRegistry
-from .state import TrainingState, settings
-from .training import TrainingTask
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"

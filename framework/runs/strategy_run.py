@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .checkpoints import (
+from ..checkpoints import (
     Checkpoint,
     Checkpointing,
     CheckpointPlan,
@@ -19,15 +19,15 @@ from .checkpoints import (
     StoppedError,
     run_lock,
 )
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from ..firing import HookManager
+from ..hooks import RunInfo
+from ..isolation import borrowed_for_evaluation
+from ..loops import epoch_loop, step_loop
+from ..state import TrainingState, explained
+from ..training import TrainingTask
 from .display import Display
-from .errors import HookError, LoopscopeError, RunNotice, StateMutationError
-from .firing import HookManager
-from .hooks import RunInfo
-from .isolation import borrowed_for_evaluation
-from .loops import epoch_loop, step_loop
 from .records import RunRecord, environment, versions
-from .state import TrainingState, explained
-from .training import TrainingTask
 
 Result = TypeVar("Result")
 

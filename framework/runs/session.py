@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from .checkpoints import Checkpoint, CheckpointPlan, moments_of
-from .config import RunOptions, require
-from .display import Display
-from .errors import RunNotice, UsageError, unknown
-from .firing import HookManager
-from .hooks import (
+from ..checkpoints import Checkpoint, CheckpointPlan, moments_of
+from ..errors import RunNotice, UsageError, unknown
+from ..firing import HookManager
+from ..hooks import (
     ConfiguredHook,
     HookRegistry,
     MetricSink,
@@ -26,13 +24,15 @@ from .hooks import (
     select_hooks,
     treatments,
 )
+from ..state import RandomStreams, TrainingState, deterministic, seed_everything
+from ..training import Precision, TrainingTask, compile_model
+from .config import RunOptions, require
+from .display import Display
 from .records import RunRecord, environment, versions
 from .reference import Reference, differences, find_reference, load_reference
 from .resuming import described, newest_of, refuse_another_run, tell_of_environment
 from .runner import ExperimentRunner
-from .state import RandomStreams, TrainingState, deterministic, seed_everything
 from .strategy_run import StrategyRun
-from .training import Precision, TrainingTask, compile_model
 from .validating import validate
 
 

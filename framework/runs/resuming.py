@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .checkpoints import Checkpoint, newest_intact, plain_json
-from .errors import RunNotice, UsageError, listed
+from ..checkpoints import Checkpoint, newest_intact, plain_json
+from ..errors import RunNotice, UsageError, listed
 from .records import RunRecord
 
 MAY_DIFFER = {"output_dir"}

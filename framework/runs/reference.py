@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import UsageError, listed
 from .config import ExperimentConfig
-from .errors import UsageError, listed
 from .records import CONFIG, environment, reference_name, versions, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})

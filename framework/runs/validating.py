@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import Moment, Parting, RunState, differing, open_checkpoint
-from .errors import LoopscopeError
-from .firing import HookManager
-from .loops import epoch_loop, step_loop
-from .state import LoopState
+from ..checkpoints import Moment, Parting, RunState, differing, open_checkpoint
+from ..errors import LoopscopeError
+from ..firing import HookManager
+from ..loops import epoch_loop, step_loop
+from ..state import LoopState
 from .strategy_run import StrategyRun
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .hooks import RunInfo, TrainingHook
-from .loops import NoProgress, Progress
-from .training import TrainingTask
+from ..hooks import RunInfo, TrainingHook
+from ..loops import NoProgress, Progress
+from ..training import TrainingTask
 
 
 class Display:

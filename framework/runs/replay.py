@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..errors import UsageError
+from ..hooks import MetricSink, RunInfo
 from .config import ExperimentConfig
-from .errors import UsageError
-from .hooks import MetricSink, RunInfo
 from .records import CONFIG, SUMMARY
 
 

@@ -1,0 +1,37 @@
+"""From options to a finished folder."""
+
+from .config import ExperimentConfig, RunFlags, RunOptions, field_names, require
+from .display import Display
+from .records import CHECKPOINTS, CONFIG, average_name, versions, weights_name
+from .replay import RecordSink, ReplaySink, RunDescription, run_folders, status_of
+from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
+from .session import Session, check_device
+from .value_types import alternatives, choices, in_words
+
+__all__ = [
+    "CHECKPOINTS",
+    "CONFIG",
+    "Display",
+    "ExperimentConfig",
+    "ExperimentRunner",
+    "GrokkingConfig",
+    "GrokkingRunner",
+    "OptionsByHook",
+    "RecordSink",
+    "ReplaySink",
+    "RunDescription",
+    "RunFlags",
+    "RunOptions",
+    "Session",
+    "alternatives",
+    "average_name",
+    "check_device",
+    "choices",
+    "field_names",
+    "in_words",
+    "require",
+    "run_folders",
+    "status_of",
+    "versions",
+    "weights_name",
+]
