@@ -6,17 +6,7 @@ from pathlib import Path
 
 from .cli_words import Words, parted
 from .errors import UsageError, listed, require_package
-from .plotting import (
-    WANTED,
-    Look,
-    Picture,
-    RecordedRun,
-    file_stem,
-    matcher,
-    metric_picture,
-    provenance_picture,
-    read_run,
-)
+from .report import WANTED, Look, Picture, RecordedRun, file_stem, matcher, metric_picture, provenance_picture, read_run
 from .runs import require, run_folders
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -63,7 +53,7 @@ def default_name(picture: Picture) -> Path:
 
 
 def _write(picture: Picture, look: Look, path: Path) -> None:
-    from .plotting import figure_of, save
+    from .report import figure_of, save
 
     save(figure_of(picture, look), path)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from loopscope.hooks import HookPoint
-from loopscope.plotting import Look, RecordedRun, figure_of, metric_picture, read_run
+from loopscope.report import Look, RecordedRun, figure_of, metric_picture, read_run
 from loopscope.runs import CONFIG
 from loopscope.sinks import CSVSink, JSONLSink
 from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance

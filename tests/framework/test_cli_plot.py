@@ -9,8 +9,8 @@ import matplotlib
 import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.plotting import Look, figure_of, provenance_picture
-from loopscope.plotting.panels import COLOURS, DASHES
+from loopscope.report import Look, figure_of, provenance_picture
+from loopscope.report.panels import COLOURS, DASHES
 
 from tests.docs.markdown import ROOT, code, table_with
 from tests.framework.plotted import (

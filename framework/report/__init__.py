@@ -1,4 +1,4 @@
-""""""
+"""What a finished run shows: curves and pictures."""
 
 from .curves import RecordedRun, read_run
 from .drawing import figure_of, save
