@@ -19,8 +19,7 @@ from .cli_plot import PLOT_USAGE, plot
 from .cli_replay import replay, replay_usage
 from .cli_resume import recorded_run
 from .cli_sinks import wanted_sinks
-from .console import Mode, RunConsole, print_experiments, print_hook, print_hooks
-from .console_notices import Label, show_warnings
+from .console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
 from .errors import LoopscopeError, UsageError, counted, listed, unknown
 from .hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from .runs import (

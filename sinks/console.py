@@ -4,12 +4,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from loopscope.console_blocks import ARROW_STYLES, HEADING_STYLE, Cell, Group, brief, fitted, flattened
-from loopscope.console_board import Board, Groups, hooks_described, parted, shown_metrics
-from loopscope.console_lines import Line, as_text, printable, width_of
-from loopscope.console_output import make_console
+from loopscope.console import (
+    ARROW_STYLES,
+    HEADING_STYLE,
+    Board,
+    Cell,
+    Group,
+    Groups,
+    Line,
+    as_text,
+    brief,
+    fitted,
+    flattened,
+    hooks_described,
+    make_console,
+    number_text,
+    parted,
+    printable,
+    shown_metrics,
+    value_text,
+    width_of,
+)
 from loopscope.hooks import HookPoint, MetricSink, RunInfo, Series, SinkRegistry
-from loopscope.number_text import number_text, value_text
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from loopscope import sinks  # noqa: F401 - fills the registry of sinks
-from loopscope.console import RunConsole
-from loopscope.console_notices import Notice, show_warnings
-from loopscope.console_output import LastingConsole, make_console
+from loopscope.console import RunConsole, make_console, show_warnings
+from loopscope.console.notices import Notice
+from loopscope.console.output import LastingConsole
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
 from loopscope.training import TrainingTask

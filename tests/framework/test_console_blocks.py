@@ -1,6 +1,6 @@
 import pytest
-from loopscope.console_blocks import Cell, Group, balanced, fitted, in_pieces
-from loopscope.console_lines import width_of
+from loopscope.console import Cell, Group, fitted, width_of
+from loopscope.console.grid import balanced, in_pieces
 
 
 def hooks(sizes, **cell):

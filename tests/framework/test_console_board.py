@@ -1,7 +1,8 @@
 import math
 
 import pytest
-from loopscope.console_board import Board, BoardSink, Track, arrow_of, parted
+from loopscope.console import Board, parted
+from loopscope.console.board import BoardSink, Track, arrow_of
 from loopscope.hooks import HookPoint, Series
 
 from tests.sinks.emits import run_info

@@ -8,9 +8,9 @@ import pytest
 import torch
 from loopscope import sinks, training_hooks
 from loopscope.console import RunConsole
-from loopscope.console_live import LiveDisplay
-from loopscope.console_output import can_be_taken
-from loopscope.console_progress import Position
+from loopscope.console.live import LiveDisplay
+from loopscope.console.output import can_be_taken
+from loopscope.console.progress import Position
 from loopscope.hooks import HookPoint
 from rich.console import Console
 

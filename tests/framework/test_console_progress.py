@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from loopscope.console_progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
+from loopscope.console.progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
 from loopscope.state import LoopState
 from rich.console import Console
 

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from loopscope.console_signals import SIGNALS
+from loopscope.console.signals import SIGNALS
 
 from tests.framework.live_session import HOOKS, METRICS, Session, until, warn, whole
 from tests.framework.terminals import Process, show

@@ -5,7 +5,7 @@ from loopscope import (
     experiments,  # noqa: F401 - fills the registry
     training_hooks,  # noqa: F401 - fills the registry
 )
-from loopscope.console_tables import (
+from loopscope.console.tables import (
     comparison_rows,
     comparison_table,
     documented,

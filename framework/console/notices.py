@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TextIO
 
 from rich.text import Text
 
-from .errors import RunNotice
+from ..errors import RunNotice
 
 Label = Literal["note", "warning"]
 LABEL_STYLES: Mapping[Label, str] = {"note": "bold cyan", "warning": "bold yellow"}

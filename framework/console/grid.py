@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 
-from .console_lines import Line, padded, printable, shortened
-from .number_text import value_text
+from .lines import Line, padded, printable, shortened
+from .text import value_text
 
 INDENT = COLUMN_GAP = 2
 BLOCK_GAP = 3

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .console_blocks import flattened
-from .hooks import HookPoint, MetricSink, RunInfo, Series
-from .number_text import number_text
+from ..hooks import HookPoint, MetricSink, RunInfo, Series
+from .grid import flattened
+from .text import number_text
 
 
 class ProgressNumbers(MetricSink):

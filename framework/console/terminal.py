@@ -9,8 +9,8 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from .console_lines import Line, cropped
-from .console_signals import terminal_given_back_on_signals
+from .lines import Line, cropped
+from .signals import terminal_given_back_on_signals
 
 TAKE = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 GIVE_BACK = "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from .number_text import duration_text, number_text, rate_text
-from .state import LoopState
+from ..state import LoopState
+from .text import duration_text, number_text, rate_text
 
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0

@@ -12,11 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .errors import counted
-from .hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
-from .number_text import duration_text, number_text
-from .runs import ExperimentRunner
-from .training import TrainingTask
+from ..errors import counted
+from ..hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
+from ..runs import ExperimentRunner
+from ..training import TrainingTask
+from .text import duration_text, number_text
 
 INDENT = 4
 REMARKS = ("treatments", "failed hooks")

@@ -10,12 +10,12 @@ from typing import IO, Any, NamedTuple
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from .console_board import Board, BoardSink, Groups
-from .console_kept_output import output_kept
-from .console_layout import Glyphs, frame
-from .console_notices import Notice
-from .console_progress import SECONDS_BETWEEN_UPDATES, Position, View
-from .console_screen import Screen
+from .board import Board, BoardSink, Groups
+from .frame import Glyphs, frame
+from .kept_output import output_kept
+from .notices import Notice
+from .progress import SECONDS_BETWEEN_UPDATES, Position, View
+from .terminal import Screen
 
 LARGEST_SHARE = 0.02
 MOST_KEPT = 1_000_000

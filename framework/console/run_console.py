@@ -9,13 +9,17 @@ from typing import Any, Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from .console_board import Groups
-from .console_live import LiveDisplay
-from .console_notices import Label, Notice, show_warnings, without_repeats
-from .console_numbers import ProgressNumbers
-from .console_output import can_be_taken, make_console
-from .console_progress import BarView, LineView, TrainingProgress, View
-from .console_tables import (
+from ..hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
+from ..loops import NoProgress, Progress
+from ..runs import Display, ExperimentRunner
+from ..training import TrainingTask
+from .board import Groups
+from .live import LiveDisplay
+from .notices import Label, Notice, show_warnings, without_repeats
+from .numbers import ProgressNumbers
+from .output import can_be_taken, make_console
+from .progress import BarView, LineView, TrainingProgress, View
+from .tables import (
     comparison_rows,
     comparison_table,
     experiment_list,
@@ -27,10 +31,6 @@ from .console_tables import (
     sample_text,
     strategy_header,
 )
-from .hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
-from .loops import NoProgress, Progress
-from .runs import Display, ExperimentRunner
-from .training import TrainingTask
 
 Mode = Literal["normal", "live", "silent", "none"]
 

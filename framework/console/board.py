@@ -6,9 +6,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .console_blocks import FALLING, FLAT, RISING, Cell, Group, brief, flattened
-from .console_notices import Notice
-from .hooks import HookPoint, MetricSink, RunInfo, Series, always_on
+from ..hooks import HookPoint, MetricSink, RunInfo, Series, always_on
+from .grid import FALLING, FLAT, RISING, Cell, Group, brief, flattened
+from .notices import Notice
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3

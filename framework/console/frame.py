@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from .console_blocks import ARROW_STYLES, HEADING_STYLE, Group, fitted
-from .console_board import Board, parted
-from .console_lines import Line, cropped, padded, printable, shortened
-from .console_notices import LABEL_STYLES, Notice
-from .console_progress import LONGEST_BAR, SHORTEST_BAR, Position
-from .console_tables import REMARKS, comparison_rows
+from .board import Board, parted
+from .grid import ARROW_STYLES, HEADING_STYLE, Group, fitted
+from .lines import Line, cropped, padded, printable, shortened
+from .notices import LABEL_STYLES, Notice
+from .progress import LONGEST_BAR, SHORTEST_BAR, Position
+from .tables import REMARKS, comparison_rows
 
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
 NARROWEST_METRICS = 28
