@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from loopscope import experiments, training_hooks
-from loopscope.cli_parser import parse_run, run_parser
+from loopscope.cli.parser import parse_run, run_parser
 from loopscope.hooks import ExperimentRegistry, HookRegistry
 from loopscope.runs import ExperimentConfig, ExperimentRunner
 from loopscope.runs.value_types import fits

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli_parser import parse_run
+from loopscope.cli.parser import parse_run
 from loopscope.hooks import ExperimentRegistry, HookRegistry
 
 from tests.docs.markdown import ROOT

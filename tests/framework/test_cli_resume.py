@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from loopscope import training_hooks  # noqa: F401 - registers the hooks
 from loopscope.cli import main
-from loopscope.cli_resume import recorded_run
+from loopscope.cli.resume import recorded_run
 from loopscope.errors import UsageError
 
 from tests.framework.small_experiment import Small, contents, registered, train

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli_parser import parse_run
-from loopscope.cli_sinks import wanted_sinks
+from loopscope.cli.parser import parse_run
+from loopscope.cli.sinks import wanted_sinks
 
 from tests.framework.small_experiment import Small, contents, registered
 

@@ -10,19 +10,11 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from .checkpoints import StoppedError
-from .cli_diff import DIFF_USAGE, diff
-from .cli_help import HelpfulParser
-from .cli_hook_options import parse_hook_options
-from .cli_parser import Experiment, parse_recorded, parse_run, print_config
-from .cli_plot import PLOT_USAGE, plot
-from .cli_replay import replay, replay_usage
-from .cli_resume import recorded_run
-from .cli_sinks import wanted_sinks
-from .console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
-from .errors import LoopscopeError, UsageError, counted, listed, unknown
-from .hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from .runs import (
+from ..checkpoints import StoppedError
+from ..console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
+from ..errors import LoopscopeError, UsageError, counted, listed, unknown
+from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
+from ..runs import (
     ExperimentConfig,
     ExperimentRunner,
     RunFlags,
@@ -33,6 +25,14 @@ from .runs import (
     require,
     versions,
 )
+from .diff import DIFF_USAGE, diff
+from .help import HelpfulParser
+from .hook_options import parse_hook_options
+from .parser import Experiment, parse_recorded, parse_run, print_config
+from .plot import PLOT_USAGE, plot
+from .replay import replay, replay_usage
+from .resume import recorded_run
+from .sinks import wanted_sinks
 
 USAGE = """usage: loopscope COMMAND ...
 

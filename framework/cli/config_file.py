@@ -8,7 +8,7 @@ from typing import Any
 from jsonargparse import get_loader
 from yaml import YAMLError
 
-from .errors import UsageError, nearest
+from ..errors import UsageError, nearest
 
 LISTS = ("strategy", "hooks")
 

@@ -9,12 +9,12 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentError, Namespace
 
-from .cli_config_file import read_config
-from .cli_errors import refusal
-from .cli_help import HelpfulParser
-from .errors import unknown
-from .hooks import MetricSink, SinkRegistry
-from .runs import ExperimentRunner, RunFlags
+from ..errors import unknown
+from ..hooks import MetricSink, SinkRegistry
+from ..runs import ExperimentRunner, RunFlags
+from .config_file import read_config
+from .errors import refusal
+from .help import HelpfulParser
 
 Experiment = type[ExperimentRunner[Any]]
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")

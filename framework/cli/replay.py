@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .cli_words import parted
-from .errors import UsageError, unknown
-from .hooks import SinkRegistry
-from .runs import ReplaySink, run_folders
+from ..errors import UsageError, unknown
+from ..hooks import SinkRegistry
+from ..runs import ReplaySink, run_folders
+from .words import parted
 
 REPLAY_USAGE = """usage: loopscope replay RUN --to {sinks} {options}
 

@@ -4,10 +4,20 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .cli_words import Words, parted
-from .errors import UsageError, listed, require_package
-from .report import WANTED, Look, Picture, RecordedRun, file_stem, matcher, metric_picture, provenance_picture, read_run
-from .runs import require, run_folders
+from ..errors import UsageError, listed, require_package
+from ..report import (
+    WANTED,
+    Look,
+    Picture,
+    RecordedRun,
+    file_stem,
+    matcher,
+    metric_picture,
+    provenance_picture,
+    read_run,
+)
+from ..runs import require, run_folders
+from .words import Words, parted
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PLOT_USAGE = """usage: loopscope plot RUN... --metrics PATTERN... [options]
@@ -53,7 +63,7 @@ def default_name(picture: Picture) -> Path:
 
 
 def _write(picture: Picture, look: Look, path: Path) -> None:
-    from .report import figure_of, save
+    from ..report import figure_of, save
 
     save(figure_of(picture, look), path)
 

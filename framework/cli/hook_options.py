@@ -5,9 +5,9 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
 
-from .cli_errors import wrong_value
-from .errors import UsageError, unknown
-from .hooks import HookRegistry, hook_options
+from ..errors import UsageError, unknown
+from ..hooks import HookRegistry, hook_options
+from .errors import wrong_value
 
 
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:

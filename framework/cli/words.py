@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .errors import UsageError, nearest
+from ..errors import UsageError, nearest
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .checkpoints import Parting, differing, moments_of, open_checkpoint
-from .errors import LoopscopeError, UsageError
-from .runs import CHECKPOINTS, CONFIG, require, weights_name
+from ..checkpoints import Parting, differing, moments_of, open_checkpoint
+from ..errors import LoopscopeError, UsageError
+from ..runs import CHECKPOINTS, CONFIG, require, weights_name
 
 DIFF_USAGE = """usage: loopscope diff RUN_A RUN_B
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import UsageError, nearest, unknown
-from .runs import choices, in_words
+from ..errors import UsageError, nearest, unknown
+from ..runs import choices, in_words
 
 
 def dashed(name: str) -> str:

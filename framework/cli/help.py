@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from .runs import alternatives
+from ..runs import alternatives
 
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 NAMED = {

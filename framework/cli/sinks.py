@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .cli_parser import flag_name
-from .hooks import MetricSink, SinkRegistry
+from ..hooks import MetricSink, SinkRegistry
+from .parser import flag_name
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:

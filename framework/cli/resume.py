@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-from .runs import CONFIG
+from ..errors import UsageError
+from ..runs import CONFIG
 
 
 @dataclass(frozen=True)

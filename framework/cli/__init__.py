@@ -1,0 +1,5 @@
+"""The words after ``loopscope``."""
+
+from .main import main, without_traceback
+
+__all__ = ["main", "without_traceback"]
