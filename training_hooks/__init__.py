@@ -1,6 +1,5 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
-from .adam_dynamics import AdamDynamics
 from .attention import Attention
 from .batch_dynamics import BatchDynamics
 from .consecutive import Consecutive
@@ -16,13 +15,11 @@ from .gradient_projection import GradientProjection
 from .hessian import Hessian
 from .loss_spikes import LossSpikes
 from .lr_probe import LrProbe
-from .measures import ClipOptions, ModelSmoother, SmoothingConfig, TiedGradientClipping, WeightUpdateMonitor
+from .measures import ClipOptions, ModelSmoother, SmoothingConfig, TiedGradientClipping
 from .metis_split import MetisSplit
 from .model_smoothing import ModelSmoothing
 from .norms import Norms
 from .output_projection_clip import OutputProjectionClip
-from .parameter_delta import ParameterDelta
-from .path_length import PathLength
 from .phases import Phases
 from .range_penalty import RangePenaltyReport
 from .sharpness import Sharpness
@@ -30,10 +27,9 @@ from .subspace_gradient_info import SubspaceGradientInfo
 from .token_gradient import TokenGradient
 from .training_diagnostics import TrainingDiagnostics
 from .training_metrics import TrainingMetrics
+from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
 from .variance import Variance
 from .weight_average import WeightAverage
-from .weight_tracking import WeightTracking
-from .weight_updates import WeightUpdates
 
 __all__ = [
     "AdamDynamics",

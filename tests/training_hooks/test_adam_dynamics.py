@@ -11,8 +11,9 @@ from loopscope.firing import HookManager
 from loopscope.firing.observation import optimizer_groups
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.training_hooks.adam_dynamics import PIECE, AdamDynamics, effective_rates, pieces, spread_indices
-from loopscope.training_hooks.measures import Settings, adam_update
+from loopscope.training_hooks.updates import AdamDynamics
+from loopscope.training_hooks.updates.adam_dynamics import PIECE, effective_rates, pieces, spread_indices
+from loopscope.training_hooks.updates.adam_update import Settings, adam_update
 from torch import Tensor, nn
 
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train

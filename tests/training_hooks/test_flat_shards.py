@@ -14,8 +14,7 @@ from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.consecutive import Consecutive
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory
-from loopscope.training_hooks.parameter_delta import ParameterDelta
-from loopscope.training_hooks.path_length import PathLength
+from loopscope.training_hooks.updates import ParameterDelta, PathLength
 from loopscope.training_hooks.variance import Variance
 from torch import nn
 from torch.nn import functional

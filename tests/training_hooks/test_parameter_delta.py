@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import described
-from loopscope.training_hooks.parameter_delta import ParameterDelta
+from loopscope.training_hooks.updates import ParameterDelta
 from torch import nn
 
 from tests.support import LOOPS, MODELS, STEPS_PER_EPOCH, Case, SpyHook, assert_same_bytes, at, train

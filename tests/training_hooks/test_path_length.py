@@ -8,8 +8,7 @@ import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.state.digest import described
-from loopscope.training_hooks import path_length
-from loopscope.training_hooks.path_length import PathLength
+from loopscope.training_hooks.updates import PathLength, path_length
 from torch import nn
 
 from tests.cases import matrix

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.measures import fit_power_law, power_law
+from loopscope.training_hooks.updates import power_law
+from loopscope.training_hooks.updates.power_law import fit_power_law
 from scipy import stats
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
-from loopscope.training_hooks.measures import fit_power_law
-from loopscope.training_hooks.weight_tracking import WeightTracking, as_matrix, spectra_by_size, weight_norms
+from loopscope.training_hooks.updates import WeightTracking
+from loopscope.training_hooks.updates.power_law import fit_power_law
+from loopscope.training_hooks.updates.weight_tracking import as_matrix, spectra_by_size, weight_norms
 from torch import nn
 
 from tests.support import MODELS, Case, train

@@ -10,7 +10,7 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, OptimizerGroup
 from loopscope.training import Precision
-from loopscope.training_hooks.weight_updates import WeightUpdates
+from loopscope.training_hooks.updates import WeightUpdates
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode

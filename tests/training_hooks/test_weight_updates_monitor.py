@@ -6,8 +6,8 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.state import trainable
-from loopscope.training_hooks.measures.element_samples import sample_indices
-from loopscope.training_hooks.weight_updates import WeightUpdateMonitor
+from loopscope.training_hooks.updates.element_samples import sample_indices
+from loopscope.training_hooks.updates.weight_updates import WeightUpdateMonitor
 from torch import nn
 
 from tests.support import MODELS, TiedModel, data_for, mean_loss

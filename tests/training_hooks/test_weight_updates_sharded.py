@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.training_hooks.weight_updates import WeightUpdateMonitor
+from loopscope.training_hooks.updates.weight_updates import WeightUpdateMonitor
 from torch import nn
 
 from tests.two_ranks import on_two_ranks

@@ -1,6 +1,5 @@
 """Mathematics that several rooms of hooks share."""
 
-from .adam_update import Settings, Update, adam_update, flat
 from .adaptive_clipping import AdaGC, Gammas, ZClip
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
 from .attention_scores import AttentionCall, reading
@@ -22,7 +21,7 @@ from .entanglement import (
     preconditioned_curvature,
     solution_metrics,
 )
-from .flat_shards import FlatLayout, FlatMemory, FlatVector
+from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, meshes_of, over_ranks
 from .fourier_metrics import FOURIER_METRICS
 from .gradient_history import GradientHistory, refuse_above, spectrum, width_of
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
@@ -33,14 +32,12 @@ from .overflow_ledger import Ledger
 from .overflow_readings import infos
 from .overflow_report import Alarm, Values, summary, values_by_role, values_together
 from .periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
-from .power_law import PowerLawFit, fit_power_law
 from .shadow_copies import ShadowCopies
 from .smoothing import ModelSmoother, SmoothingConfig, blend_buffers, distance
 from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
 from .stability import adam_preconditioner, stability_threshold
 from .student_t import critical_value
 from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
-from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 from .weight_averages import WeightAverage, averaged_state_dict
 from .what_if import SUBJECTS, WhatIf, label
 
@@ -62,33 +59,26 @@ __all__ = [
     "FlatMemory",
     "FlatVector",
     "Gammas",
-    "GradientDiagnostics",
     "GradientHistory",
     "HeadWeights",
     "Ledger",
     "MeasuredLoss",
     "ModelSmoother",
     "OutputProjectionClipper",
-    "PowerLawFit",
     "Product",
     "Scope",
-    "Settings",
     "ShadowCopies",
     "SmoothingConfig",
     "TiedGradientClipping",
     "TiedGradients",
     "Trail",
     "Tridiagonal",
-    "Update",
-    "UpdateDiagnostics",
     "Values",
     "WeightAverage",
-    "WeightUpdateMonitor",
     "WhatIf",
     "ZClip",
     "ablated_losses",
     "adam_preconditioner",
-    "adam_update",
     "all_sums",
     "approximation",
     "averaged_state_dict",
@@ -108,19 +98,20 @@ __all__ = [
     "find_chains",
     "first_embedding",
     "first_name",
-    "fit_power_law",
-    "flat",
     "gini",
     "gradient_metrics",
     "infos",
     "label",
+    "laid_out_like",
     "lanczos",
     "leading_share",
     "matrix_named",
     "mean_and_error",
+    "meshes_of",
     "one_sided_power",
     "output_projection",
     "output_value_spectrum",
+    "over_ranks",
     "own_step_metrics",
     "participation_ratio",
     "placed_like",

@@ -11,8 +11,8 @@ import torch
 from loopscope.state import WIDE, is_sharded, local_shards
 from torch import Tensor, nn
 
+from ..measures import laid_out_like
 from .element_samples import held_here, sample_indices
-from .flat_shards import laid_out_like
 from .part_norms import ROW, norms
 
 AT_ONCE = 2**17

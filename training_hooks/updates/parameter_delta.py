@@ -8,7 +8,7 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import trainable
 from torch import Tensor
 
-from .measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory, FlatVector
 
 
 def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from loopscope.hooks import (
 from loopscope.state import trainable
 from torch import Tensor, nn
 
-from .measures import FlatLayout, FlatMemory
+from ..measures import FlatLayout, FlatMemory
 
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up
 

@@ -8,7 +8,8 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from torch import Tensor
 
-from .measures import PowerLawFit, effective_rank, fit_power_law, stable_rank
+from ..measures import effective_rank, stable_rank
+from .power_law import PowerLawFit, fit_power_law
 
 
 def weight_norms(weights: Vector) -> dict[str, Tensor]:

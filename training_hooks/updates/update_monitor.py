@@ -11,7 +11,7 @@ from loopscope.state import trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .flat_shards import meshes_of, over_ranks
+from ..measures import meshes_of, over_ranks
 from .watched_elements import Named, WatchedElements
 
 EPSILON = 1e-12

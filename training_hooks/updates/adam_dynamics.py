@@ -21,7 +21,7 @@ from loopscope.hooks import (
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
 
-from .measures import Settings, Update, adam_update, flat
+from .adam_update import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17

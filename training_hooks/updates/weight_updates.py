@@ -17,7 +17,8 @@ from loopscope.hooks import (
 )
 from loopscope.state import trainable
 
-from .measures import Conditions, GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
+from ..measures import Conditions
+from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 
 CONDITIONS = {
     "vanishing": ("has a vanishing gradient", "have vanishing gradients"),

@@ -1,0 +1,10 @@
+"""How far weights move, and by whose hand."""
+
+from .adam_dynamics import AdamDynamics
+from .parameter_delta import ParameterDelta
+from .path_length import PathLength
+from .update_monitor import WeightUpdateMonitor
+from .weight_tracking import WeightTracking
+from .weight_updates import WeightUpdates
+
+__all__ = ["AdamDynamics", "ParameterDelta", "PathLength", "WeightTracking", "WeightUpdateMonitor", "WeightUpdates"]
