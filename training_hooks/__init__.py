@@ -1,12 +1,11 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
-from .attention import Attention
 from .batch_dynamics import BatchDynamics
+from .circuits import Attention, Fourier, TokenGradient
 from .consecutive import Consecutive
 from .counterfactual import Counterfactual
 from .counterfactual_validator import CounterfactualValidator
 from .embedding_provenance import EmbeddingProvenance
-from .fourier import Fourier
 from .grad_clip import GradClip
 from .gradient_flow import GradientFlow
 from .gradient_noise_scale import GradientNoiseScale
@@ -24,7 +23,6 @@ from .phases import Phases
 from .range_penalty import RangePenaltyReport
 from .sharpness import Sharpness
 from .subspace_gradient_info import SubspaceGradientInfo
-from .token_gradient import TokenGradient
 from .training_diagnostics import TrainingDiagnostics
 from .training_metrics import TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates

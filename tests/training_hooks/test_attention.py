@@ -8,8 +8,10 @@ import pytest
 import torch
 from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.training_hooks.attention import Attention, probe_inputs
-from loopscope.training_hooks.measures import find_attention, reading
+from loopscope.training_hooks.circuits import Attention
+from loopscope.training_hooks.circuits.attention import probe_inputs
+from loopscope.training_hooks.circuits.attention_layers import find_attention
+from loopscope.training_hooks.circuits.attention_scores import reading
 from torch import nn
 
 from tests.support import Case, SpyHook, build, train

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from loopscope.training_hooks.measures import AttentionCall, attention_scores, reading
-from loopscope.training_hooks.measures.attention_scores import row_statistics
+from loopscope.training_hooks.circuits import attention_scores
+from loopscope.training_hooks.circuits.attention_scores import AttentionCall, reading, row_statistics
 from torch import nn
 
 from tests.training_hooks.attention_models import HEADS, WIDTH, Around, Fused, Grouped, WrittenOut, brute_rows

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.measures import CircuitSpectrum, copying_score, effective_rank, leading_share
-from loopscope.training_hooks.measures.circuits import product_spectrum
+from loopscope.training_hooks.circuits.circuits import CircuitSpectrum, copying_score, product_spectrum
+from loopscope.training_hooks.measures import effective_rank, leading_share
 
 sizes = st.integers(1, 9)
 

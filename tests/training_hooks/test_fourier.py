@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.training_hooks.fourier import Fourier
-from loopscope.training_hooks.measures import entropy_of_shares, first_embedding, gini, one_sided_power
+from loopscope.training_hooks.circuits import Fourier
+from loopscope.training_hooks.circuits.concentration import entropy_of_shares, gini
+from loopscope.training_hooks.circuits.embeddings import first_embedding
+from loopscope.training_hooks.circuits.periodograms import one_sided_power
 from torch import nn
 
 from tests.support import Case, TiedModel, train

@@ -13,21 +13,18 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks import fourier
-from loopscope.training_hooks.fourier import Fourier, acquisition, neuron_spectra
-from loopscope.training_hooks.measures import (
+from loopscope.training_hooks.circuits import Fourier, fourier
+from loopscope.training_hooks.circuits.concentration import gini
+from loopscope.training_hooks.circuits.embeddings import feed_forward_inputs, output_projection
+from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra
+from loopscope.training_hooks.circuits.modular_addition import (
     ablated_losses,
-    data_stride,
-    feed_forward_inputs,
-    gini,
-    one_sided_power,
-    output_projection,
     rows_of_pairs,
     sampled_rows,
-    stride_harmonics,
     token_pairs,
+    waves,
 )
-from loopscope.training_hooks.measures.modular_addition import waves
+from loopscope.training_hooks.circuits.periodograms import data_stride, one_sided_power, stride_harmonics
 from torch import nn
 from torch.nn import functional
 

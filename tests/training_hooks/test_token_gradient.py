@@ -7,7 +7,8 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.training_hooks.token_gradient import TokenGradient, agreement, concentration
+from loopscope.training_hooks.circuits import TokenGradient
+from loopscope.training_hooks.circuits.token_gradient import agreement, concentration
 
 from tests.support import BATCH, ROWS, Case, TiedModel, data_for, train
 from tests.training_hooks.epoch_end import epoch_end

@@ -9,23 +9,11 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import whole
 from torch import Tensor, nn
 
-from .measures import (
-    FOURIER_METRICS,
-    ablated_losses,
-    data_stride,
-    entropy_of_shares,
-    feed_forward_inputs,
-    first_embedding,
-    gini,
-    matrix_named,
-    one_sided_power,
-    output_projection,
-    power_of_columns,
-    rows_of_pairs,
-    sampled_rows,
-    stride_harmonics,
-    token_pairs,
-)
+from .concentration import entropy_of_shares, gini
+from .embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
+from .fourier_metrics import FOURIER_METRICS
+from .modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
+from .periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
 
 NEURON_ROWS = 4
 LOGITS_AT_ONCE = 2**24

@@ -10,17 +10,9 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .measures import (
-    AttentionCall,
-    AttentionLayer,
-    CircuitSpectrum,
-    HeadWeights,
-    copying_score,
-    find_attention,
-    output_value_spectrum,
-    query_key_spectrum,
-    reading,
-)
+from .attention_layers import AttentionLayer, HeadWeights, find_attention
+from .attention_scores import AttentionCall, reading
+from .circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum
 
 
 def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:

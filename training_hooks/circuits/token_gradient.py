@@ -8,7 +8,9 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import whole
 from torch import Tensor
 
-from .measures import first_embedding, first_name, gini, matrix_named, participation_ratio
+from ..measures import participation_ratio
+from .concentration import gini
+from .embeddings import first_embedding, first_name, matrix_named
 
 
 def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:
