@@ -1,32 +1,34 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
-from .batch_dynamics import BatchDynamics
 from .circuits import Attention, Fourier, TokenGradient
-from .consecutive import Consecutive
 from .counterfactual import Counterfactual
 from .counterfactual_validator import CounterfactualValidator
 from .embedding_provenance import EmbeddingProvenance
 from .grad_clip import GradClip
-from .gradient_flow import GradientFlow
-from .gradient_noise_scale import GradientNoiseScale
 from .gradient_overflow import GradientOverflow
-from .gradient_projection import GradientProjection
+from .gradients import (
+    BatchDynamics,
+    Consecutive,
+    GradientFlow,
+    GradientNoiseScale,
+    GradientProjection,
+    Norms,
+    SubspaceGradientInfo,
+    Variance,
+)
 from .hessian import Hessian
 from .loss_spikes import LossSpikes
 from .lr_probe import LrProbe
 from .measures import ClipOptions, ModelSmoother, SmoothingConfig, TiedGradientClipping
 from .metis_split import MetisSplit
 from .model_smoothing import ModelSmoothing
-from .norms import Norms
 from .output_projection_clip import OutputProjectionClip
 from .phases import Phases
 from .range_penalty import RangePenaltyReport
 from .sharpness import Sharpness
-from .subspace_gradient_info import SubspaceGradientInfo
 from .training_diagnostics import TrainingDiagnostics
 from .training_metrics import TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
-from .variance import Variance
 from .weight_average import WeightAverage
 
 __all__ = [

@@ -242,7 +242,7 @@ def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_
 
 def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
-        "from loopscope.training_hooks.norms import Norms\n"
+        "from loopscope.training_hooks.gradients import Norms\n"
         "Late = type('Late', (Norms,), {'name': 'late', 'hook_points': {'MIDNIGHT'}})\n"
     )
     metadata = tmp_path / "late-1.0.dist-info"

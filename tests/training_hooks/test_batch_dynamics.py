@@ -10,9 +10,10 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, RunDataContext, StepSchedule
 from loopscope.state import gradients
-from loopscope.training_hooks import batch_dynamics as module
-from loopscope.training_hooks.batch_dynamics import LAGS, WINDOWS, BatchDynamics
-from loopscope.training_hooks.measures.count_sketch import cosine_error
+from loopscope.training_hooks.gradients import BatchDynamics
+from loopscope.training_hooks.gradients import batch_dynamics as module
+from loopscope.training_hooks.gradients.batch_dynamics import LAGS, WINDOWS
+from loopscope.training_hooks.gradients.count_sketch import cosine_error
 from torch import nn
 
 from tests.support import LOOPS, MODELS, Case, SpyHook, at, build, run_info, train

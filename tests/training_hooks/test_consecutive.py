@@ -9,7 +9,7 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.state import gradients
 from loopscope.state.digest import described
-from loopscope.training_hooks.consecutive import Consecutive
+from loopscope.training_hooks.gradients import Consecutive
 from torch import nn
 from torch.nn import functional
 

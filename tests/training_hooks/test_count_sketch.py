@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.training_hooks.measures import check_dimensions
-from loopscope.training_hooks.measures import count_sketch as module
-from loopscope.training_hooks.measures.count_sketch import CHUNK, cosine_error, count_sketch
+from loopscope.training_hooks.gradients import count_sketch as module
+from loopscope.training_hooks.gradients.count_sketch import CHUNK, check_dimensions, cosine_error, count_sketch
 
 DIMENSIONS = 1024
 ELEMENTS = 20_000

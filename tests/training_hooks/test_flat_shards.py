@@ -12,10 +12,9 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.consecutive import Consecutive
+from loopscope.training_hooks.gradients import Consecutive, Variance
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory
 from loopscope.training_hooks.updates import ParameterDelta, PathLength
-from loopscope.training_hooks.variance import Variance
 from torch import nn
 from torch.nn import functional
 

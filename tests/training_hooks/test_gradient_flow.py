@@ -10,7 +10,8 @@ from loopscope.firing import HookManager
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.gradient_flow import GradientFlow, square_norm
+from loopscope.training_hooks.gradients import GradientFlow
+from loopscope.training_hooks.gradients.gradient_flow import square_norm
 from torch import Tensor, nn
 
 from tests.support import RecordingSink, run_info

@@ -6,9 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
-from loopscope.training_hooks.measures import GradientHistory, refuse_above, spectrum, width_of
-from loopscope.training_hooks.measures.count_sketch import count_sketch
-from loopscope.training_hooks.measures.gradient_history import row_products
+from loopscope.training_hooks.gradients.count_sketch import count_sketch
+from loopscope.training_hooks.gradients.gradient_history import (
+    GradientHistory,
+    refuse_above,
+    row_products,
+    spectrum,
+    width_of,
+)
 from torch import nn
 
 

@@ -13,7 +13,8 @@ from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.gradient_noise_scale import GradientNoiseScale, PartNorms, signal_and_noise
+from loopscope.training_hooks.gradients import GradientNoiseScale
+from loopscope.training_hooks.gradients.gradient_noise_scale import PartNorms, signal_and_noise
 from torch import Tensor, nn
 
 from tests.support import BATCH, Case, RecordingSink, train

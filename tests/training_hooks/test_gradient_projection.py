@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import HookPoint, TrainingHook
-from loopscope.training_hooks.gradient_projection import GradientProjection, downhill, journey
+from loopscope.training_hooks.gradients import GradientProjection
+from loopscope.training_hooks.gradients.gradient_projection import downhill, journey
 from loopscope.training_hooks.measures import FlatLayout
 from torch import Tensor, nn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.hooks import HookPoint, RunDataContext
 from loopscope.state import gradients, norm_of_each
-from loopscope.training_hooks.norms import Norms
+from loopscope.training_hooks.gradients import Norms
 from torch import nn
 
 from tests.support import MODELS, Case, SpyHook, at, train

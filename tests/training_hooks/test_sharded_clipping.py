@@ -13,7 +13,7 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable, whole
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.grad_clip import GradClip
-from loopscope.training_hooks.gradient_flow import GradientFlow
+from loopscope.training_hooks.gradients import GradientFlow
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info

@@ -14,7 +14,7 @@ from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.hessian import Hessian
 from loopscope.training_hooks.lr_probe import LrProbe
-from loopscope.training_hooks.measures.flat_vectors import FlatSpace
+from loopscope.training_hooks.measures import FlatSpace
 from loopscope.training_hooks.sharpness import Sharpness
 from torch import nn
 

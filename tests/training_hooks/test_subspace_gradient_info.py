@@ -9,8 +9,9 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, TrainingHook
-from loopscope.training_hooks import subspace_gradient_info as module
-from loopscope.training_hooks.subspace_gradient_info import SubspaceGradientInfo, dimension_of_share, held_out_share
+from loopscope.training_hooks.gradients import SubspaceGradientInfo
+from loopscope.training_hooks.gradients import subspace_gradient_info as module
+from loopscope.training_hooks.gradients.subspace_gradient_info import dimension_of_share, held_out_share
 from torch import nn
 
 from tests.support import LOOPS, MODELS, Case, build, run_info, train

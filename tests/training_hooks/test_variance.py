@@ -11,7 +11,7 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.state import gradients
 from loopscope.state.digest import described
-from loopscope.training_hooks.variance import Variance
+from loopscope.training_hooks.gradients import Variance
 from torch import nn
 
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train

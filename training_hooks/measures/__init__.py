@@ -1,9 +1,7 @@
 """Mathematics that several rooms of hooks share."""
 
 from .adaptive_clipping import AdaGC, Gammas, ZClip
-from .blocks import Chain, find_chains
 from .conditions import Conditions
-from .count_sketch import check_dimensions
 from .critical_sharpness import critical_infos, gradient_metrics, update_metrics
 from .entanglement import (
     Departure,
@@ -17,7 +15,7 @@ from .entanglement import (
     solution_metrics,
 )
 from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, meshes_of, over_ranks
-from .gradient_history import GradientHistory, refuse_above, spectrum, width_of
+from .flat_vectors import FlatSpace
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
 from .output_projection import ClipOptions, OutputProjectionClipper, Scope, TiedGradientClipping
@@ -37,7 +35,6 @@ __all__ = [
     "SUBJECTS",
     "AdaGC",
     "Alarm",
-    "Chain",
     "ClipOptions",
     "Conditions",
     "Density",
@@ -45,9 +42,9 @@ __all__ = [
     "EmbeddingPair",
     "FlatLayout",
     "FlatMemory",
+    "FlatSpace",
     "FlatVector",
     "Gammas",
-    "GradientHistory",
     "Ledger",
     "MeasuredLoss",
     "ModelSmoother",
@@ -69,14 +66,12 @@ __all__ = [
     "approximation",
     "averaged_state_dict",
     "blend_buffers",
-    "check_dimensions",
     "critical_infos",
     "critical_value",
     "curvature_along",
     "distance",
     "effective_rank",
     "entanglement_metrics",
-    "find_chains",
     "gradient_metrics",
     "infos",
     "label",
@@ -91,11 +86,9 @@ __all__ = [
     "placed_like",
     "preconditioned_curvature",
     "rademacher",
-    "refuse_above",
     "refuse_exact_under_fsdp",
     "residuals",
     "solution_metrics",
-    "spectrum",
     "spread_batches",
     "stability_threshold",
     "stable_rank",
@@ -103,5 +96,4 @@ __all__ = [
     "update_metrics",
     "values_by_role",
     "values_together",
-    "width_of",
 ]

@@ -9,7 +9,7 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import trainable
 from torch import Tensor
 
-from .measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory, FlatVector
 
 
 def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Sequence[str]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDat
 from loopscope.state import trainable
 from torch import Tensor
 
-from .measures import FlatLayout, FlatMemory
+from ..measures import FlatLayout, FlatMemory
 
 
 def downhill(layout: FlatLayout, gradient: Tensor, way: Tensor) -> dict[str, Tensor]:

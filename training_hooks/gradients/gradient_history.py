@@ -8,8 +8,8 @@ from loopscope.errors import UnsuitableError
 from loopscope.state import gradients, trainable
 from torch import Tensor, nn
 
+from ..measures import FlatSpace
 from .count_sketch import count_sketch
-from .flat_vectors import FlatSpace
 
 COLUMNS = 8192
 MIB = 2**20

@@ -18,7 +18,9 @@ from loopscope.hooks import (
 )
 from torch import Tensor
 
-from .measures import GradientHistory, check_dimensions, participation_ratio, refuse_above, spectrum, width_of
+from ..measures import participation_ratio
+from .count_sketch import check_dimensions
+from .gradient_history import GradientHistory, refuse_above, spectrum, width_of
 
 
 def centred(gram: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from loopscope.hooks import (
 from loopscope.state import trainable
 from torch import Tensor
 
-from .measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory, FlatVector
 
 
 @dataclass

@@ -22,7 +22,7 @@ from loopscope.hooks import (
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from .measures import Chain, find_chains
+from .blocks import Chain, find_chains
 
 HYSTERESIS = 2.0
 """A warned condition ends where the gain is back within its threshold by this factor."""

@@ -1,0 +1,21 @@
+"""What gradients look like, step by step and block by block."""
+
+from .batch_dynamics import BatchDynamics
+from .consecutive import Consecutive
+from .gradient_flow import GradientFlow
+from .gradient_noise_scale import GradientNoiseScale
+from .gradient_projection import GradientProjection
+from .norms import Norms
+from .subspace_gradient_info import SubspaceGradientInfo
+from .variance import Variance
+
+__all__ = [
+    "BatchDynamics",
+    "Consecutive",
+    "GradientFlow",
+    "GradientNoiseScale",
+    "GradientProjection",
+    "Norms",
+    "SubspaceGradientInfo",
+    "Variance",
+]
