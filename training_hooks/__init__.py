@@ -1,8 +1,7 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
 from .circuits import Attention, Fourier, TokenGradient
-from .counterfactual import Counterfactual
-from .counterfactual_validator import CounterfactualValidator
+from .counterfactual import Counterfactual, CounterfactualValidator
 from .embedding_provenance import EmbeddingProvenance
 from .grad_clip import GradClip
 from .gradient_overflow import GradientOverflow

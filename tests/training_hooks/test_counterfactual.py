@@ -10,7 +10,8 @@ from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.counterfactual import Counterfactual, inner_products, ordering_split, solution_alignment
+from loopscope.training_hooks.counterfactual import Counterfactual
+from loopscope.training_hooks.counterfactual.counterfactual import inner_products, ordering_split, solution_alignment
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -7,9 +7,9 @@ from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookRegistry, hook_kind, select_hooks
 from loopscope.loops import epoch_loop
-from loopscope.training_hooks.counterfactual import ordering_split
-from loopscope.training_hooks.counterfactual_validator import (
-    CounterfactualValidator,
+from loopscope.training_hooks.counterfactual import CounterfactualValidator
+from loopscope.training_hooks.counterfactual.counterfactual import ordering_split
+from loopscope.training_hooks.counterfactual.counterfactual_validator import (
     by_count,
     smallest_within,
     splits,

@@ -1,6 +1,5 @@
 import pytest
-from loopscope.training_hooks.measures import critical_value
-from loopscope.training_hooks.measures.student_t import central_probability
+from loopscope.training_hooks.counterfactual.student_t import central_probability, critical_value
 from scipy import stats
 
 

@@ -26,7 +26,6 @@ from .shadow_copies import ShadowCopies
 from .smoothing import ModelSmoother, SmoothingConfig, blend_buffers, distance
 from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
 from .stability import adam_preconditioner, stability_threshold
-from .student_t import critical_value
 from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 from .weight_averages import WeightAverage, averaged_state_dict
 from .what_if import SUBJECTS, WhatIf, label
@@ -67,7 +66,6 @@ __all__ = [
     "averaged_state_dict",
     "blend_buffers",
     "critical_infos",
-    "critical_value",
     "curvature_along",
     "distance",
     "effective_rank",

@@ -18,7 +18,7 @@ from loopscope.hooks import (
 from torch import Tensor
 
 from .counterfactual import inner_products, shuffled_epochs
-from .measures import critical_value
+from .student_t import critical_value
 
 FEWEST = 3
 """Shuffles that an error needs: it is made of splits with one shuffle fewer, and a split needs two."""
@@ -35,7 +35,7 @@ class Splits(NamedTuple):
 
 
 def splits(gram: Tensor, observed: Tensor, shuffles: Tensor) -> Splits:
-    """Split many epochs at once, as :func:`loopscope.training_hooks.counterfactual.ordering_split` does one.
+    """Split many epochs at once, as :func:`.counterfactual.ordering_split` does one.
 
     ``gram`` has shape (n, n); ``observed``, of shape (s,), and ``shuffles``, of shape (s, K), are indices into it.
     """
