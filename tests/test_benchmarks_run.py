@@ -8,7 +8,7 @@ import torch
 from loopscope.experiments.mod_arithmetic.runner import QUICK
 from loopscope.firing import HookManager
 from loopscope.loops import step_loop
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 
 from tests.benchmarks import tied_cost
 from tests.benchmarks.__main__ import BENCHMARKS

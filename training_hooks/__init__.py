@@ -1,9 +1,8 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
 from .circuits import Attention, Fourier, TokenGradient
+from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
-from .embedding_provenance import EmbeddingProvenance
-from .grad_clip import GradClip
 from .gradient_overflow import GradientOverflow
 from .gradients import (
     BatchDynamics,
@@ -18,10 +17,9 @@ from .gradients import (
 from .hessian import Hessian
 from .loss_spikes import LossSpikes
 from .lr_probe import LrProbe
-from .measures import ClipOptions, ModelSmoother, SmoothingConfig, TiedGradientClipping
+from .measures import ModelSmoother, SmoothingConfig
 from .metis_split import MetisSplit
 from .model_smoothing import ModelSmoothing
-from .output_projection_clip import OutputProjectionClip
 from .phases import Phases
 from .range_penalty import RangePenaltyReport
 from .sharpness import Sharpness

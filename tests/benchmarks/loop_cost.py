@@ -12,7 +12,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.state import LoopState
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 from torch import Tensor
 
 from tests.benchmarks.rows import MICROSECONDS, PERCENT, Effort, Row

@@ -10,7 +10,7 @@ from typing import Any
 
 from loopscope.hooks import TrainingHook
 from loopscope.training.memory import peak_resident
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 from torch import Tensor
 
 from tests.benchmarks.rows import COPIES, Effort, Row

@@ -10,8 +10,7 @@ from loopscope.hooks import HookPoint
 from loopscope.report import Look, RecordedRun, figure_of, metric_picture, read_run
 from loopscope.runs import CONFIG
 from loopscope.sinks import CSVSink, JSONLSink
-from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
-from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
+from loopscope.training_hooks.clipping import EmbeddingProvenance, OutputProjectionClip
 from matplotlib.figure import Figure
 from PIL import Image
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from loopscope.training_hooks.measures import AdaGC, Gammas, ZClip
+from loopscope.training_hooks.clipping.adaptive_clipping import AdaGC, Gammas, ZClip
 
 STEPS = 200
 SPIKES = {40: 8.0, 41: 3.0, 90: 50.0, 91: 40.0, 150: 1.5, 180: 1e4}

@@ -8,8 +8,8 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.experiments.tied_lm.model import Decoder, DecoderShape
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, TapOwner, TapSet
-from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
-from loopscope.training_hooks.measures import EmbeddingPair, TiedGradients, all_sums
+from loopscope.training_hooks.clipping import EmbeddingProvenance
+from loopscope.training_hooks.clipping.tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint

@@ -8,8 +8,9 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.state import TrainingState, trainable
 from loopscope.training import Precision, TrainingTask, forward_backward, update
-from loopscope.training_hooks.grad_clip import GradClip, beyond
-from loopscope.training_hooks.measures import AdaGC, Gammas, ZClip
+from loopscope.training_hooks.clipping import GradClip
+from loopscope.training_hooks.clipping.adaptive_clipping import AdaGC, Gammas, ZClip
+from loopscope.training_hooks.clipping.grad_clip import beyond
 from torch import nn
 
 from tests.cases import matrix

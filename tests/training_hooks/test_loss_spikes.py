@@ -15,7 +15,7 @@ from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.loss_spikes import SIGNALS, LossSpikes
 from torch import nn
 

@@ -9,10 +9,13 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import described
-from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
-from loopscope.training_hooks.measures import ClipOptions, TiedGradientClipping
-from loopscope.training_hooks.measures.output_projection import NormHistory
-from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
+from loopscope.training_hooks.clipping import (
+    ClipOptions,
+    EmbeddingProvenance,
+    OutputProjectionClip,
+    TiedGradientClipping,
+)
+from loopscope.training_hooks.clipping.output_projection import NormHistory
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -12,7 +12,7 @@ from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable, whole
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.gradients import GradientFlow
 from torch import nn
 

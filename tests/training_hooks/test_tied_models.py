@@ -6,9 +6,13 @@ import pytest
 import torch
 from loopscope.state import TrainingState
 from loopscope.training import Precision, TrainingTask
-from loopscope.training_hooks.embedding_provenance import EmbeddingProvenance
-from loopscope.training_hooks.measures import ClipOptions, EmbeddingPair, TiedGradientClipping, all_sums
-from loopscope.training_hooks.output_projection_clip import OutputProjectionClip
+from loopscope.training_hooks.clipping import (
+    ClipOptions,
+    EmbeddingProvenance,
+    OutputProjectionClip,
+    TiedGradientClipping,
+)
+from loopscope.training_hooks.clipping.tied_embeddings import EmbeddingPair, all_sums
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, RunDataContext, StatePart
 from loopscope.state import norm
-from loopscope.training_hooks.grad_clip import GradClip
+from loopscope.training_hooks.clipping import GradClip
 from loopscope.training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
 from torch import nn
 

@@ -1,6 +1,5 @@
 """Mathematics that several rooms of hooks share."""
 
-from .adaptive_clipping import AdaGC, Gammas, ZClip
 from .conditions import Conditions
 from .critical_sharpness import critical_infos, gradient_metrics, update_metrics
 from .entanglement import (
@@ -18,7 +17,6 @@ from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, mesh
 from .flat_vectors import FlatSpace
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
-from .output_projection import ClipOptions, OutputProjectionClipper, Scope, TiedGradientClipping
 from .overflow_ledger import Ledger
 from .overflow_readings import infos
 from .overflow_report import Alarm, Values, summary, values_by_role, values_together
@@ -26,42 +24,31 @@ from .shadow_copies import ShadowCopies
 from .smoothing import ModelSmoother, SmoothingConfig, blend_buffers, distance
 from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
 from .stability import adam_preconditioner, stability_threshold
-from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 from .weight_averages import WeightAverage, averaged_state_dict
 from .what_if import SUBJECTS, WhatIf, label
 
 __all__ = [
     "SUBJECTS",
-    "AdaGC",
     "Alarm",
-    "ClipOptions",
     "Conditions",
     "Density",
     "Departure",
-    "EmbeddingPair",
     "FlatLayout",
     "FlatMemory",
     "FlatSpace",
     "FlatVector",
-    "Gammas",
     "Ledger",
     "MeasuredLoss",
     "ModelSmoother",
-    "OutputProjectionClipper",
     "Product",
-    "Scope",
     "ShadowCopies",
     "SmoothingConfig",
-    "TiedGradientClipping",
-    "TiedGradients",
     "Trail",
     "Tridiagonal",
     "Values",
     "WeightAverage",
     "WhatIf",
-    "ZClip",
     "adam_preconditioner",
-    "all_sums",
     "approximation",
     "averaged_state_dict",
     "blend_buffers",

@@ -19,7 +19,7 @@ from loopscope.hooks import (
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
 from torch import Tensor
 
-from .measures import AdaGC, Gammas, ZClip
+from .adaptive_clipping import AdaGC, Gammas, ZClip
 
 Rule = Literal["norm", "value", "parameter", "zclip", "adagc"]
 OPTIONS: Mapping[Rule, Mapping[str, float]] = {

@@ -17,7 +17,7 @@ from loopscope.hooks import (
 )
 from torch import Tensor, nn
 
-from .measures import EmbeddingPair, TiedGradients, all_sums
+from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""

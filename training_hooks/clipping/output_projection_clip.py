@@ -17,7 +17,8 @@ from loopscope.hooks import (
 )
 from torch import nn
 
-from .measures import ClipOptions, EmbeddingPair, OutputProjectionClipper, Scope
+from .output_projection import ClipOptions, OutputProjectionClipper, Scope
+from .tied_embeddings import EmbeddingPair
 
 
 @HookRegistry.register

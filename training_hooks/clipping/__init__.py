@@ -1,0 +1,8 @@
+"""Changes of gradients, and the tied matrix."""
+
+from .embedding_provenance import EmbeddingProvenance
+from .grad_clip import GradClip
+from .output_projection import ClipOptions, TiedGradientClipping
+from .output_projection_clip import OutputProjectionClip
+
+__all__ = ["ClipOptions", "EmbeddingProvenance", "GradClip", "OutputProjectionClip", "TiedGradientClipping"]
