@@ -3,7 +3,6 @@
 from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
-from .gradient_overflow import GradientOverflow
 from .gradients import (
     BatchDynamics,
     Consecutive,
@@ -16,12 +15,11 @@ from .gradients import (
 )
 from .hessian import Hessian
 from .loss_spikes import LossSpikes
+from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .lr_probe import LrProbe
 from .measures import ModelSmoother, SmoothingConfig
-from .metis_split import MetisSplit
 from .model_smoothing import ModelSmoothing
 from .phases import Phases
-from .range_penalty import RangePenaltyReport
 from .sharpness import Sharpness
 from .training_diagnostics import TrainingDiagnostics
 from .training_metrics import TrainingMetrics

@@ -16,7 +16,7 @@ from loopscope.lowbit.casts.compiled import COMPILER
 from loopscope.runs.session import build_run
 from loopscope.state import TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.gradient_overflow import GradientOverflow
+from loopscope.training_hooks.lowbit import GradientOverflow
 
 from tests.benchmarks.rows import PERCENT, Effort, Row
 from tests.benchmarks.subjects import AfterStep, language_model

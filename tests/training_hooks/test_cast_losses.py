@@ -3,8 +3,8 @@
 import pytest
 import torch
 from loopscope.lowbit.casts import SUMS, Cast, Counts, FormatRegistry, RuleRegistry, largest_magnitudes
-from loopscope.training_hooks.measures import cast_losses
-from loopscope.training_hooks.measures.cast_losses import losses
+from loopscope.training_hooks.lowbit import cast_losses
+from loopscope.training_hooks.lowbit.cast_losses import losses
 
 CASTS = [Cast(form, rule) for form in FormatRegistry.names() for rule in RuleRegistry.names()]
 WHOLE = [SUMS.index(name) for name in SUMS if name not in ("excess_sum", "squared_error", "squared_norm")]

@@ -13,8 +13,8 @@ from loopscope.hooks import HookPoint
 from loopscope.lowbit import RECIPES, ROLES, find_recipe
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
 from loopscope.lowbit.casts.scaling import ScalingRule
-from loopscope.training_hooks.gradient_overflow import GradientOverflow
-from loopscope.training_hooks.measures.overflow_readings import CUMULATIVE, FORMULAS
+from loopscope.training_hooks.lowbit import GradientOverflow
+from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, FORMULAS
 from torch import nn
 
 from tests.support import SpyHook, at, differences

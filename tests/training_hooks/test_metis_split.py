@@ -18,7 +18,8 @@ from loopscope.runs.reference import load_reference
 from loopscope.state import copied
 from loopscope.state.digest import described
 from loopscope.training import Precision
-from loopscope.training_hooks.metis_split import MetisSplit, schedule
+from loopscope.training_hooks.lowbit import MetisSplit
+from loopscope.training_hooks.lowbit.metis_split import schedule
 from torch import Tensor, nn
 
 from tests import support

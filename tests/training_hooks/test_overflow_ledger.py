@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
-from loopscope.training_hooks.gradient_overflow import GradientOverflow
-from loopscope.training_hooks.measures import Ledger
-from loopscope.training_hooks.measures.overflow_readings import FORMULAS, readings
+from loopscope.training_hooks.lowbit import GradientOverflow
+from loopscope.training_hooks.lowbit.overflow_ledger import Ledger
+from loopscope.training_hooks.lowbit.overflow_readings import FORMULAS, readings
 
 from tests.training_hooks.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file

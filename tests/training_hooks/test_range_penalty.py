@@ -7,7 +7,8 @@ import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.lowbit import RangePenalty, penalised
-from loopscope.training_hooks.range_penalty import RangePenaltyReport, mean_squares
+from loopscope.training_hooks.lowbit import RangePenaltyReport
+from loopscope.training_hooks.lowbit.range_penalty import mean_squares
 from torch import Tensor, nn
 
 from tests.sinks.emits import run_info

@@ -17,19 +17,13 @@ from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, mesh
 from .flat_vectors import FlatSpace
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
-from .overflow_ledger import Ledger
-from .overflow_readings import infos
-from .overflow_report import Alarm, Values, summary, values_by_role, values_together
 from .shadow_copies import ShadowCopies
 from .smoothing import ModelSmoother, SmoothingConfig, blend_buffers, distance
 from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
 from .stability import adam_preconditioner, stability_threshold
 from .weight_averages import WeightAverage, averaged_state_dict
-from .what_if import SUBJECTS, WhatIf, label
 
 __all__ = [
-    "SUBJECTS",
-    "Alarm",
     "Conditions",
     "Density",
     "Departure",
@@ -37,7 +31,6 @@ __all__ = [
     "FlatMemory",
     "FlatSpace",
     "FlatVector",
-    "Ledger",
     "MeasuredLoss",
     "ModelSmoother",
     "Product",
@@ -45,9 +38,7 @@ __all__ = [
     "SmoothingConfig",
     "Trail",
     "Tridiagonal",
-    "Values",
     "WeightAverage",
-    "WhatIf",
     "adam_preconditioner",
     "approximation",
     "averaged_state_dict",
@@ -58,8 +49,6 @@ __all__ = [
     "effective_rank",
     "entanglement_metrics",
     "gradient_metrics",
-    "infos",
-    "label",
     "laid_out_like",
     "lanczos",
     "leading_share",
@@ -77,8 +66,5 @@ __all__ = [
     "spread_batches",
     "stability_threshold",
     "stable_rank",
-    "summary",
     "update_metrics",
-    "values_by_role",
-    "values_together",
 ]

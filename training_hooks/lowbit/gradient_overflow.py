@@ -23,7 +23,10 @@ from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_module
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn
 
-from .measures import SUBJECTS, Alarm, Ledger, Values, WhatIf, infos, label, summary, values_by_role, values_together
+from .overflow_ledger import Ledger
+from .overflow_readings import infos
+from .overflow_report import Alarm, Values, summary, values_by_role, values_together
+from .what_if import SUBJECTS, WhatIf, label
 
 QUANTIZERS = "quantizers"
 

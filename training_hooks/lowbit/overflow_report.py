@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .conditions import Conditions
+from ..measures import Conditions
 from .overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
 from .overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
 

@@ -1,0 +1,7 @@
+"""What narrow numbers lose."""
+
+from .gradient_overflow import GradientOverflow
+from .metis_split import MetisSplit
+from .range_penalty import RangePenaltyReport
+
+__all__ = ["GradientOverflow", "MetisSplit", "RangePenaltyReport"]
