@@ -3,6 +3,7 @@
 from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
+from .curvature import Hessian, LrProbe, Sharpness
 from .gradients import (
     BatchDynamics,
     Consecutive,
@@ -13,14 +14,11 @@ from .gradients import (
     SubspaceGradientInfo,
     Variance,
 )
-from .hessian import Hessian
 from .loss_spikes import LossSpikes
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
-from .lr_probe import LrProbe
 from .measures import ModelSmoother, SmoothingConfig
 from .model_smoothing import ModelSmoothing
 from .phases import Phases
-from .sharpness import Sharpness
 from .training_diagnostics import TrainingDiagnostics
 from .training_metrics import TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates

@@ -10,7 +10,7 @@ from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, seed_everything
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.hessian import Hessian
+from loopscope.training_hooks.curvature import Hessian
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -4,7 +4,7 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.measures import Density, lanczos, mean_and_error, rademacher, residuals
+from loopscope.training_hooks.curvature.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
 from torch import Tensor
 
 N = 60

@@ -11,7 +11,8 @@ from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.lr_probe import LrProbe, coming_batches, exponential_mean, growing_rates, range_metrics
+from loopscope.training_hooks.curvature import LrProbe
+from loopscope.training_hooks.curvature.lr_probe import coming_batches, exponential_mean, growing_rates, range_metrics
 from torch import Tensor, nn
 
 from tests.cases import every_pair

@@ -12,10 +12,8 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, Vector, trainable
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.hessian import Hessian
-from loopscope.training_hooks.lr_probe import LrProbe
+from loopscope.training_hooks.curvature import Hessian, LrProbe, Sharpness
 from loopscope.training_hooks.measures import FlatSpace
-from loopscope.training_hooks.sharpness import Sharpness
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info

@@ -11,8 +11,8 @@ from loopscope.hooks import CommitRecord, ModelDataContext
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.measures import spread_batches
-from loopscope.training_hooks.sharpness import Sharpness
+from loopscope.training_hooks.curvature import Sharpness
+from loopscope.training_hooks.curvature.measured_loss import spread_batches
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.firing.observation import optimizer_groups
-from loopscope.training_hooks.measures import adam_preconditioner, stability_threshold
-from loopscope.training_hooks.measures.stability import critical_step
+from loopscope.training_hooks.curvature.stability import adam_preconditioner, critical_step, stability_threshold
 from torch import nn
 
 LR = 0.01

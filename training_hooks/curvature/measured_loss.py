@@ -13,7 +13,7 @@ from loopscope.state import Vector, axpy, copied, fully_sharded_modules, overwri
 from loopscope.training import Method
 from torch import Tensor, nn
 
-from .flat_vectors import FlatSpace
+from ..measures import FlatSpace
 from .lanczos import Product
 from .stability import Rise
 

@@ -20,20 +20,19 @@ from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch.optim import Adam, Optimizer
 
-from .measures import (
+from .entanglement import (
     Departure,
     Trail,
-    adam_preconditioner,
     approximation,
     curvature_along,
     entanglement_metrics,
     own_step_metrics,
     placed_like,
     preconditioned_curvature,
-    refuse_exact_under_fsdp,
     solution_metrics,
-    stability_threshold,
 )
+from .measured_loss import refuse_exact_under_fsdp
+from .stability import adam_preconditioner, stability_threshold
 
 
 @HookRegistry.register

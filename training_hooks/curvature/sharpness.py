@@ -23,23 +23,10 @@ from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from .measures import (
-    Density,
-    MeasuredLoss,
-    Product,
-    Tridiagonal,
-    adam_preconditioner,
-    critical_infos,
-    gradient_metrics,
-    lanczos,
-    mean_and_error,
-    rademacher,
-    refuse_exact_under_fsdp,
-    residuals,
-    spread_batches,
-    stability_threshold,
-    update_metrics,
-)
+from .critical_sharpness import critical_infos, gradient_metrics, update_metrics
+from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
+from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
+from .stability import adam_preconditioner, stability_threshold
 
 
 @dataclass(frozen=True)
