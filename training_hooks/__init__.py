@@ -14,13 +14,10 @@ from .gradients import (
     SubspaceGradientInfo,
     Variance,
 )
-from .loss_spikes import LossSpikes
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
 from .measures import ModelSmoother, SmoothingConfig
 from .model_smoothing import ModelSmoothing
-from .phases import Phases
-from .training_diagnostics import TrainingDiagnostics
-from .training_metrics import TrainingMetrics
+from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
 from .weight_average import WeightAverage
 

@@ -12,7 +12,7 @@ from loopscope.console import Mode, RunConsole
 from loopscope.firing import HookManager
 from loopscope.hooks import RunInfo
 from loopscope.loops import NoProgress, Progress, epoch_loop
-from loopscope.training_hooks.training_metrics import TrainingMetrics
+from loopscope.training_hooks.progress import TrainingMetrics
 from rich.console import Console
 from torch import nn
 

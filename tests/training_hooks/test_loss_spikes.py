@@ -16,7 +16,8 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.clipping import GradClip
-from loopscope.training_hooks.loss_spikes import SIGNALS, LossSpikes
+from loopscope.training_hooks.progress import LossSpikes
+from loopscope.training_hooks.progress.loss_spikes import SIGNALS
 from torch import nn
 
 from tests.support import Case, RecordingSink, train

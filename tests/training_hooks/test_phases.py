@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.training_hooks.phases import Phases
+from loopscope.training_hooks.progress import Phases
 from torch import nn
 
 from tests.support import Case, train

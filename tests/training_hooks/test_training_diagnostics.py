@@ -12,7 +12,8 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, RunDataContext, StatePart
 from loopscope.state import norm
 from loopscope.training_hooks.clipping import GradClip
-from loopscope.training_hooks.training_diagnostics import TrainingDiagnostics, autocorrelation, spread, update_ratio
+from loopscope.training_hooks.progress import TrainingDiagnostics
+from loopscope.training_hooks.progress.training_diagnostics import autocorrelation, spread, update_ratio
 from torch import nn
 
 from tests.support import OPTIMIZERS, ActingHook, Case, Run, SpyHook, at, train

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from loopscope.hooks import HookPoint, HookRegistry, Series, select_hooks
-from loopscope.training_hooks.training_metrics import TrainingMetrics
+from loopscope.training_hooks.progress import TrainingMetrics
 
 from tests.support import Case, SpyHook, at, train
 

@@ -1,0 +1,8 @@
+"""How the run goes: loss, accuracy, spikes, phases."""
+
+from .loss_spikes import LossSpikes
+from .phases import Phases
+from .training_diagnostics import TrainingDiagnostics
+from .training_metrics import TrainingMetrics
+
+__all__ = ["LossSpikes", "Phases", "TrainingDiagnostics", "TrainingMetrics"]
