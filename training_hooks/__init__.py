@@ -1,5 +1,6 @@
 """The hooks that come with loopscope; importing this package fills the registry."""
 
+from .averaging import ModelSmoother, ModelSmoothing, SmoothingConfig, WeightAverage
 from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
@@ -15,11 +16,8 @@ from .gradients import (
     Variance,
 )
 from .lowbit import GradientOverflow, MetisSplit, RangePenaltyReport
-from .measures import ModelSmoother, SmoothingConfig
-from .model_smoothing import ModelSmoothing
 from .progress import LossSpikes, Phases, TrainingDiagnostics, TrainingMetrics
 from .updates import AdamDynamics, ParameterDelta, PathLength, WeightTracking, WeightUpdateMonitor, WeightUpdates
-from .weight_average import WeightAverage
 
 __all__ = [
     "AdamDynamics",

@@ -14,8 +14,8 @@ from loopscope.state import LoopState, fully_sharded_modules, whole
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask, forward_backward, update
 from loopscope.training_hooks import ModelSmoother, SmoothingConfig
-from loopscope.training_hooks.measures import distance, smoothing
-from loopscope.training_hooks.model_smoothing import ModelSmoothing
+from loopscope.training_hooks.averaging import ModelSmoothing, smoothing
+from loopscope.training_hooks.averaging.smoothing import distance
 from torch import nn
 
 from tests.cases import matrix

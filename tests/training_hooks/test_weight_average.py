@@ -18,9 +18,9 @@ from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask
-from loopscope.training_hooks.measures import WeightAverage as Average
-from loopscope.training_hooks.measures import averaged_state_dict
-from loopscope.training_hooks.weight_average import WeightAverage
+from loopscope.training_hooks.averaging import WeightAverage
+from loopscope.training_hooks.averaging.weight_averages import WeightAverage as Average
+from loopscope.training_hooks.averaging.weight_averages import averaged_state_dict
 from torch import nn
 
 from tests.support import (

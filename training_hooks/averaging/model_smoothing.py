@@ -20,7 +20,8 @@ from loopscope.hooks import (
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import norm, trainable
 
-from .measures import ShadowCopies, SmoothingConfig, blend_buffers, distance
+from .shadow_copies import ShadowCopies
+from .smoothing import SmoothingConfig, blend_buffers, distance
 
 
 @HookRegistry.register

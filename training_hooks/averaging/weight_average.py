@@ -21,8 +21,9 @@ from loopscope.lowbit import layers_with_factors
 from loopscope.runs import average_name
 from loopscope.state import fully_sharded_modules, is_sharded, norm, trainable
 
-from .measures import WeightAverage as Average
-from .measures import averaged_state_dict, distance
+from .smoothing import distance
+from .weight_averages import WeightAverage as Average
+from .weight_averages import averaged_state_dict
 
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
 
