@@ -21,7 +21,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CONDITIONS: dict[str, Callable[[str, bool, int], bool]] = {
     "yes": lambda loop, wanted, step: True,
     "-": lambda loop, wanted, step: False,
-    "float16": lambda loop, wanted, step: False,  # tests/framework/test_precision.py has the runs in which it is set
+    "float16": lambda loop, wanted, step: (
+        False
+    ),  # tests/framework/training/test_precision.py has the runs in which it is set
     "wanted": lambda loop, wanted, step: wanted,
     "wanted, from step 2": lambda loop, wanted, step: wanted and step >= 2,
     "after the first flush": lambda loop, wanted, step: step >= LOG_EVERY,

@@ -13,7 +13,7 @@ from loopscope.hooks import bulk_hooks
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink, read_jsonl
 
-from tests.framework.small_experiment import read_json
+from tests.framework.runs.small_experiment import read_json
 
 assert training_hooks.__all__
 

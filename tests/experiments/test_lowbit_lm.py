@@ -19,7 +19,7 @@ from loopscope.runs.session import build_run
 from loopscope.sinks import read_jsonl
 from loopscope.training import forward_backward
 
-from tests.framework.small_experiment import read_json
+from tests.framework.runs.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {

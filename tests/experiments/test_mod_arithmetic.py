@@ -18,7 +18,7 @@ from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.runs.session import build_run
 from torch import Tensor
 
-from tests.framework.small_experiment import read_json
+from tests.framework.runs.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {

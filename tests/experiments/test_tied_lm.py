@@ -13,7 +13,7 @@ from loopscope.experiments.tied_lm.runner import TiedLMConfig
 from loopscope.runs.session import build_run
 from loopscope.sinks import read_jsonl
 
-from tests.framework.small_experiment import read_json
+from tests.framework.runs.small_experiment import read_json
 
 FILLED = (experiments, sinks, training_hooks)
 TINY: dict[str, Any] = {

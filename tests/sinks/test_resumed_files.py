@@ -11,7 +11,7 @@ from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
 from loopscope.sinks import CSVSink, JSONLSink, TensorBoardSink
 
-from tests.framework.small_experiment import SmallConfig
+from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import Emit, emits, run_info
 from tests.sinks.event_files import values
 

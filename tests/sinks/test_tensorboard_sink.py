@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams.metadata import (
     parse_session_start_info_plugin_data,
 )
 
-from tests.framework.small_experiment import SmallConfig
+from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import accumulated, float32, scalars
 

@@ -19,7 +19,7 @@ from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, Series
 from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
 
-from tests.framework.small_experiment import SmallConfig
+from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
 from tests.sinks.test_sink_contracts import run_with
 from tests.sinks.wandb_files import axes, config_of, history, log_of, only

@@ -1,0 +1,82 @@
+"""Sessions on small that stop as if they were killed: what lies in the folder at that moment is all that remains."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loopscope.loops import NoProgress
+from loopscope.runs import Display, Session
+from loopscope.state import LoopState
+
+from tests.framework.runs.small_experiment import Small, session
+
+
+class Killed(BaseException):
+    """Unwinds a run whose folder was copied before."""
+
+
+class Killing(NoProgress):
+    """Copies a folder after a step, as a kill would leave it, and ends the run."""
+
+    def __init__(self, step: int, folder: Path, remains: Path) -> None:
+        self._step, self._folder, self._remains = step, folder, remains
+
+    def step(self, loop: LoopState) -> None:
+        if loop.step >= self._step:
+            copy(self._folder, self._remains)
+            raise Killed
+
+
+class KillingDisplay(Display):
+    """Shows nothing, and kills the run after a step."""
+
+    def __init__(self, progress: Killing) -> None:
+        self._progress = progress
+
+    def strategy_started(self, *of_the_run: Any) -> Any:
+        return self._progress
+
+
+def copy(folder: Path, remains: Path) -> None:
+    """Copy a folder in which a checkpoint may be being written: again where one got its name meanwhile."""
+    while True:
+        shutil.rmtree(remains, ignore_errors=True)
+        try:
+            shutil.copytree(folder, remains)
+            return
+        except (OSError, shutil.Error):
+            continue
+
+
+def kill_after(step: int, folder: Path, remains: Path, runner: type[Small] = Small, **options: Any) -> bool:
+    """Run or resume in ``folder`` until ``step`` is done; ``remains`` is what is left; tell whether it came so far."""
+    return kill(session(folder, runner, **{"strategies": ["plain"], **options}), step, folder, remains)
+
+
+def kill(killed: Session, step: int, folder: Path, remains: Path) -> bool:
+    """Do so with a session in ``folder``."""
+    killed.display = KillingDisplay(Killing(step, folder, remains))
+    try:
+        killed.run()
+    except Killed:
+        return True
+    copy(folder, remains)
+    return False
+
+
+Change = Callable[[bytes], bytes]
+
+
+def flipped(place: float) -> Change:
+    """Return what flips a bit at a fraction of a file."""
+
+    def change(data: bytes) -> bytes:
+        index = min(len(data) - 1, int(len(data) * place))
+        return data[:index] + bytes([data[index] ^ 16]) + data[index + 1 :]
+
+    return change
+
+
+def change_file(path: Path, change: Change) -> None:
+    path.write_bytes(change(path.read_bytes()))

@@ -1,0 +1,198 @@
+"""``loopscope diff``: the first step and tensor at which two runs part, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import checkpoints_in, differing, open_checkpoint
+from loopscope.checkpoints.format import write_checkpoint
+from loopscope.cli import main
+
+from tests.framework.checkpoints.killed_sessions import change_file
+from tests.framework.runs.small_experiment import Small, registered, session
+
+FILLED = (sinks, training_hooks)
+Content = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries():
+    with registered(Small):
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    session(folder, strategies=["plain"], hooks=["norms"], epochs=3, save_checkpoints=1).run()
+    return folder / "small/plain"
+
+
+@pytest.fixture
+def pair(finished: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Return the folders of two equal runs."""
+    for name in "ab":
+        shutil.copytree(finished, tmp_path / name)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def diff(capfd: Any, *runs: Path) -> tuple[int, str]:
+    status = main(["diff", *map(str, runs)])
+    output, errors = capfd.readouterr()
+    return status, output + errors
+
+
+def flip_weight(content: Content) -> None:
+    content["state"]["parameters"]["0.weight"].view(torch.int32)[3, 2] ^= 1
+
+
+def flip_optimizer(content: Content) -> None:
+    content["state"]["optimizer"]["state"][1]["exp_avg_sq"].view(torch.int32)[0] ^= 1
+
+
+def draw(content: Content) -> None:
+    content["streams"]["torch"][100] ^= 1
+
+
+def count(content: Content) -> None:
+    content["state"]["loop"]["skipped_steps"] += 1
+
+
+PLANTED: dict[Callable[[Content], None], str] = {
+    flip_weight: "parameters/0.weight",
+    flip_optimizer: "optimizer/state/1/exp_avg_sq",
+    draw: "generators/torch",
+    count: "loop/skipped_steps",
+}
+
+
+def plant(run: Path, step: int, change: Callable[[Content], None]) -> None:
+    folder = run / f"checkpoints/step_{step:09d}"
+    found = open_checkpoint(folder)
+    content = found.content()
+    change(content)
+    write_checkpoint(folder, content, found.manifest)
+
+
+def test_equal_runs_are_the_same(pair, capfd) -> None:
+    status, said = diff(capfd, *pair)
+    assert (status, said.splitlines()[-1]) == (0, "The runs are the same.")
+    assert all(part in said for part in ("Metrics in JSONL: the same.", "Final weights: the same.", "Checkpoints of"))
+
+
+@pytest.mark.parametrize("change", PLANTED)
+def test_a_planted_difference_is_found_at_its_first_step(change, pair, capfd) -> None:
+    steps = [open_checkpoint(path).step for path in checkpoints_in(pair[1] / "checkpoints")]
+    for step in steps[: len(steps) - 1]:
+        plant(pair[1], step, change)
+    first = steps[-2] if len(steps) > 1 else steps[0]
+    if len(steps) == 1:
+        plant(pair[1], first, change)
+    status, said = diff(capfd, *pair)
+    assert status == 1
+    assert f"The runs part at step {first} (epoch {first // 3}), first in {PLANTED[change]}." in said
+
+
+def test_what_differs_in_one_bit_or_type_differs(finished: Path) -> None:
+    newest = open_checkpoint(next(checkpoints_in(finished / "checkpoints")))
+    for change, name in PLANTED.items():
+        content = newest.content()
+        change(content)
+        assert differing(newest.content(), content) == [name]
+    content = newest.content()
+    del content["state"]["parameters"]["0.weight"]
+    content["state"]["loop"]["step"] = float(content["state"]["loop"]["step"])
+    assert differing(newest.content(), content) == ["parameters/0.weight", "loop/step"]
+    assert differing(newest.content(), newest.content()) == []
+
+
+def test_minus_zero_and_nan_are_told_apart_bit_for_bit() -> None:
+    def content(value: Any) -> Content:
+        return {"state": {"a": torch.tensor([1.0]), "b": value}, "streams": {}}
+
+    nan = torch.tensor([float("nan")])
+    assert differing(content(nan), content(nan.clone())) == []
+    assert differing(content(float("nan")), content(float("nan"))) == []
+    assert differing(content(0.0), content(-0.0)) == ["b"]
+    assert differing(content(torch.tensor(0.0)), content(torch.tensor(-0.0))) == ["b"]
+    assert differing(content(torch.ones(2, 3)), content(torch.ones(3, 2))) == ["b"]
+    assert differing(content(True), content(1)) == ["b"]
+
+
+def test_hooks_and_what_the_loop_keeps_for_them_alone_do_not_differ(pair, tmp_path: Path, capfd) -> None:
+    hooks = ["consecutive", "batch_dynamics", "training_diagnostics"]
+    session(tmp_path / "c", strategies=["plain"], hooks=hooks, epochs=3, save_checkpoints=1, sinks=False).run()
+    status, said = diff(capfd, pair[0], tmp_path / "c/small/plain")
+    assert (status, said.splitlines()[-1]) == (0, "The runs are the same.")
+    assert "hooks: norms: {} / None" in said
+    assert "hooks: batch_dynamics: None / {" in said
+
+
+def test_a_metric_that_differs_is_named_with_its_step(pair, capfd) -> None:
+    lines = (pair[1] / "plain.jsonl").read_text().splitlines()
+    row = json.loads(lines[1])
+    row["norms/total_weight_norm"] += 1e-9
+    lines[1] = json.dumps(row, separators=(",", ":"))
+    (pair[1] / "plain.jsonl").write_text("\n".join(lines) + "\n")
+    status, said = diff(capfd, *pair)
+    assert status == 1
+    assert f"The runs part by step {row['step']}, in the metric norms/total_weight_norm." in said
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data[: data.rindex(b"\n", 0, -1) + 1], "in the number of metrics, line"),
+        (lambda data: data[:30], "in the metrics, line 1"),
+        (lambda data: b"\xff" + data, "in the metrics, line 1"),
+    ],
+)
+def test_a_log_that_ends_early_or_is_damaged_parts_there(change, told: str, pair, capfd) -> None:
+    change_file(pair[1] / "plain.jsonl", change)
+    status, said = diff(capfd, *pair)
+    assert (status, told in said) == (1, True), said
+
+
+def test_final_weights_that_differ_are_named(pair, capfd) -> None:
+    weights = torch.load(pair[1] / "plain_final.pt", weights_only=True)
+    weights["4.bias"].view(torch.int32)[1] ^= 1
+    torch.save(weights, pair[1] / "plain_final.pt")
+    status, said = diff(capfd, *pair)
+    assert (status, "The runs part by the final weights, first in 4.bias." in said) == (1, True)
+
+
+def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
+    shutil.rmtree(pair[1] / "checkpoints")
+    for name in ("plain.jsonl", "plain_final.pt"):
+        (pair[1] / name).unlink()
+    status, said = diff(capfd, *pair)
+    assert (status, "have no checkpoint of the same step, no JSONL and no weights in common" in said) == (2, True)
+
+
+@pytest.mark.parametrize("config", [None, "", "{}", "[1]", '{"strategy": '])
+def test_what_is_not_a_run_is_refused(config: str | None, pair, capfd) -> None:
+    path = pair[1] / "experiment_config.json"
+    path.unlink() if config is None else path.write_text(config)
+    status, said = diff(capfd, *pair)
+    assert (status, said.count("\n"), "b is not the folder of a run" in said) == (2, 1, True)
+
+
+def test_damaged_weights_and_checkpoints_are_named(pair, capfd) -> None:
+    change_file(pair[1] / "plain_final.pt", lambda data: data[:100])
+    status, said = diff(capfd, *pair)
+    assert (status, "plain_final.pt cannot be read as weights" in said) == (2, True)
+    for path in checkpoints_in(pair[1] / "checkpoints"):
+        change_file(path / "state.pt", lambda data: data[:100])
+    status, said = diff(capfd, *pair)
+    assert (status, "it is damaged" in said) == (2, True)
+
+
+@pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])
+def test_two_runs_are_needed(words: list[str], capfd) -> None:
+    status, said = diff(capfd, *map(Path, words))
+    assert (status, f"takes the folders of two runs, but got {len(words)}" in said) == (2, True)

@@ -1,0 +1,455 @@
+"""Runs that go on: from the newest intact checkpoint of the same run, with what was there left as it was otherwise."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpointing, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints import format as checkpoint_files
+from loopscope.checkpoints.format import MANIFEST, STATE, write_checkpoint
+from loopscope.checkpoints.writer import Kept
+from loopscope.cli import main
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.training_hooks import PathLength
+
+from tests.framework.checkpoints.crash_runs import Stumbling, outcome
+from tests.framework.checkpoints.killed_sessions import change_file, flipped, kill_after
+from tests.framework.checkpoints.test_checkpoint_files import Exploit, written
+from tests.framework.runs.small_experiment import (
+    STEPS_PER_EPOCH,
+    Small,
+    SmallSteps,
+    contents,
+    read_json,
+    registered,
+    session,
+)
+
+FILLED = (sinks, training_hooks)
+HOOKS = {
+    Small: ["norms", "counterfactual", "model_smoothing", "path_length"],
+    SmallSteps: ["model_smoothing", "path_length", "hessian"],
+}
+HOOK_OPTIONS = {"model_smoothing": {"update_interval": 2}}
+OPTIONS: dict[str, Any] = {
+    "epochs": 3,
+    "hooks": HOOKS[Small],
+    "hook_options": HOOK_OPTIONS,
+    "checkpoint_every_steps": 2,
+}
+EXPERIMENTS = [Small, SmallSteps]
+TAKE = Checkpointing.take
+
+
+@pytest.fixture(autouse=True, scope="module")
+def entries():
+    with registered(Small, SmallSteps, Stumbling):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience():
+    """Have every run wait for its disk, so that all leave the same checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "take", lambda checkpointing, wait: TAKE(checkpointing, wait=True))
+        yield
+
+
+def folder_of(folder: Path, runner: type[Small] = Small) -> Path:
+    return folder / runner.name / "plain"
+
+
+def resume(folder: Path, runner: type[Small] = Small, **options: Any) -> list[str]:
+    """Go on to the end, and return what was said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        session(folder, runner, **{"strategies": ["plain"], **OPTIONS, **options}, resume=True).run()
+    return [str(item.message) for item in said]
+
+
+def steps_in(folder: Path, runner: type[Small] = Small) -> list[int]:
+    return [open_checkpoint(path).step for path in checkpoints_in(folder_of(folder, runner) / "checkpoints")]
+
+
+def damage(folder: Path, step: int, name: str = STATE, place: float = 0.5) -> Path:
+    path = folder_of(folder) / f"checkpoints/step_{step:09d}"
+    change_file(path / name, flipped(place))
+    return path
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """Return the folder of a run that was killed in its seventh step, with checkpoints of steps 2, 4 and 6."""
+    assert kill_after(7, tmp_path / "first", tmp_path / "killed", **OPTIONS)
+    shutil.rmtree(tmp_path / "first")
+    return tmp_path / "killed"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type[Small], Path]:
+    """Return the folders of runs that nothing interrupted."""
+    folders = {runner: tmp_path_factory.mktemp("whole") for runner in EXPERIMENTS}
+    for runner, folder in folders.items():
+        session(folder, runner, strategies=["plain"], **{**OPTIONS, "hooks": HOOKS[runner]}).run()
+    return folders
+
+
+def assert_the_same(folder: Path, whole: Path) -> None:
+    assert outcome(folder).unlike(outcome(whole)) == []
+
+
+# Going on
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 9])
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_a_run_that_goes_on_ends_like_one_that_never_stopped(runner, step: int, whole, tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": HOOKS[runner]}
+    assert kill_after(step, tmp_path / "first", tmp_path / "killed", runner, **options)
+    resume(tmp_path / "killed", runner, hooks=HOOKS[runner])
+    assert_the_same(tmp_path / "killed", whole[runner])
+
+
+def test_nothing_is_said_where_the_scheduler_steps_before_the_optimizer_does(whole, tmp_path: Path) -> None:
+    options = {**OPTIONS, "checkpoint_every_steps": STEPS_PER_EPOCH}
+    assert kill_after(STEPS_PER_EPOCH + 1, tmp_path / "first", tmp_path / "killed", **options)
+    assert steps_in(tmp_path / "killed") == [STEPS_PER_EPOCH]
+    (said,) = resume(tmp_path / "killed")
+    assert said.startswith("The lock on")
+    assert_the_same(tmp_path / "killed", whole[Small])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_weights_that_a_run_writes_over_stay_its_reference_when_it_goes_on(named: bool, tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": ["parameter_delta", "gradient_projection"], "hook_options": {}, "overwrite": True}
+    given = lambda folder: {"reference": tmp_path / folder} if named else {}
+    for folder in ("whole", "run"):
+        session(tmp_path / folder, strategies=["plain"], epochs=3, hooks=["norms"]).run()
+    session(tmp_path / "whole", strategies=["plain"], **options, **given("whole")).run()
+    assert kill_after(5, tmp_path / "run", tmp_path / "killed", **options, **given("run"))
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "killed").rename(tmp_path / "run")
+    resume(tmp_path / "run", **{**options, "overwrite": False}, **given("run"))
+    assert_the_same(tmp_path / "run", tmp_path / "whole")
+    folder = folder_of(tmp_path / "whole")
+    assert "gradient_projection/" in (folder / "plain.jsonl").read_text()
+    assert read_json(folder / "experiment_config.json")["run"]["reference"] == str(folder / "plain_reference.pt")
+    session(tmp_path / "whole", strategies=["plain"], epochs=3, hooks=["norms"], overwrite=True).run()
+    assert not (folder / "plain_reference.pt").exists()
+
+
+def test_a_finished_strategy_is_left_as_it_is_and_said_nothing_of(tmp_path: Path) -> None:
+    session(tmp_path, strategies=["plain"]).run()
+    before = contents(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session(tmp_path, strategies=["plain", "other-order"], resume=True).run()
+    assert {name: data for name, data in contents(tmp_path).items() if name in before} == before
+    assert read_json(tmp_path / "small/other-order/summary.json")["status"] == "completed"
+
+
+def test_without_any_checkpoint_it_begins_anew_and_says_so(tmp_path: Path, whole) -> None:
+    options = {**OPTIONS, "checkpoint_every_steps": 0}
+    assert kill_after(4, tmp_path / "first", tmp_path / "killed", **options)
+    assert any("holds no intact checkpoint: the run begins anew" in said for said in resume(tmp_path / "killed"))
+    assert_the_same(tmp_path / "killed", whole[Small])
+
+
+def test_a_hook_that_had_raised_stays_away_with_all_its_rows(tmp_path: Path) -> None:
+    options = {**OPTIONS, "hooks": ["stumbling", "norms"], "hook_options": {"stumbling": {"at": 5}}}
+    options["on_hook_error"] = "skip"
+    with pytest.warns(UserWarning, match="stumbled. The run goes on without it"):
+        session(tmp_path / "whole", strategies=["plain"], **options).run()
+    with pytest.warns(UserWarning, match="stumbled"):
+        assert kill_after(7, tmp_path / "first", tmp_path / "killed", **options)
+    resume(tmp_path / "killed", **options)
+    assert_the_same(tmp_path / "killed", tmp_path / "whole")
+    errors = read_json(folder_of(tmp_path / "killed") / "summary.json")["hook_errors"]
+    assert [(error["hook"], error["step"]) for error in errors] == [("stumbling", 5)]
+
+
+def test_a_hook_that_was_left_out_late_stays_out_with_its_reason(tmp_path: Path) -> None:
+    class Late(Stumbling):
+        """Finds out late that it does not suit."""
+
+        name = "late"
+
+        def compute(self, ctx: Any) -> dict[str, float]:
+            if ctx.step == 5:
+                raise UnsuitableError("Hook 'late' needs more.")
+            return super().compute(ctx)
+
+    class Watched(Small):
+        """Has it on by default, so that it may be left out."""
+
+        name = "watched"
+        minimal_hooks = ("training_metrics", "norms", "late")
+        default_group = "minimal"
+
+    options = {"epochs": 3, "checkpoint_every_steps": 2, "hooks": [], "hook_options": {}}
+    with registered(Late):
+        session(tmp_path / "whole", Watched, strategies=["plain"], **options).run()
+        assert kill_after(7, tmp_path / "first", tmp_path / "killed", Watched, **options)
+        resume(tmp_path / "killed", Watched, **options)
+    assert_the_same(tmp_path / "killed", tmp_path / "whole")
+    assert "late" in read_json(folder_of(tmp_path / "killed", Watched) / "summary.json")["hooks_left_out"]
+
+
+def test_other_observers_are_told_of_and_the_run_is_the_same(killed: Path, whole) -> None:
+    (folder_of(killed) / "plain.csv").unlink()  # whose columns are those of the hooks
+    said = resume(killed, hooks=["norms", "model_smoothing", "weight_tracking"], sinks=False)
+    assert any("Hooks are not as they were" in sentence and "path_length" in sentence for sentence in said)
+    weights = [folder_of(folder) / "plain_final.pt" for folder in (killed, whole[Small])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_another_environment_is_told_of(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    (told,) = [sentence for sentence in resume(killed) if "another environment" in sentence]
+    assert f"may differ in the last bits: threads: {threads} before, 99 now" in told
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [(STATE, 0.02), (STATE, 0.5), (STATE, 0.999), (MANIFEST, 0.1), (MANIFEST, 0.6)]
+)
+def test_the_newest_intact_checkpoint_is_used_and_damaged_ones_are_named(name, place, killed: Path, whole) -> None:
+    newest = steps_in(killed)[0]
+    path = damage(killed, newest, name, place)
+    said = resume(killed)
+    assert any(str(path / name) in sentence and "damaged" in sentence for sentence in said)
+    assert_the_same(killed, whole[Small])
+
+
+def test_a_damaged_newer_checkpoint_pushes_no_intact_one_out(killed: Path, tmp_path: Path) -> None:
+    damage(killed, 6)
+    options = {**OPTIONS, "checkpoint_every_steps": 1, "keep_checkpoints": 1, "resume": True}
+    with pytest.warns(RunNotice, match="step_000000006.*damaged"):
+        assert kill_after(6, killed, tmp_path / "again", **options)
+    told: list[str] = []
+    found = newest_intact(folder_of(tmp_path / "again") / "checkpoints", told.append)
+    assert found is not None
+    assert (found.step, len(told)) == (5, 1)
+
+
+def test_a_newer_checkpoint_than_the_one_that_is_written_counts_for_nothing_and_stays(tmp_path: Path) -> None:
+    older, _ = written(tmp_path, 4), written(tmp_path, 6)
+    assert Kept.of(tmp_path, 1).add(written(tmp_path, 5)) == [older.folder]
+
+
+def test_a_checkpoint_of_a_newer_format_is_named_and_kept(killed: Path, whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
+    content, manifest = open_checkpoint(newest).content(), dict(open_checkpoint(newest).manifest)
+    with monkeypatch.context() as newer:
+        newer.setattr(checkpoint_files, "FORMAT", checkpoint_files.FORMAT + 1)
+        write_checkpoint(newest, content, manifest)
+    assert any("written by a newer loopscope" in sentence for sentence in resume(killed))
+    assert_the_same(killed, whole[Small])
+
+
+@pytest.mark.parametrize("where", ["state", "hooks"])
+def test_a_crafted_checkpoint_with_a_right_manifest_runs_nothing(
+    where: str, killed: Path, tmp_path: Path, whole
+) -> None:
+    newest = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}"
+    found = open_checkpoint(newest)
+    content = {**found.content(), where: Exploit(tmp_path / "executed")}
+    write_checkpoint(newest, content, found.manifest)
+    with pytest.raises(UsageError, match="cannot be loaded without executing code"):
+        resume(killed)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("missing", ["step", "score", "files"])
+def test_a_manifest_that_lacks_something_is_refused(missing: str, killed: Path, whole) -> None:
+    path = folder_of(killed) / f"checkpoints/step_{steps_in(killed)[0]:09d}" / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["digest"], manifest[missing]
+    path.write_text(json.dumps({**manifest, "digest": checkpoint_files._digest_of_manifest(manifest)}))
+    assert any("does not describe a checkpoint" in sentence for sentence in resume(killed))
+    assert_the_same(killed, whole[Small])
+
+
+@pytest.mark.parametrize(("name", "place"), [("plain.csv", 0.0), ("plain.csv", None), ("plain.jsonl", None)])
+def test_files_of_sinks_that_are_not_those_of_the_run_are_refused(name, place, killed: Path) -> None:
+    path = folder_of(killed) / name
+    if place is None:
+        path.write_bytes(path.read_bytes()[:20])
+    else:
+        change_file(path, flipped(place))
+    with pytest.raises(UsageError, match=r"put that file back, or start the run anew with --overwrite"):
+        resume(killed)
+
+
+# What is refused
+
+
+def command(folder: Path, *words: str, hooks: list[str] = HOOKS[Small]) -> list[str]:
+    smoothing = ["--hook-config", "model_smoothing.update_interval=2"] * ("model_smoothing" in hooks)
+    given = ["run", "small", "--strategy", "plain", "--epochs", "3", "--hooks", *hooks, *smoothing, "--hook-csv"]
+    options = ["--hook-jsonl", "--checkpoint-every-steps", "2", "--output-dir", str(folder), "--no-console-output"]
+    return [*given, *options, *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--resume", "--lr", "0.5"], "lr was 0.01 and is 0.5"),
+        (["--resume", "--seed", "3", "--bright"], "seed was 0 and is 3, bright was False and is True"),
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        ([], "already holds an unfinished run"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_touched(words, told, killed: Path, capfd) -> None:
+    before = contents(killed)
+    assert main(command(killed, *words)) == 2
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert told in errors
+    assert contents(killed) == before
+
+
+def test_a_run_with_another_treatment_is_refused(killed: Path, capfd) -> None:
+    before = contents(killed)
+    assert main(command(killed, "--resume", hooks=["norms"])) == 2
+    assert "was treated by other hooks: model_smoothing; now none" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_checkpoint_in_the_folder_of_another_experiment_is_refused(killed: Path, capfd) -> None:
+    shutil.move(killed / "small", killed / "small_steps")
+    before = contents(killed)
+    words = ["small_steps" if word == "small" else word for word in command(killed, "--resume")]
+    assert main(words) == 2
+    assert "experiment was 'small' and is 'small_steps'" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_names_of_its_tensors(killed: Path, monkeypatch, capfd) -> None:
+    wider = Small.build_model
+    monkeypatch.setattr(Small, "build_model", lambda self: wider(self)[:-1].append(torch.nn.Linear(8, 3)))
+    lock = folder_of(killed) / "run.lock"
+    lock.unlink()
+    before = contents(killed)
+    assert main(command(killed, "--resume")) == 2
+    assert "was written for another model: of its parameters, 4.bias, 4.weight differ" in capfd.readouterr().err
+    assert contents(killed) == before
+
+
+def test_a_hook_with_options_that_its_state_does_not_fit_is_named(killed: Path, monkeypatch, capfd) -> None:
+    def refuse(hook: Any, state: Any) -> None:
+        raise KeyError("window")
+
+    monkeypatch.setattr(PathLength, "load_state_dict", refuse)
+    assert main(command(killed, "--resume")) == 2
+    assert "Hook 'path_length' cannot take its state back (KeyError: 'window')" in capfd.readouterr().err
+
+
+def test_resume_goes_on_from_the_folder_alone_wherever_it_lies_now(tmp_path: Path, whole, capfd) -> None:
+    first = tmp_path / "first"
+    assert main(command(first)) == 0
+    folder = folder_of(first)
+    for name in ("summary.json", "plain_final.pt"):
+        (folder / name).unlink()
+    shutil.move(first, tmp_path / "moved")
+    assert main(["resume", str(folder_of(tmp_path / "moved"))]) == 0
+    assert_the_same(tmp_path / "moved", whole[Small])
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
+
+
+# A file system that fails
+
+
+def failing(number: int, function: Any) -> Any:
+    """Return a function of ``os`` that refuses every path and file below a folder of checkpoints."""
+
+    def called(place: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else str(place)
+        if "/checkpoints/" in path:
+            raise OSError(number, os.strerror(number))
+        return function(place, *arguments, **options)
+
+    return called
+
+
+FAULTS = {
+    "no space": (errno.ENOSPC, ("fsync",)),
+    "a broken disk": (errno.EIO, ("fsync",)),
+    "a read-only folder": (errno.EROFS, ("mkdir", "rename", "unlink", "rmdir")),
+    "a rename that fails": (errno.EACCES, ("rename",)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_goes_on_where_no_checkpoint_can_be_written_and_older_ones_stay(fault, killed, whole) -> None:
+    before, (number, functions) = steps_in(killed), FAULTS[fault]
+    with pytest.MonkeyPatch.context() as patch:
+        for function in functions:
+            patch.setattr(os, function, failing(number, getattr(os, function)))
+        said = resume(killed)
+    assert any(f"could not be written: {os.strerror(number)}. Training goes on." in sentence for sentence in said)
+    assert steps_in(killed) == before
+    unlike = outcome(killed).unlike(outcome(whole[Small]))
+    assert [name for name in unlike if "/checkpoints/" not in name] == []
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_state_costs_that_checkpoint_alone(killed, whole) -> None:
+    write, sizes = checkpoint_files._Digesting.write, []
+
+    def full(file: Any, data: Any) -> int:
+        sizes.append(len(data))
+        if sum(sizes[:-1]) < 5_000 <= sum(sizes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files._Digesting, "write", full)
+        said = resume(killed)
+    assert sum("could not be written: No space left on device." in sentence for sentence in said) == 1
+    assert steps_in(killed) == [6, 4, 2]
+    assert [name for name in outcome(killed).unlike(outcome(whole[Small])) if "/checkpoints/" not in name] == []
+
+
+def test_a_file_that_grows_beyond_its_limit_costs_the_checkpoint_only(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        with pytest.warns(UserWarning, match="could not be written: File too large"):
+            session(tmp_path, strategies=["plain"], save_checkpoints=2, hooks=["path_length"], sinks=False).run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_json(folder_of(tmp_path) / "summary.json")["status"] == "completed"
+    assert list((folder_of(tmp_path) / "checkpoints").iterdir()) == []
+
+
+def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_waits(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Checkpointing, "take", TAKE)
+    write = checkpoint_files._Digesting.write
+    begun: list[float] = []
+
+    def slow(file: Any, data: Any) -> int:
+        if not begun:
+            begun.append(time.monotonic())
+            time.sleep(1.5)
+        return write(file, data)
+
+    monkeypatch.setattr(checkpoint_files._Digesting, "write", slow)
+    seen: list[float] = []
+    monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: seen.append(time.monotonic()))
+    with pytest.warns(RunNotice, match="is left out, since the one before is still being written"):
+        session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
+    assert seen[-1] - begun[0] < 1.5
+    assert steps_in(tmp_path, SmallSteps)

@@ -1,0 +1,198 @@
+"""Any sequence of training, killing, damaging, resuming and evaluating ends like the run that nothing interrupted."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpoint, Checkpointing, checkpoints_in, differing, newest_intact, open_checkpoint
+from loopscope.checkpoints.content import put_back
+from loopscope.checkpoints.format import MANIFEST, STATE
+from loopscope.runs import CHECKPOINTS, Session
+from loopscope.runs.session import build_run
+from loopscope.sinks import JSONLSink, read_jsonl
+
+from tests.framework.checkpoints.crash_runs import leaves, patiently
+from tests.framework.checkpoints.killed_sessions import change_file, flipped, kill
+from tests.framework.runs.small_experiment import Small, SmallConfig, SmallSteps, contents, registered, session
+
+FILLED = (sinks, training_hooks)
+EPOCHS, STEPS = 4, 12
+ALWAYS = ["training_metrics", "path_length", "model_smoothing", "hessian"]
+SOMETIMES = {Small: "counterfactual", SmallSteps: "weight_average"}
+OPTIONS: dict[str, Any] = {
+    "epochs": EPOCHS,
+    "hook_options": {"model_smoothing": {"update_interval": 3}},
+    "log_every": 4,
+    "eval_every": 2,
+    "snapshot_every": 2,
+}
+
+
+def made(folder: Path, runner: type[Small], **options: Any) -> Session:
+    """Make a session that writes JSONL alone: the columns of CSV are those of one set of hooks."""
+    found = session(folder, runner, strategies=["plain"], **{**OPTIONS, **options})
+    found.make_sinks = lambda: [JSONLSink()]
+    return found
+
+
+class Whole:
+    """The run that nothing interrupts, with a checkpoint after every step."""
+
+    def __init__(self, runner: type[Small], folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+            made(folder, runner, hooks=ALWAYS, checkpoint_every_steps=1, save_checkpoints=1, keep_checkpoints=99).run()
+        run_folder = folder / runner.name / "plain"
+        self.at = {
+            open_checkpoint(path).step: open_checkpoint(path) for path in checkpoints_in(run_folder / CHECKPOINTS)
+        }
+        self.rows = rows(run_folder)
+        self.weights = (run_folder / "plain_final.pt").read_bytes()
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    """Return what the hooks that are always on emitted, emit by emit."""
+    found = []
+    for record in read_jsonl(folder / "plain.jsonl"):
+        metrics = {name: value for name, value in record.metrics.items() if name.split("/")[0] in ALWAYS}
+        found.append((record.epoch, record.step, record.hook_point.name, repr(metrics)))
+    return [row for row in found if row[3] != "{}"]
+
+
+def newest_of(run_folder: Path) -> Checkpoint | None:
+    return newest_intact(run_folder / CHECKPOINTS, lambda sentence: None)
+
+
+MANY = 60
+"""Examples behind the slow marker, drawn anew each time; the few that are always run are always the same."""
+
+
+class Lives(RuleBasedStateMachine):
+    """A run in a folder of which every kill leaves a copy.
+
+    No rule waits for a checkpoint with a precondition: which are there depends on the speed of the disk, and an
+    example must be the same whenever it is repeated.
+    """
+
+    runner: type[Small]
+    whole: Whole
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = Path(tempfile.mkdtemp())
+        self.lives = 0
+        self.hooks = ALWAYS
+
+    @property
+    def folder(self) -> Path:
+        return self.home / str(self.lives)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / self.runner.name / "plain"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return list(checkpoints_in(self.run_folder / CHECKPOINTS))
+
+    @rule(steps=st.integers(1, 7), every=st.sampled_from([0, 1, 2, 3]), keep=st.integers(1, 3))
+    def train_and_kill(self, steps: int, every: int, keep: int) -> None:
+        """Go on from the newest intact checkpoint and die some steps behind it."""
+        newest = newest_of(self.run_folder)
+        until = min(STEPS, (newest.step if newest else 0) + steps)
+        options = {"checkpoint_every_steps": every, "keep_checkpoints": keep, "hooks": self.hooks, "resume": True}
+        kill(made(self.folder, self.runner, **options), until, self.folder, self.home / str(self.lives + 1))
+        shutil.rmtree(self.folder)
+        self.lives += 1
+
+    @rule(observed=st.booleans())
+    def change_the_observers(self, observed: bool) -> None:
+        self.hooks = [*ALWAYS, *[SOMETIMES[self.runner]] * observed]
+
+    @rule(which=st.integers(0, 2), name=st.sampled_from([STATE, MANIFEST]), place=st.floats(0, 1))
+    def damage(self, which: int, name: str, place: float) -> None:
+        for path in self.checkpoints[which : which + 1]:
+            change_file(path / name, flipped(place))
+
+    @rule(name=st.sampled_from([STATE, MANIFEST]), rest=st.floats(0, 0.99))
+    def cut_off(self, name: str, rest: float) -> None:
+        for path in self.checkpoints[:1]:
+            change_file(path / name, lambda data: data[: int(len(data) * rest)])
+
+    @rule()
+    def evaluate(self) -> None:
+        """Evaluate the newest checkpoint again: the same numbers, and nothing is touched."""
+        if (newest := newest_of(self.run_folder)) is not None:
+            before = contents(self.folder)
+            task, state = build_run(self.runner(SmallConfig(epochs=EPOCHS)), "plain")
+            put_back(newest.content()["state"], state, newest.folder)
+            if state.loop.evaluated_at == state.loop.step:
+                with torch.no_grad():
+                    assert task.evaluate(task.model.eval()) == state.loop.evaluation
+            assert contents(self.folder) == before
+
+    @invariant()
+    def the_newest_intact_checkpoint_is_one_of_the_whole_run(self) -> None:
+        if (newest := newest_of(self.run_folder)) is not None:
+            same = self.whole.at[newest.step]
+            if same.manifest["epoch"] == newest.manifest["epoch"]:
+                content, expected = newest.content(), same.content()
+                assert differing(expected, content) == []
+                for name in ALWAYS:
+                    states = [dict(leaves(held["hooks"][name], name)) for held in (content, expected)]
+                    assert states[0] == states[1]
+
+    def teardown(self) -> None:
+        """Go on to the end and compare."""
+        try:
+            (summary,) = made(self.folder, self.runner, hooks=self.hooks, resume=True).run()
+            assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+            assert (self.run_folder / "plain_final.pt").read_bytes() == self.whole.weights
+            assert rows(self.run_folder) == self.whole.rows
+        finally:
+            shutil.rmtree(self.home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def machine_of(tmp_path_factory: pytest.TempPathFactory):
+    """Return the machine of an experiment."""
+
+    def of(runner: type[Small]) -> type[Lives]:
+        whole = Whole(runner, tmp_path_factory.mktemp("whole"))
+        return type("Lives", (Lives,), {"runner": runner, "whole": whole})
+
+    with registered(Small, SmallSteps):
+        yield of
+
+
+def check(machine: type[Lives], examples: int, length: int) -> None:
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=length,
+            deadline=None,
+            suppress_health_check=health,
+            database=None,
+            derandomize=examples < MANY,
+        ),
+    )
+
+
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+def test_a_few_sequences_of_lives_end_like_the_whole_run(runner: type[Small], machine_of) -> None:
+    check(machine_of(runner), 4, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+def test_many_sequences_of_lives_end_like_the_whole_run(runner: type[Small], machine_of) -> None:
+    check(machine_of(runner), MANY, 12)

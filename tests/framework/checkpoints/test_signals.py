@@ -1,0 +1,173 @@
+"""Signals: the step is finished, a checkpoint written, sinks closed; a second signal ends at once."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope import training_hooks
+from loopscope.checkpoints import Signals, StoppedError, checkpoints_in, open_checkpoint
+from loopscope.hooks import HookPoint, TrainingHook
+from loopscope.sinks import read_jsonl
+
+from tests.framework.checkpoints.crash_runs import BOTH_SINKS, outcome, run, start
+from tests.framework.runs.small_experiment import Small, SmallSteps, read_json, registered, session
+
+assert training_hooks.__all__
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Signalling(TrainingHook):
+    """Raises signals in the middle of a step."""
+
+    name = "signalling"
+    hook_points = {HookPoint.POST_BACKWARD}
+    numbers: tuple[int, ...] = ()
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        if ctx.step == 4:
+            for number in self.numbers:
+                signal.raise_signal(number)
+        return {"step": ctx.step}
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture(autouse=True)
+def entries():
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with registered(Small, SmallSteps, Signalling):
+        yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signalled(folder: Path, runner: type[Small], *numbers: int, **options: Any) -> None:
+    Signalling.numbers = numbers
+    session(folder, runner, strategies=["plain"], hooks=["signalling", "norms"], **options).run()
+
+
+def checkpointed(folder: Path, runner: type[Small]) -> list[int]:
+    return [open_checkpoint(path).step for path in checkpoints_in(folder / runner.name / "plain/checkpoints")]
+
+
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_step_is_finished_a_checkpoint_written_and_the_run_ends(runner, number, status, tmp_path: Path) -> None:
+    handlers = [signal.getsignal(item) for item in CAUGHT]
+    with pytest.raises(StoppedError, match=f"Stopped by {number.name}") as stopped:
+        signalled(tmp_path, runner, number)
+    assert stopped.value.status == status
+    assert checkpointed(tmp_path, runner) == [4]
+    summary = read_json(tmp_path / runner.name / "plain/summary.json")
+    assert (summary["status"], summary["steps"]) == ("interrupted", 4)
+    series = [record.metrics["signalling/step"] for record in read_jsonl(tmp_path / runner.name / "plain/plain.jsonl")
+              if "signalling/step" in record.metrics]  # fmt: skip
+    assert [step for values in series for step in values.values] == [1, 2, 3, 4]
+    assert [signal.getsignal(item) for item in CAUGHT] == handlers
+
+
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+def test_a_run_that_a_signal_ended_goes_on_to_the_same_end(runner, tmp_path: Path) -> None:
+    signalled(tmp_path / "whole", runner)
+    with pytest.raises(StoppedError):
+        signalled(tmp_path / "stopped", runner, signal.SIGTERM)
+    signalled(tmp_path / "stopped", runner, resume=True)
+    unlike = outcome(tmp_path / "stopped").unlike(outcome(tmp_path / "whole"))
+    assert [name for name in unlike if "/checkpoints/" not in name] == []
+
+
+def test_a_checkpoint_on_demand_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
+    signalled(tmp_path, Small, signal.SIGUSR1)
+    assert checkpointed(tmp_path, Small) == [4]
+    assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signalled(tmp_path, Small, signal.SIGTERM, signal.SIGINT)
+    assert checkpointed(tmp_path, Small) == []
+    assert read_json(tmp_path / "small/plain/summary.json")["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_that_was_ignored_stays_so(tmp_path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signalled(tmp_path, Small, signal.SIGINT)
+    assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def raise_if(condition: bool) -> None:
+    if condition:
+        raise ZeroDivisionError
+
+
+def test_earlier_handlers_are_put_back_after_an_error() -> None:
+    def mine(number: int, frame: Any) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, mine)
+    with pytest.raises(ZeroDivisionError), Signals().caught():
+        raise_if(signal.getsignal(signal.SIGTERM) is not mine)
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_a_run_in_another_thread_leaves_the_handlers_alone(tmp_path: Path) -> None:
+    before, seen = [signal.getsignal(number) for number in CAUGHT], []
+
+    def train() -> None:
+        with Signals().caught():
+            seen.extend(signal.getsignal(number) for number in CAUGHT)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert seen == before
+
+
+# Real processes
+
+WORDS = ["run", "small", "--strategy", "plain", "clipped", "--hooks", "norms", "counterfactual", *BOTH_SINKS]
+
+
+def when_training(words: list[str], folder: Path, number: int) -> tuple[int | None, str]:
+    """Send a signal to a process that trains, and return its status and what it said."""
+    log = folder.with_suffix(".log")
+    process = start([*words, "--output-dir", str(folder)], log)
+    until = time.monotonic() + 60
+    while not list(folder.glob("small/plain/checkpoints/step_*")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(60)
+    return process.exitcode, log.read_text()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_process_ends_with_the_status_of_the_signal_and_says_how_to_go_on(number, status, tmp_path: Path) -> None:
+    words = [*WORDS, "--epochs", "500", "--checkpoint-every-steps", "2"]
+    words.remove("--no-console-output")
+    exitcode, said = when_training(words, tmp_path / "run", number)
+    assert exitcode == status, said
+    assert said.endswith(f"loopscope: Stopped by {number.name}.\n")
+    assert f"loopscope resume {tmp_path}/run/small/plain" in said.replace("\n", "")
+    folder = tmp_path / "run/small/plain"
+    summary, newest = read_json(folder / "summary.json"), checkpointed(tmp_path / "run", Small)[0]
+    assert (summary["status"], summary["steps"]) == ("interrupted", newest)
+    assert not (tmp_path / "run/small/clipped").exists()
+    assert not list(folder.glob("run.lock"))
+
+
+def test_a_process_that_was_asked_for_a_checkpoint_ends_as_if_it_was_not(tmp_path: Path) -> None:
+    words = [*WORDS, "--epochs", "12", "--save-checkpoints", "1"]
+    exitcode, said = when_training(words, tmp_path / "run", signal.SIGUSR1)
+    assert exitcode == 0, said
+    assert run([*words, "--output-dir", str(tmp_path / "whole")], tmp_path / "whole.log") == 0
+    unlike = outcome(tmp_path / "run").unlike(outcome(tmp_path / "whole"))
+    assert [name for name in unlike if "/checkpoints/" not in name] == []

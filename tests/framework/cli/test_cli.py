@@ -1,0 +1,262 @@
+"""The command line: what it shows, how presets, files and flags mix, and what reaches the run."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.cli.parser import parse_run
+from loopscope.hooks import ExperimentRegistry, HookRegistry
+
+from tests.docs.markdown import ROOT
+from tests.framework.runs.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered
+
+FILLED = (experiments, sinks, training_hooks)
+
+
+@pytest.fixture(autouse=True)
+def small():
+    with registered(Small):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def shown(words: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a command that succeeds and return what it prints."""
+    status = main(words)
+    output, errors = capfd.readouterr()
+    assert (status, errors) == (0, "")
+    return output
+
+
+def options(*words: str) -> dict[str, Any]:
+    return vars(parse_run(Small, words)[1])
+
+
+# What it shows
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"], ["list", "--help"], ["hooks", "-h"]])
+def test_help_names_every_command(words: list[str], capfd) -> None:
+    text = shown(words, capfd)
+    assert all(f"loopscope {command}" in text for command in ("run EXPERIMENT", "list", "hooks", "--version"))
+
+
+def test_the_version_is_that_of_the_project(capfd) -> None:
+    version = (ROOT / "pyproject.toml").read_text().partition('version = "')[2].partition('"')[0]
+    assert shown(["--version"], capfd).startswith(f"loopscope {version}, python {sys.version.split()[0]}, torch ")
+
+
+def test_list_names_every_experiment_with_strategies_and_presets(capfd) -> None:
+    text = shown(["list"], capfd)
+    for experiment in ExperimentRegistry:
+        for name in (experiment.name, *experiment.strategies, *experiment.presets):
+            assert name in text
+
+
+def test_hooks_lists_every_hook_with_kind_points_and_one_line(capfd) -> None:
+    text = shown(["hooks"], capfd)
+    assert all(name in text for name in HookRegistry.names())
+    assert all(kind in text for kind in ("observer", "intervention", "committing", "POST_EPOCH", "Clip the"))
+
+
+def test_hooks_name_shows_every_metric_with_formula_range_and_reading(capfd) -> None:
+    for hook in HookRegistry:
+        text = " ".join(shown(["hooks", hook.name.replace("_", "-")], capfd).split())
+        for info in hook().describe_metrics():
+            assert f"{hook.name}/{info.name} " in text + " "
+            assert all(" ".join(words.split())[:12] in text for words in (info.formula, info.range, info.reading))
+
+
+def test_help_before_an_experiment_names_the_experiments(capfd) -> None:
+    assert "small" in shown(["run", "--help"], capfd)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["small", "mod_arithmetic"])
+def test_the_help_of_a_run_fits_the_terminal_and_spells_with_dashes(name: str, width: int, capfd, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = shown(["run", name, "--help"], capfd)
+    assert max(map(len, text.splitlines())) <= width
+    flags = [word for word in text.split() if word.startswith("--")]
+    assert not [flag for flag in flags if "_" in flag]
+    assert not [word for word in ("<class", "typing", "null", "None", "[]", "default: False", "``") if word in text]
+
+
+def test_the_help_of_a_run_shows_every_option_and_the_defaults_of_the_preset(capfd) -> None:
+    text = shown(["run", "small", "--preset", "tiny", "--help"], capfd)
+    for option in ("--bright", "--folder PATH", "--ratio X", "--epochs N", "--label TEXT", "--mode {fast,exact}"):
+        assert option in text
+    for option in ("--strategy", "--hooks", "--hook-config", "--hook-csv", "--hook-jsonl", "--with-hooks", "--silent"):
+        assert option in text
+    assert "(default: 0.5)" in text
+
+
+# Flags, files, presets
+
+
+def test_every_type_of_option_is_a_flag() -> None:
+    words = "--ratio 0.5 --mode exact --folder a/b --label 3 --bright --epochs 7 --lr 1e-3"
+    found = options(*words.split())
+    expected = {
+        "ratio": 0.5,
+        "mode": "exact",
+        "folder": Path("a/b"),
+        "label": "3",
+        "bright": True,
+        "epochs": 7,
+        "lr": 1e-3,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("word", "value"), [("--bright", True), ("--bright=false", False), ("--bright=yes", True)])
+def test_a_switch_may_do_without_a_value(word: str, value: bool) -> None:
+    assert options(word)["bright"] is value
+
+
+def test_null_takes_an_optional_option_back(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("ratio: 0.5")
+    assert options("--config", f"{tmp_path}/a.yaml", "--ratio", "null")["ratio"] is None
+
+
+def test_dashes_and_underscores_are_the_same_everywhere(tmp_path: Path) -> None:
+    dashed = "--batch-size 4 --with-hooks minimal --hook-csv --hook-config grad-clip.max-norm=2 --hooks grad-clip"
+    underscored = dashed.replace("-", "_").replace("__", "--").replace(" _", " -")
+    for words in (dashed, underscored):
+        where = ["--strategy", "other_order", "--epochs", "1", "--overwrite", "--output-dir", str(tmp_path)]
+        assert main(["run", "small", *words.split(), *where, "--no-console-output"]) == 0
+        config = read_json(tmp_path / "small/other-order/experiment_config.json")
+        assert config["config"]["batch_size"] == 4
+        assert config["hooks"]["grad_clip"]["max_norm"] == 2.0
+
+
+def test_a_repeated_list_adds_up_and_another_repeated_option_overwrites() -> None:
+    words = "--hooks a b --strategy x --seed 1 --hooks c --hook-config h.o=1 --strategy y --seed 2"
+    found = options(*words.split())
+    assert (found["hooks"], found["strategy"], found["seed"]) == (["a", "b", "c"], ["x", "y"], 2)
+    assert options("--hook-config", "h.o=1", "--hook-config", "h.p=2")["hook_config"] == ["h.o=1", "h.p=2"]
+
+
+def test_flags_win_over_files_wherever_they_stand_and_files_over_the_preset(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("preset: tiny\nseed: 5\nepochs: 4\nlabel: file")
+    (tmp_path / "b.yaml").write_text("seed: 6")
+    found = options("--label", "flag", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml")
+    assert [found[name] for name in ("lr", "epochs", "seed", "label")] == [0.5, 4, 6, "flag"]
+
+
+def test_a_list_of_flags_replaces_that_of_a_file_and_hook_options_join_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("hooks: [norms, hessian]\nstrategy: plain\nhook_config: [a.b=1]")
+    words = ["--config", f"{tmp_path}/a.yaml"]
+    found = options(*words)
+    assert (found["hooks"], found["strategy"]) == (["norms", "hessian"], ["plain"])
+    found = options(*words, "--hooks", "fourier", "--strategy", "clipped", "--hook-config", "a.b=2")
+    assert (found["hooks"], found["strategy"]) == (["fourier"], ["clipped"])
+    assert found["hook_config"] == ["a.b=1", "a.b=2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hook_config: [hessian.epsilon=0.5, hessian.method=exact]",
+        "hook_config: {hessian.epsilon: 0.5, hessian.method: exact}",
+        "hook-config:\n  hessian:\n    epsilon: 5e-1\n    method: exact",
+    ],
+)
+def test_options_of_hooks_may_be_a_list_or_a_mapping_in_a_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    found = options("--config", f"{tmp_path}/a.yaml")
+    assert found["hook_config"] == ["hessian.epsilon=0.5", "hessian.method=exact"]
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert options("--config", f"{tmp_path}/a.yaml") | {"config": None} == options()
+
+
+def test_a_printed_config_is_a_config_file_of_the_same_options(tmp_path: Path, capfd) -> None:
+    words = "--preset tiny --strategy plain --hooks norms hessian --hook-config hessian.epsilon=0.5 --lr 1e-5 --bright"
+    text = shown(["run", "small", *words.split(), "--folder", "a b", "--print-config"], capfd)
+    (tmp_path / "a.yaml").write_text(text)
+    assert shown(["run", "small", "--config", f"{tmp_path}/a.yaml", "--print_config"], capfd) == text
+    values = yaml.safe_load(text)
+    assert (values["lr"], values["folder"], values["bright"], values["epochs"]) == (1e-5, "a b", True, 1)
+    assert "config" not in values
+
+
+# What reaches the run
+
+
+def test_a_run_has_the_options_hooks_and_sinks_that_were_asked_for(tmp_path: Path, capfd) -> None:
+    words = "--strategy plain --epochs 1 --with-hooks minimal --hooks norms hessian --hook-config hessian.epsilon=0.5"
+    more = "--hook-csv --hook-jsonl --seed 7 --profile-hooks --audit-hooks --guardian-device cpu"
+    shown(["run", "small", *words.split(), *more.split(), "--output-dir", str(tmp_path)], capfd)
+    folder = tmp_path / "small/plain"
+    config, summary = read_json(folder / "experiment_config.json"), read_json(folder / "summary.json")
+    assert list(config["hooks"]) == ["training_metrics", "norms", "hessian"]
+    assert config["hooks"]["hessian"]["epsilon"] == 0.5
+    assert (config["config"]["seed"], summary["steps"]) == (7, STEPS_PER_EPOCH)
+    assert set(summary["hook_profile"]) == {"training_metrics", "norms", "hessian"}
+    assert {path.name for path in folder.iterdir()} == {
+        *("experiment_config.json", "summary.json", "plain_final.pt", "plain.csv", "plain.jsonl")
+    }
+
+
+def test_silent_shows_less_than_normal_and_none_shows_nothing(tmp_path: Path, capfd) -> None:
+    words = ["run", "small", "--epochs", "1", "--hooks", "norms", "--overwrite", "--output-dir", str(tmp_path)]
+    normal = shown(words, capfd)
+    silent = shown([*words, "--silent"], capfd)
+    assert "Results:" in normal
+    assert "Results:" not in silent
+    assert len(silent) < len(normal)
+    assert shown([*words, "--no-console-output"], capfd) == ""
+
+
+def test_the_command_works_as_a_program_and_a_script_that_registers_nonsense_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import sys\nfrom loopscope.__main__ import main\n"
+        "from loopscope import HookPoint, HookRegistry, TrainingHook\n"
+        "class First(TrainingHook):\n    name = 'mine'\n    hook_points = {HookPoint.POST_EPOCH}\n"
+        "    compute = describe_metrics = lambda self, ctx=None: {}\n"
+        "HookRegistry.register(First)\nif len(sys.argv) > 1:\n    sys.exit(main())\n"
+        "HookRegistry.register(type('Second', (First,), {}))\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    run = [sys.executable, str(script)]
+    done = subprocess.run([*run, "hooks", "mine"], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("loopscope: Two hooks are named 'mine': ")
+
+
+def test_a_package_whose_hook_cannot_be_used_is_named_once_and_stops_only_who_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "from loopscope.training_hooks.gradients import Norms\n"
+        "Late = type('Late', (Norms,), {'name': 'late', 'hook_points': {'MIDNIGHT'}})\n"
+    )
+    metadata = tmp_path / "late-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[loopscope.hooks]\nlate = late:Late\n")
+    script = "import sys; from loopscope.__main__ import main; print(main()); sys.argv[1:] = ['list']; print(main())"
+    words = ["run", "mod_arithmetic", "--hooks", "late", "--no-console-output"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", script, *words]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith("2\n")
+    assert done.stdout.endswith("0\n")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("loopscope: warning: The hook 'late' of late:Late cannot be used. ")
+    assert all(word in done.stderr for word in ("MIDNIGHT", "POST_EPOCH"))
+    assert not (tmp_path / "output").exists()

@@ -1,0 +1,211 @@
+"""``loopscope plot``: the files it writes, and the sentences with which it refuses."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.report import Look, figure_of, provenance_picture
+from loopscope.report.panels import COLOURS, DASHES
+
+from tests.docs.markdown import ROOT, code, table_with
+from tests.framework.report.plotted import (
+    CURVE,
+    SLOPE,
+    curve_record,
+    describe,
+    everything,
+    figure,
+    pixels,
+    record,
+    tied_record,
+)
+from tests.framework.runs.small_experiment import contents, session
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two strategies, and return the folder of the experiment."""
+    folder = tmp_path_factory.mktemp("finished")
+    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
+    return folder / "small"
+
+
+def plotted(*words: str | Path) -> int:
+    return main(["plot", *map(str, words)])
+
+
+def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Run the command, which must refuse in one line and write nothing, and return the line."""
+    before = contents(Path())
+    assert plotted(*words) == 2
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n"), contents(Path())) == ("", 1, before)
+    return errors
+
+
+def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = record(tmp_path, [(1, {CURVE: 1.0, "m/top": [1, 2]}), (2, {CURVE: 2.0, "m/top": [3]})])
+    assert plotted(folder, "--metrics", "m/*") == 0
+    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nexp_only_loss.png is written.\n"
+    assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
+
+
+def test_a_png_has_pixels_of_the_colour_of_each_run(finished, tmp_path, capfd):
+    path = tmp_path / "new/loss.png"
+    assert plotted(finished, "--metrics", "training_metrics/loss", "--out", path) == 0
+    assert capfd.readouterr().out == f"{path} is written.\n"
+    assert [pixels(path, colour) > 500 for colour in COLOURS[:3]] == [True, True, False]
+
+
+def test_an_svg_holds_titles_labels_and_legend_as_text(finished, tmp_path):
+    path = tmp_path / "loss.svg"
+    assert plotted(finished, "--metrics", "training_metrics/loss", "norms/total*", "--smooth=2", "--out", path) == 0
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
+    assert {"training_metrics/loss", "norms/total_grad_norm", "step", "plain", "clipped"} <= set(texts)
+    assert "small, smoothed over 2 points" in texts
+    assert COLOURS[0].lower() in path.read_text()
+
+
+@pytest.mark.parametrize(("suffix", "beginning"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(finished, tmp_path, suffix, beginning):
+    words = [finished / "plain", "--metrics", "norms/total_grad_norm", "--out"]
+    assert plotted(*words, tmp_path / f"a.{suffix}") == 0
+    with matplotlib.rc_context({"text.usetex": True, "font.size": 30, "svg.fonttype": "path", "axes.grid": False}):
+        before = dict(matplotlib.rcParams)
+        assert plotted(*words, tmp_path / f"b.{suffix}") == 0
+        assert dict(matplotlib.rcParams) == before
+    found = (tmp_path / f"a.{suffix}").read_bytes()
+    assert found == (tmp_path / f"b.{suffix}").read_bytes()
+    assert found.startswith(beginning)
+
+
+def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(finished, tmp_path):
+    program = (
+        "import sys, experiments, sinks, training_hooks; from loopscope.cli import main; main(['list']);"
+        "early = 'matplotlib' in sys.modules; status = main(sys.argv[1:]);"
+        "sys.exit(status + 10 * early + 20 * ('matplotlib.pyplot' in sys.modules))"
+    )
+    words = ["plot", str(finished), "--metrics", "norms/total_*", "--out", str(tmp_path / "a.png")]
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").exists()
+
+
+def test_strategies_of_an_experiment_and_a_folder_named_twice_are_drawn_once_each(finished, tmp_path):
+    path = tmp_path / "a.svg"
+    assert plotted(finished / "plain", finished, "--metrics", "training_metrics/loss", "--out", path) == 0
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
+    assert [texts.count(name) for name in ("plain", "clipped")] == [1, 1]
+
+
+def test_more_than_24_panels_are_refused_with_their_number(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = record(tmp_path, [(1, {f"m/{index}": 1.0 for index in range(25)})])
+    assert "--metrics matches 25 metrics, and a picture has at most 24 panels" in refused(
+        capfd, folder, "--metrics", "*"
+    )
+    assert plotted(folder, "--metrics", "*", "--overlay") == 0
+    assert len(figure(folder, patterns=["m/?", "m/1?", "m/20", "m/21", "m/22", "m/23"]).axes) == 24
+
+
+def test_more_runs_and_metrics_than_can_be_told_apart_are_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    metrics = {f"m/{index}": 1.0 for index in range(29)}
+    one, two = (record(tmp_path, [(1, metrics)], strategy=name) for name in ("one", "two"))
+    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "*", "--overlay")
+    sentence = refused(capfd, one, two, "--metrics", *(f"m/{index}" for index in range(5)), "--overlay")
+    assert f"{len(DASHES)} metrics by dashes, but these are 2 runs and 5 metrics" in sentence
+
+
+def test_names_are_no_formulas_and_may_begin_with_an_underscore(tmp_path):
+    folders = [record(tmp_path, [(1, {"m/$x_1$": 1.0})], strategy=name) for name in ("_a", "$b$")]
+    path = tmp_path / "a.svg"
+    assert plotted(*folders, "--metrics", "m/$x_1$", "--out", path) == 0
+    assert {"m/$x_1$", "_a", "$b$"} <= set(re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text()))
+
+
+def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = tied_record(tmp_path / "tied", clip=False)
+    assert plotted("--provenance", folder) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said[0].endswith("the clip threshold: output_projection_clip recorded none in tied.")
+    assert said[1] == "support_tied_provenance.png is written."
+    assert all(pixels(Path("support_tied_provenance.png"), COLOURS[index]) > 300 for index in (0, 1, 6))
+    assert len(figure_of(provenance_picture([everything(folder)]), Look()).axes) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "needs RUN, the folder of a run"),
+        (["--metrics", "a", "run/exp/only"], "needs RUN, the folder of a run"),
+        (["run/exp/only"], "needs --metrics PATTERN... or --provenance; there are m/loss."),
+        (["nowhere", "--metrics", "a"], "nowhere does not exist; plot takes the folder of a run"),
+        (["a-file", "--metrics", "a"], "a-file is not a folder"),
+        (["empty", "--metrics", "a"], "empty holds no run"),
+        (
+            ["bare", "--metrics", "a"],
+            "bare holds neither s.jsonl nor s.csv; a run writes its metrics there with --hook-",
+        ),
+        (["broken", "--metrics", "a"], "broken/s.jsonl cannot be read after 1 emits (JSONDecodeError"),
+        (
+            ["uneven", "--metrics", "a"],
+            "uneven/s.jsonl cannot be read after 0 emits (ValueError: m/a has 1 values at 2",
+        ),
+        (["silent", "--metrics", "a"], "There is nothing to draw: silent holds no metric yet."),
+        (["headless", "--metrics", "a"], "There is nothing to draw: headless holds no metric yet."),
+        (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest are m/loss."),
+        (["run/exp/only", "--metrics", "m/*", "qqq"], "No metric matches 'qqq'; there are m/loss."),
+        (["run/exp/only", "--metrics"], "--metrics needs a value."),
+        (["run/exp/only", "--metrics", "m/*", "--smooth", "0"], "--smooth is '0'; it must be a whole number"),
+        (["run/exp/only", "--metrics", "m/*", "--smooth=few"], "--smooth is 'few'; it must be a whole number"),
+        (
+            ["run/exp/only", "--metrics", "m/*", "--out", "a.jpg"],
+            "--out is 'a.jpg'; it must end in .png, .svg or .pdf.",
+        ),
+        (["run/exp/only", "--metrics", "m/*", "--out", "a-file/a.png"], "a-file/a.png cannot be written: "),
+        (["run/exp/only", "--metrics", "m/*", "--out", "folder.png"], "folder.png is a folder"),
+        (["run/exp/only", "--metrics", "m/*", "--log-y", "--linear_y"], "--log-y and --linear-y exclude each other."),
+        (["run/exp/only", "--metrics", "m/*", "--log-z"], "Unknown option '--log-z'. Did you mean '--log-"),
+        (["run/exp/only", "--metrics", "m/*", "--log-x=1"], "--log-x takes no value, but got '1'."),
+        (["run/exp/only", "--provenance", "--metrics", "a"], "goes with neither --metrics nor --overlay."),
+        (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(words, sentence, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    curve_record(Path("run"), SLOPE)
+    emit = '{"epoch":0,"step":1,"hook_point":"POST_STEP","m/a":{"steps":[1],"values":[1]}}\n'
+    files = {"broken": emit + "no json\n", "uneven": emit.replace("[1]", "[1,2]", 1), "silent": ""}
+    for name in ("empty", "folder.png", "bare", "headless", *files):
+        Path(name).mkdir()
+    for name in ("bare", "headless", *files):
+        describe(Path(name), "e", "s")
+        if name != "bare":
+            (Path(name) / ("s.csv" if name == "headless" else "s.jsonl")).write_text(files.get(name, ""))
+    Path("a-file").touch()
+    assert sentence in refused(capfd, *words)
+
+
+def test_a_missing_matplotlib_is_refused_with_the_way_to_get_it(finished, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'loopscope[plot]'" in refused(capfd, finished, "--metrics", "training_metrics/loss")
+
+
+def test_the_page_and_the_help_list_the_same_options(capfd):
+    assert plotted("--help") == 0
+    found = set(re.findall(r"--[a-z-]+", capfd.readouterr().out)) - {"--hook-jsonl", "--hook-csv"}
+    rows = [row["option"] for row in table_with(ROOT / "docs/plotting.md", "option", "meaning")]
+    assert found == {word for row in rows for option in code(row) for word in re.findall(r"--[a-z-]+", option)}

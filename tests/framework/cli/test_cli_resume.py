@@ -1,0 +1,75 @@
+"""``loopscope resume``: from the folder alone, wherever it lies now."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from loopscope import training_hooks  # noqa: F401 - registers the hooks
+from loopscope.cli import main
+from loopscope.cli.resume import recorded_run
+from loopscope.errors import UsageError
+
+from tests.framework.runs.small_experiment import Small, contents, registered, train
+
+
+@pytest.fixture(autouse=True)
+def small():
+    with registered(Small):
+        yield
+
+
+def interrupted(folder: Path, *strategies: str) -> Path:
+    """Run strategies, and make the last one look as a kill after its first epoch would have left it."""
+    words = ["run", "small", "--strategy", *strategies, "--hook-jsonl", "--hooks", "norms", "--save-checkpoints"]
+    assert main([*words, "--output-dir", str(folder), "--no-console-output"]) == 0
+    run = folder / "small" / strategies[-1]
+    for name in ("summary.json", f"{strategies[-1]}_final.pt"):
+        (run / name).unlink()
+    for path in sorted((run / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    return run
+
+
+def rows_and_weights(run: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(run).items() if name.endswith((".jsonl", "_final.pt"))}
+
+
+def test_a_run_goes_on_where_it_lies_now(tmp_path: Path) -> None:
+    assert main(["run", "small", "--strategy", "plain", "--hook-jsonl", "--hooks", "norms", "--output-dir",
+                 str(tmp_path / "whole"), "--no-console-output"]) == 0  # fmt: skip
+    interrupted(tmp_path / "before", "plain")
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert main(["resume", str(tmp_path / "after/small/plain")]) == 0
+    assert rows_and_weights(tmp_path / "after/small/plain") == rows_and_weights(tmp_path / "whole/small/plain")
+
+
+def test_the_folder_of_an_experiment_goes_on_with_every_strategy_of_the_command(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, "plain", "other-order")
+    done = contents(tmp_path / "small/plain")
+    shutil.rmtree(run)
+    assert main(["resume", str(tmp_path / "small")]) == 0
+    assert (run / "other-order_final.pt").exists()
+    assert contents(tmp_path / "small/plain") == done
+
+
+def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path) -> None:
+    words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
+    assert main(words) == 0
+    before = contents(tmp_path)
+    assert main([*words, "--resume"]) == 0
+    assert main(["resume", str(tmp_path / "small/plain")]) == 0
+    assert contents(tmp_path) == before
+
+
+def test_what_cannot_go_on_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path)
+    for folder, words in (
+        (tmp_path / "small/plain", "was not started by loopscope run"),
+        (tmp_path, "is not the folder"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            recorded_run(folder)
+    (tmp_path / "small/plain/experiment_config.json").write_text("{")
+    for words in (["resume"], ["resume", str(tmp_path / "small/plain")], ["resume", "a", "b"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1

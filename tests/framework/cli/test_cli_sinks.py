@@ -1,0 +1,86 @@
+"""The sinks that a command asks for: with a value, included in another, missing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.cli.parser import parse_run
+from loopscope.cli.sinks import wanted_sinks
+
+from tests.framework.runs.small_experiment import Small, contents, registered
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+RUN = ["run", "small", "--strategy", "plain", "--with-hooks", "minimal", "--no-console-output"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with registered(Small):
+        yield
+
+
+def made(*words):
+    return [sink.name for sink in wanted_sinks(vars(parse_run(Small, words)[1]))()]
+
+
+def test_every_sink_is_made_that_was_asked_for_and_no_other():
+    assert made() == []
+    assert made("--hook-csv", "--hook-tensorboard") == ["csv", "tensorboard"]
+
+
+def test_a_sink_whose_file_another_writes_too_is_left_out():
+    assert made("--hook-wandb", "demo", "--hook-jsonl", "--hook-csv") == ["csv", "wandb"]
+
+
+def test_a_sink_gets_the_value_of_its_option(tmp_path):
+    assert main([*RUN, "--output-dir", str(tmp_path), "--hook-wandb=demo"]) == 0
+    lines = (tmp_path / "small/plain/plain.jsonl").read_text().splitlines()
+    assert [json.loads(line)["hook_point"] for line in lines] == ["POST_EPOCH", "POST_EPOCH"]
+    (sink,) = wanted_sinks(vars(parse_run(Small, ["--hook-wandb", "demo"])[1]))()
+    assert sink._project == "demo"
+
+
+def test_a_config_file_asks_for_sinks_too(tmp_path):
+    (tmp_path / "a.yaml").write_text("hook_wandb: demo\nhook_tensorboard: true\n")
+    assert made("--config", str(tmp_path / "a.yaml")) == ["tensorboard", "wandb"]
+    assert made("--config", str(tmp_path / "a.yaml"), "--hook-wandb", "null", "--hook-tensorboard=false") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--hook-wandb"], "--hook-wandb needs a value."),
+        (["--hook-wandb", "a/b"], "'a/b' cannot be the name of a W&B project"),
+        (["--hook-wandb="], "'' cannot be the name of a W&B project"),
+        (["--hook-tensorboard=perhaps"], "--hook-tensorboard is 'perhaps'; it must be true or false."),
+    ],
+)
+def test_a_bad_value_is_refused_before_anything_is_written(words, sentence, tmp_path, capfd):
+    assert main([*RUN, "--output-dir", str(tmp_path / "out"), *words]) == 2
+    assert sentence in capfd.readouterr().err
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("words", [["--hook-wandb", "demo"], ["--hook-tensorboard"]])
+def test_a_missing_package_is_refused_before_anything_is_written(words, tmp_path: Path, monkeypatch, capfd):
+    package = words[0].removeprefix("--hook-")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main([*RUN, "--output-dir", str(tmp_path / "out"), *words]) == 2
+    assert f"loopscope: Sink {package!r} needs the package {package}" in capfd.readouterr().err
+    assert contents(tmp_path) == {}
+    assert main([*RUN, "--output-dir", str(tmp_path / "out"), "--hook-csv"]) == 0
+
+
+def test_overwriting_removes_what_the_sinks_left(tmp_path):
+    words = [*RUN, "--output-dir", str(tmp_path), "--overwrite"]
+    assert main([*words, "--hook-wandb", "demo", "--hook-tensorboard"]) == 0
+    folder = tmp_path / "small/plain"
+    (folder / "wandb").mkdir()
+    assert main(words) == 0
+    assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}

@@ -1,0 +1,125 @@
+import io
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from loopscope import sinks, training_hooks
+from loopscope.console import RunConsole
+from loopscope.console.live import LiveDisplay
+from loopscope.console.output import can_be_taken
+from loopscope.console.progress import Position
+from loopscope.hooks import HookPoint
+from rich.console import Console
+
+from tests.framework.console.live_session import LIVE, metrics
+from tests.framework.runs.small_experiment import session
+from tests.sinks.emits import run_info
+
+assert sinks.__all__
+assert training_hooks.__all__
+
+
+def generators():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@pytest.fixture
+def live(tmp_path):
+    with (tmp_path / "terminal").open("w", encoding="utf-8") as file:
+        emitting = Emitting(file)
+        yield emitting
+        emitting.display.close(lambda shown: None)
+
+
+class Emitting:
+    """A live display on a console of its own, on a clock that the test moves."""
+
+    def __init__(self, file):
+        self.now = 0.0
+        console = Console(file=file, width=80, height=24, force_terminal=True, force_interactive=True)
+        assert can_be_taken(console)
+        self.display = LiveDisplay(console, LIVE, clock=lambda: self.now)
+        self.sink = self.display.sink()
+        self.sink.set_run_context(run_info(None))
+        self.drawings = []
+        paint = self.display._screen.paint
+        self.display._screen.paint = lambda draw: (self.drawings.append(self.now), paint(draw))[1]
+        self.display.open()
+
+    def emit(self, step):
+        self.sink.emit(metrics(step), 0, HookPoint.POST_EPOCH, step=step)
+
+
+@pytest.mark.parametrize("seconds", [1 / 1024, 1 / 16, 0.75])
+def test_the_screen_is_drawn_at_most_twice_a_second_however_much_is_emitted(seconds, live):
+    for step in range(200):
+        live.now += seconds
+        live.emit(step)
+        live.display.show(Position("step", step, 200, 1.0, {}))
+    assert all(after - before >= 0.5 for before, after in pairwise(live.drawings))
+    assert len(live.drawings) == pytest.approx(min(200, 200 * seconds / 0.5) + 1, abs=2)
+
+
+def test_a_slow_drawing_is_followed_by_a_long_pause(live):
+    paint = live.display._screen.paint
+
+    def slow(draw):
+        paint(draw)
+        live.now += 0.1
+
+    live.display._screen.paint = slow
+    for step in range(1000):
+        live.now += 0.05
+        live.emit(step)
+    assert len(live.drawings) * 0.1 <= 0.021 * live.now + 0.2
+
+
+def test_drawing_takes_nothing_from_any_random_generator(live):
+    before = generators()
+    live.now += 1.0
+    for step in range(5):
+        live.now += 1.0
+        live.emit(step)
+        live.display.show(Position("step", step, 200, 1.0, {}))
+    assert len(live.drawings) >= 5
+    assert generators() == before
+
+
+def test_a_drawing_that_fails_ends_the_display_and_nothing_else(live):
+    live.display._screen.paint = lambda draw: 1 / 0
+    live.now += 1.0
+    with pytest.warns(UserWarning, match="The live display failed and is switched off: ZeroDivisionError"):
+        live.emit(1)
+    live.now += 1.0
+    live.emit(2)
+    assert live.display.board.step == 2
+
+
+def test_what_is_printed_is_kept_up_to_a_million_characters(live):
+    told, printed = [], io.StringIO()
+    for number in range(1100):
+        live.display._keep(printed, f"{number:999}\n")
+    live.display.close(told.append)
+    lines = [int(line) for line in printed.getvalue().split()]
+    assert lines == list(range(100, 1100))
+    assert [text.plain for text in told] == ["100,000 characters that were printed before are left out here."]
+    assert live.display.board.printed_lines == 1100
+
+
+@pytest.mark.parametrize("mode", ["live", "normal", "silent"])
+def test_a_run_is_the_same_with_every_display(mode, tmp_path):
+    shown, bare = tmp_path / "shown", tmp_path / "bare"
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, force_interactive=True)
+    times = iter(range(10**6))
+    with RunConsole(mode, live_metrics=LIVE, console=console, clock=lambda: next(times)) as display:
+        hooks = {"hooks": ["norms"], "strategies": ["plain", "clipped"]}
+        replace(session(shown, **hooks), make_sinks=display.sinks, display=display).run()
+    session(bare, strategies=["plain", "clipped"]).run()
+    assert len(console.file.getvalue()) > 1000
+    for strategy in ("plain", "clipped"):
+        weights = [torch.load(folder / f"small/{strategy}/{strategy}_final.pt") for folder in (shown, bare)]
+        assert all(map(torch.equal, weights[0].values(), weights[1].values()))
+        assert weights[0].keys() == weights[1].keys()

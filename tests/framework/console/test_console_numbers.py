@@ -1,0 +1,82 @@
+"""The progress line repeats the metrics that an experiment names: newest means, on one line, of this strategy alone."""
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from loopscope.console import RunConsole
+from loopscope.console.numbers import ProgressNumbers
+from loopscope.console.progress import LEAST_BESIDE_CHOSEN, Position, fitting
+from loopscope.hooks import HookPoint, Series
+from rich.console import Console
+
+from tests.framework.runs.small_experiment import SmallSteps, registered, session
+from tests.sinks.emits import run_info
+
+NAMES = {"loss": ["h/loss"], "over": ["h/elements", "h/tensors"], "val": ["h/evaluation/val_loss"]}
+CHOSEN = {"loss": "loss 4.123", "reg": "reg 4.125", "over": "over 0.012/0.51"}
+
+
+def emit(numbers, **metrics):
+    numbers.emit({f"h/{name}": value for name, value in metrics.items()}, 0, HookPoint.POST_STEP, step=2)
+
+
+def test_series_are_averaged_and_labels_wait_for_all_their_values():
+    numbers = ProgressNumbers(NAMES)
+    emit(numbers, loss=Series([1, 2], [1.0, 2.0]), elements=0.125)
+    assert numbers.texts() == {"loss": "loss 1.5"}
+    emit(numbers, tensors=1.0, evaluation={"val_loss": 3.0}, other=5.0)
+    assert numbers.texts() == {"loss": "loss 1.5", "over": "over 0.12/1", "val": "val 3"}
+
+
+def test_a_series_with_both_infinities_is_said_to_be_nan():
+    numbers = ProgressNumbers(NAMES)
+    emit(numbers, loss=Series([1, 2], [math.inf, -math.inf]))
+    assert numbers.texts() == {"loss": "loss nan"}
+
+
+def test_the_next_strategy_begins_without_the_numbers_of_the_last(tmp_path):
+    numbers = ProgressNumbers(NAMES)
+    emit(numbers, loss=1.0)
+    numbers.set_run_context(run_info(tmp_path))
+    assert numbers.texts() == {}
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        (99, "40%  step 160/400  epoch 1.2  12.5 steps/s  0:19 left  loss 4.123  reg 4.125  over 0.012/0.51"),
+        (85, "40%  step 160/400  epoch 1.2  0:19 left  loss 4.123  reg 4.125  over 0.012/0.51"),
+        (62, "step 160  epoch 1.2  loss 4.123  reg 4.125  over 0.012/0.51"),
+        (45, "step 160  epoch 1.2  loss 4.123  reg 4.125"),
+    ],
+)
+def test_chosen_numbers_give_way_after_what_the_bar_and_the_clock_say(room, line):
+    position = Position("step", 160, 400, 12.5, {"loss": 4.5}, epoch=1.24, chosen=CHOSEN)
+    assert position.fitted(room) == line
+
+
+def test_everything_else_is_left_out_before_a_chosen_number():
+    parts = Position("step", 160, 400, 12.5, {}, epoch=1.24, chosen=CHOSEN).parts()
+    assert fitting(parts, 1, LEAST_BESIDE_CHOSEN) == "step 160"
+
+
+class Telling(SmallSteps):
+    """Tell two noisy classes apart, and say at what rate."""
+
+    name = "telling"
+    progress_metrics = {"rate": ["training_metrics/lr"], "mean": ["training_metrics/loss"]}
+
+
+def test_a_run_in_a_pipe_says_step_epoch_and_the_named_metrics(tmp_path: Path):
+    out = io.StringIO()
+    with registered(Telling), RunConsole("silent", progress_metrics=Telling.progress_metrics,
+                                         console=Console(file=out, force_terminal=False)) as console:  # fmt: skip
+        run = session(tmp_path, Telling, epochs=40, log_every=3, hooks=["training_metrics"])
+        run.make_sinks, run.display = console.sinks, console
+        summary = run.run()[0]
+    last = out.getvalue().splitlines()[-1]
+    assert last.startswith("plain: 100%, step 120/120, epoch 40.0, ")
+    assert f"loss {summary['training_loss']:.4g}, rate " in last
+    assert f"mean {summary['training_loss']:.4g}" in last

@@ -1,0 +1,261 @@
+"""The full screen as a terminal shows it, and the terminal as it is afterwards."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+from loopscope.console.signals import SIGNALS
+
+from tests.framework.console.live_session import HOOKS, METRICS, Session, until, warn, whole
+from tests.framework.console.terminals import Process, show
+
+SIZES = [(80, 24), (160, 50)]
+
+
+def shows(text):
+    return lambda terminal: any(text in line for line in terminal.display)
+
+
+def numbers(lines):
+    """Return the numbers that stand beside metrics."""
+    return re.findall(r"metric_\d +([^ ↑↓→│]+)", "\n".join(lines))
+
+
+@pytest.mark.parametrize(("columns", "lines"), SIZES)
+def test_progress_results_live_metrics_others_and_warnings_are_readable(columns, lines):
+    (screen,) = show(whole, columns, lines).left
+    text = "\n".join(screen)
+    for part in (
+        "exp  only",
+        "step 5/10",
+        "stride",
+        "fixed-random",
+        "accuracy",
+        "val_acc",
+        "hook_00",
+        "warning: The loss",
+    ):
+        assert part in text
+    assert re.search(r"1 warning, 1 note, 1 printed line, shown at the end ─", text)
+    assert "note: Left out: 'x'." in text
+    assert len(screen) == lines
+
+
+@pytest.mark.parametrize(("columns", "lines"), [*SIZES, (100, 30), (60, 20)])
+def test_no_number_is_cut_and_the_sidebar_has_its_own_columns(columns, lines):
+    (screen,) = show(whole, columns, lines).left
+    found = numbers(screen)
+    assert len(found) >= (HOOKS * METRICS if columns == 160 else 1)
+    assert set(found) <= {
+        f"{hook + metric / 8 + step:.4g}" for hook in range(18) for metric in range(6) for step in (4, 5)
+    }
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(1, 1), (5, 2), (20, 5), (30, 8), (40, 10), (300, 90)])
+def test_a_terminal_of_any_size_is_drawn_on(columns, lines):
+    terminal = show(whole, columns, lines)
+    assert len(terminal.left) == 1
+    assert terminal.is_as_it_was
+
+
+def test_arrows_tell_which_way_the_last_three_values_went():
+    def body():
+        session = Session()
+        with session.console:
+            session.begin()
+            for _ in range(4):
+                session.step()
+            session.console._exit.pop_all()
+            os._exit(0)
+
+    terminal = show(body)
+    rows = {
+        line.rpartition("│")[2].split()[0]: line.split()[-1] for line in terminal.display if re.search("[↑↓→] *$", line)
+    }
+    assert {name: rows[name] for name in ("val_acc", "train_acc", "loss")} == {
+        "val_acc": "↑",
+        "train_acc": "→",
+        "loss": "↓",
+    }
+
+
+def test_afterwards_the_first_screen_shows_what_normal_mode_would_with_warnings_and_prints():
+    terminal = show(whole, 80, 50)
+    text = " ".join("\n".join(terminal.lines_shown).split())
+    assert terminal.is_as_it_was
+    parts = ["exp only: ", "warning: The loss is 0.123456789", "note: Left out: 'x'.", "printed by the experiment"]
+    parts += [
+        "stride: target reached",
+        "fixed-random: ran to the cap",
+        "strategy target",
+        "Results: output/mod_arithmetic/",
+    ]
+    assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
+
+
+def test_the_screen_follows_the_size_of_the_terminal():
+    process = Process(until, 80, 24)
+    process.read_until(shows("newest metrics"))
+    process.resize(160, 50)
+    terminal = process.read_until(
+        lambda terminal: "hook_17" in "".join(terminal.display) and " of 1" not in terminal.display[3]
+    )
+    assert max(len(line.rstrip()) for line in terminal.display) > 120
+    process.resize(60, 20)
+    process.read_until(lambda terminal: terminal.display[0].startswith("exp") and len(terminal.display) == 20)
+    process.type(b"\x03")
+    assert process.finish().is_as_it_was
+
+
+def test_ctrl_c_gives_the_terminal_back_with_its_modes():
+    process = Process(until)
+    before = process.modes()
+    process.read_until(shows("newest metrics"))
+    process.type(b"\x03")
+    terminal = process.finish()
+    assert process.status == 130
+    assert terminal.is_as_it_was
+    assert len(terminal.left) == 1
+    assert "exp only" in terminal.lines_shown[1]  # after the echo of the key that began it
+    assert process.modes_left == before
+
+
+def test_an_error_gives_the_terminal_back_and_tells_the_warnings():
+    def body():
+        session = Session()
+        with session.console:
+            session.begin()
+            session.step()
+            warn("Something went wrong before.")
+            raise ZeroDivisionError("in a hook")
+
+    process = Process(body)
+    terminal = process.finish()
+    assert process.status == 1
+    assert terminal.is_as_it_was
+    assert terminal.lines_shown[-2:] == ["warning: Something went wrong before.", "raised ZeroDivisionError: in a hook"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_that_ends_the_process_gives_the_terminal_back_first(number):
+    process = Process(until)
+    process.read_until(shows("newest metrics"))
+    process.kill(number)
+    assert process.finish().is_as_it_was
+    assert process.status == -number
+
+
+def shell():
+    """Run ``until`` as a shell runs a job: in the foreground, and again after it was stopped and a key was pressed."""
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    job = os.fork()
+    if job == 0:
+        os.setpgid(0, 0)
+        until()
+    os.setpgid(job, job)
+    os.tcsetpgrp(0, job)
+    assert os.WIFSTOPPED(os.waitpid(job, os.WUNTRACED)[1])
+    os.tcsetpgrp(0, os.getpgrp())
+    os.write(1, b"[stopped]")
+    os.read(0, 1)
+    os.tcsetpgrp(0, job)
+    os.kill(job, signal.SIGCONT)
+    os.waitpid(job, 0)
+
+
+def test_ctrl_z_gives_the_terminal_back_and_the_screen_is_taken_again_in_the_foreground():
+    process = Process(shell)
+    process.read_until(shows("newest metrics"))
+    process.type(b"\x1a")
+    assert process.read_until(shows("[stopped]")).is_as_it_was
+    process.type(b"\n")
+    process.read_until(lambda terminal: terminal.entered == 2 and shows("newest metrics")(terminal))
+    process.type(b"\x03")
+    assert process.finish().is_as_it_was
+
+
+def test_signals_have_their_handlers_back_afterwards():
+    def body():
+        before = [signal.getsignal(number) for number in SIGNALS]
+        whole()
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert type(sys.stdout).__name__ == "TextIOWrapper"
+
+    assert show(body).is_as_it_was
+
+
+def test_a_forked_process_ends_without_touching_the_terminal():
+    def body():
+        session = Session()
+        with session.console:
+            session.begin()
+            session.step()
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            session.step()
+            session.end()
+
+    terminal = show(body)
+    assert len(terminal.left) == terminal.entered == 1
+
+
+def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up():
+    """Ctrl-S: drawings are left out, the steps go on, and after Ctrl-Q the newest drawing comes."""
+    marker = os.pipe()
+
+    def body():
+        session = Session()
+        with session.console:
+            session.begin()
+            os.read(0, 1)
+            for _ in range(400):
+                session.step(patiently=False)
+                os.write(marker[1], b".")
+            session.end()
+
+    process = Process(body)
+    process.read_until(shows("newest metrics"))
+    process.type(b"\x13\n")
+    steps = b""
+    while len(steps) < 400:
+        steps += os.read(marker[0], 400)
+    process.type(b"\x11")
+    assert process.finish().is_as_it_was
+    assert process.status == 0
+
+
+def test_what_else_wrote_to_the_terminal_is_painted_over():
+    def body():
+        session = Session()
+        with session.console:
+            session.begin()
+            session.step()
+            os.write(1, b"\x1b[2;1Hgarbage from a library")
+            for _ in range(10):
+                session.step()
+            session.end()
+
+    (screen,) = show(body).left
+    assert "garbage" not in "\n".join(screen)
+
+
+@pytest.mark.parametrize(("variable", "value", "colours"), [("TERM", "xterm-256color", True), ("NO_COLOR", "1", False)])
+def test_colours_are_left_out_where_they_are_not_wanted(variable, value, colours, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv(variable, value)
+    process = Process(whole)
+    process.finish()
+    assert bool(re.search(rb"\x1b\[[\d;]*(3\d|38|48)[;m]", process.bytes)) == colours
+
+
+def test_a_dumb_terminal_gets_plain_lines_and_a_note(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    process = Process(whole)
+    terminal = process.finish()
+    assert b"\x1b" not in process.bytes
+    assert terminal.entered == 0
+    assert b"note: --live needs a terminal to draw on" in process.bytes

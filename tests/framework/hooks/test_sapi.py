@@ -1,0 +1,335 @@
+import pytest
+import torch
+from loopscope.data import TensorLoader
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.hooks import HookPoint, ModelDataContext
+from loopscope.hooks.sapi import ReadOnlyError
+from loopscope.state import copied, differing, gradients, seed_everything, trainable
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.framework.hooks.sapi_call import ROWS, assert_close, assert_equal, context, mean_loss, plain_model
+from tests.support import ActingHook, Case, ReadOnlyHook, assert_same_bytes, at, train
+
+
+def disturb(ctx: ModelDataContext) -> None:
+    """Change parameters, buffers, optimizer, scheduler, gradients, modes and streams."""
+    ctx.run_training_epoch(ctx.get_shuffled_loader())
+    ctx._task.scheduler.step()
+    ctx.model.eval()
+    for parameter in ctx.model.parameters():
+        parameter.grad = None
+
+
+def test_a_full_checkpoint_puts_back_every_byte_as_often_as_wanted():
+    ctx = context()
+    before = ctx._state.digest()
+    token = ctx.save_checkpoint()
+    for _ in range(2):
+        disturb(ctx)
+        assert differing(before, ctx._state.digest())
+        ctx.restore_checkpoint(token)
+        assert differing(before, ctx._state.digest()) == []
+
+
+def test_a_light_checkpoint_puts_back_parameters_buffers_and_streams():
+    ctx = context()
+    before = ctx._state.digest()
+    token = ctx.save_checkpoint(full=False)
+    ctx.run_training_epoch(ctx.loader)
+    torch.rand(3)
+    ctx.restore_checkpoint(token)
+    assert {name.split("/")[0] for name in differing(before, ctx._state.digest())} == {"optimizer"}
+
+
+def test_checkpoints_nest_and_each_holds_its_own_moment():
+    ctx = context()
+    digests, tokens = [], []
+    for _ in range(2):
+        digests.append(ctx._state.digest())
+        tokens.append(ctx.save_checkpoint())
+        disturb(ctx)
+    for index in (0, 1, 0):
+        ctx.restore_checkpoint(tokens[index])
+        assert differing(digests[index], ctx._state.digest()) == []
+
+
+def test_a_discarded_or_unknown_checkpoint_is_refused_by_its_token():
+    ctx = context()
+    token, other = ctx.save_checkpoint(), ctx.save_checkpoint(full=False)
+    ctx.discard_checkpoint(token)
+    for verb in (ctx.restore_checkpoint, ctx.discard_checkpoint):
+        with pytest.raises(LoopscopeError, match=rf"no checkpoint {token}: tokens in use are \[{other}\]"):
+            verb(token)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_branch_is_undone_whatever_happens_in_it(full):
+    ctx = context()
+    before = copied(trainable(ctx.model))
+    with pytest.raises(UsageError, match="Unknown parameter"), ctx.branch(full=full):
+        [ctx.apply_perturbation(vector, 2.0) for vector in (before, {"other": torch.ones(1)})]
+    assert_equal(copied(trainable(ctx.model)), before)
+    assert ctx._checkpoints == {}
+
+
+def test_restoring_the_pre_epoch_state_replays_the_epoch_bit_for_bit_and_more_than_once():
+    replayed: list[bool] = []
+
+    def act(run_ctx, ctx):
+        after = copied(trainable(ctx.model))
+        for _ in range(2):
+            ctx.restore_pre_epoch()
+            found = ctx.run_training_epoch(ctx.loader)
+            assert_equal(found, dict(run_ctx.accumulated_grads))
+            assert_equal(copied(trainable(ctx.model)), after)
+            replayed.append(True)
+
+    case = Case("transformer", "adamw_foreach")
+    hook = at(ActingHook, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)(act)
+    assert_same_bytes(train(case, [hook], steps=6), case, 6)
+    assert len(replayed) == 6
+
+
+def test_there_is_no_pre_epoch_state_without_having_asked_for_it():
+    with pytest.raises(LoopscopeError, match="needs_pre_epoch_state = True"):
+        context().restore_pre_epoch()
+
+
+def test_batch_gradients_are_those_of_autograd_even_in_the_middle_of_an_accumulation():
+    ctx = context(plain_model())
+    batch = ctx._state.loop.batch
+    found = ctx.compute_batch_gradients()
+    parameters = trainable(ctx.model)
+    expected = torch.autograd.grad(mean_loss(ctx.model, batch), list(parameters.values()))
+    assert_equal(found, dict(zip(parameters, expected, strict=True)))
+    assert ctx.compute_batch_loss() == mean_loss(ctx.model, batch)
+    other = tuple(tensor[5:8] for tensor in ctx.loader._tensors)
+    assert ctx.compute_batch_loss(other) == mean_loss(ctx.model, other)
+
+
+@pytest.mark.parametrize("verb", ["compute_batch_loss", "compute_batch_gradients", "compute_gradients"])
+@pytest.mark.parametrize("training", [True, False])
+def test_measuring_leaves_every_byte_and_every_gradient_tensor_in_place(verb, training):
+    ctx = context()
+    ctx.model.train(training)
+    before, held = ctx._state.digest(), gradients(ctx.model)
+    buffers = [buffer.data_ptr() for buffer in ctx.model.buffers()]
+    getattr(ctx, verb)()
+    assert differing(before, ctx._state.digest()) == []
+    assert all(gradient is held[name] for name, gradient in gradients(ctx.model).items())
+    assert [buffer.data_ptr() for buffer in ctx.model.buffers()] == buffers
+
+
+def test_measurements_of_one_call_see_one_dropout_mask():
+    ctx = context()
+    assert_equal(ctx.compute_batch_gradients(), ctx.compute_batch_gradients())
+    assert ctx.compute_batch_loss() == ctx.compute_batch_loss()
+    slope = ctx.compute_batch_gradients()
+    loss = ctx.compute_batch_loss()
+    ctx.apply_perturbation(slope, -1e-3)
+    predicted = -1e-3 * sum(value.square().sum() for value in slope.values())
+    assert (ctx.compute_batch_loss() - loss).item() == pytest.approx(predicted.item(), rel=0.05)
+
+
+def test_gradients_outlive_the_measurement():
+    ctx = context()
+    found = ctx.compute_batch_gradients()
+    kept = copied(found)
+    ctx.run_training_epoch(ctx.loader)
+    assert_equal(found, kept)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_the_full_gradient_is_that_of_all_rows_though_the_last_batch_is_smaller(accumulation_steps):
+    ctx = context(plain_model().double(), accumulation_steps=accumulation_steps)
+    everything = ctx.loader._tensors
+    parameters = trainable(ctx.model)
+    expected = torch.autograd.grad(mean_loss(ctx.model, everything), list(parameters.values()))
+    expected = dict(zip(parameters, expected, strict=True))
+    for found in (ctx.compute_gradients(), ctx.compute_batch_gradients(everything)):
+        assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert ctx.compute_batch_loss(everything).item() == pytest.approx(
+        mean_loss(ctx.model, everything).item(), rel=1e-12
+    )
+
+
+def test_a_parameter_outside_the_optimizer_does_not_pile_up_gradients():
+    ctx = context(plain_model().double())
+    ctx._task.optimizer.param_groups[0]["params"].pop()
+    expected = torch.autograd.grad(mean_loss(ctx.model, ctx.loader._tensors), ctx.model[2].bias)
+    torch.testing.assert_close(ctx.compute_gradients()["2.bias"], expected[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_must_come_from_somewhere():
+    ctx = context()
+    ctx._state.loop.batch = None
+    for verb in (ctx.compute_batch_loss, ctx.compute_batch_gradients, ctx.take_step):
+        with pytest.raises(LoopscopeError, match="no current batch at this hook point; pass a batch"):
+            verb()
+
+
+def hand_written_epoch(ctx: ModelDataContext, *, per_step: bool) -> dict[str, Tensor]:
+    """Train one epoch in the plainest way and return the mean of its gradients."""
+    optimizer, found = ctx._task.optimizer, []
+    inputs, targets = ctx.loader._tensors
+    for start in range(0, ROWS, 4):
+        optimizer.zero_grad()
+        functional.cross_entropy(ctx.model(inputs[start : start + 4]), targets[start : start + 4]).backward()
+        found.append(copied(gradients(ctx.model)))
+        optimizer.step()
+        if per_step:
+            ctx._task.scheduler.step()
+    return {name: torch.stack([each[name] for each in found]).mean(dim=0) for name in found[0]}
+
+
+@pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
+def test_a_training_epoch_is_the_one_written_by_hand(loop, interval):
+    ctx, other = context(loop=loop, scheduler_interval=interval), context()
+    seed_everything(5)
+    found = ctx.run_training_epoch(ctx.loader)
+    seed_everything(5)
+    expected = hand_written_epoch(other, per_step="step" in (loop, interval))
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    changed = differing(other._state.digest(), ctx._state.digest())
+    assert {name.split("/")[0] for name in changed} == {"gradients"}
+    assert all(parameter.grad is not None for parameter in ctx.model.parameters())
+
+
+def test_an_epoch_without_steps_moves_nothing_and_averages_the_gradients_of_its_batches():
+    ctx = context(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    before = ctx._state.digest()
+    found = ctx.run_training_epoch(ctx.loader, step=False)
+    assert differing(before, ctx._state.digest()) == []
+    each = [ctx.compute_batch_gradients(batch) for batch in ctx.loader.batches(0)]
+    expected = {name: torch.stack([gradient[name] for gradient in each]).mean(dim=0) for name in each[0]}
+    assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("loop", "interval"), [("epoch", "epoch"), ("epoch", "step"), ("step", "epoch")])
+def test_steps_over_the_batches_of_an_epoch_are_the_training_epoch(loop, interval):
+    ctx, other = context(loop=loop, scheduler_interval=interval), context(loop=loop, scheduler_interval=interval)
+    seed_everything(5)
+    losses = [ctx.take_step(batch) for batch in ctx.loader.batches(0)]
+    seed_everything(5)
+    other.run_training_epoch(other.loader)
+    assert differing(other._state.digest(), ctx._state.digest()) == []
+    fresh = context()
+    seed_everything(5)
+    assert losses[0] == mean_loss(fresh.model, next(ctx.loader.batches(0)))
+    assert all(loss.ndim == 0 and not loss.requires_grad for loss in losses)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_learning_rates_given_with_a_step_hold_for_it_alone_and_leave_the_scheduler_where_it_is(tensor):
+    ctx, other = context(loop="step"), context(loop="step")
+    if tensor:
+        ctx._task.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
+    held, scheduler = ctx._task.optimizer.param_groups[0]["lr"], ctx._task.scheduler.state_dict()
+    with ctx._state.streams.isolated():
+        ctx.take_step(learning_rates=[0.3])
+    assert ctx._task.optimizer.param_groups[0]["lr"] is held
+    assert held == 0.05
+    assert ctx._task.scheduler.state_dict() == scheduler
+    other._task.optimizer.param_groups[0]["lr"] = 0.3
+    other.take_step()
+    assert_close(copied(trainable(ctx.model)), copied(trainable(other.model)), rtol=1e-6, atol=1e-8)
+
+
+def test_a_step_that_fails_gives_back_learning_rates_and_gradients():
+    ctx = context()
+    held = gradients(ctx.model)
+
+    def failing(model, batch):
+        raise ValueError("no loss")
+
+    ctx._task.compute_loss = failing
+    with pytest.raises(ValueError, match="no loss"):
+        ctx.take_step(learning_rates=[0.3])
+    assert ctx._task.optimizer.param_groups[0]["lr"] == 0.05
+    assert all(gradient is held[name] for name, gradient in gradients(ctx.model).items())
+    with pytest.raises(LoopscopeError, match="given 2 learning rates, but the optimizer has 1 parameter groups"):
+        ctx.take_step(learning_rates=[0.3, 0.3])
+
+
+def test_an_empty_loader_is_refused():
+    ctx = context()
+    empty = TensorLoader(ctx.loader._tensors, 4, lambda epoch: torch.arange(0))
+    empty.batches = lambda epoch, start=0: iter(())
+    with pytest.raises(LoopscopeError, match="no epoch to run: it has no batches"):
+        ctx.run_training_epoch(empty)
+    with pytest.raises(LoopscopeError, match="no batches, so there is nothing to take the mean of"):
+        ctx.hessian_vector_product(trainable(ctx.model), loader=empty)
+
+
+def order(ctx: ModelDataContext) -> list[float]:
+    return [x for inputs, _ in ctx.get_shuffled_loader().batches(0) for x in inputs[:, 0].tolist()]
+
+
+def test_the_shuffled_order_depends_on_the_stream_of_the_call_and_on_nothing_drawn_or_restored():
+    ctx, again = context(), context()
+    first, second = order(ctx), order(ctx)
+    assert sorted(first) == sorted(second) == sorted(ctx.loader._tensors[0][:, 0].tolist())
+    assert first != second
+    with again.branch():
+        torch.rand(5)
+        assert order(again) == first
+    assert order(again) == second
+    for stream in (("other", "PRE_STEP", 1), ("probe", "POST_STEP", 1), ("probe", "PRE_STEP", 2)):
+        assert order(context(stream=stream)) not in (first, second)
+
+
+def test_a_perturbation_is_added_to_the_parameters_it_names():
+    ctx = context()
+    before = copied(dict(ctx.model.named_parameters()))
+    ctx.apply_perturbation({"0.bias": torch.ones(8)}, -0.5)
+    assert_equal(copied(dict(ctx.model.named_parameters())), before | {"0.bias": before["0.bias"] - 0.5})
+    with pytest.raises(UsageError, match=r"Unknown parameter '0\.bia'"):
+        ctx.apply_perturbation({"0.bia": torch.ones(8)}, 1.0)
+
+
+def test_the_optimizer_state_is_shown_by_parameter_name_and_not_for_writing():
+    ctx = context()
+    assert ctx.optimizer_state == {}
+    ctx.run_training_epoch(ctx.loader)
+    shown = ctx.optimizer_state
+    assert shown.keys() == trainable(ctx.model).keys()
+    assert shown["0.weight"]["exp_avg"] is ctx._task.optimizer.state[ctx.model[0].weight]["exp_avg"]
+    with pytest.raises(TypeError):
+        shown["0.weight"]["exp_avg"] = None
+    assert ctx.device == torch.device("cpu")
+
+
+CHANGING = {
+    "restore_checkpoint": lambda ctx: ctx.restore_checkpoint(ctx.save_checkpoint()),
+    "branch": lambda ctx: ctx.branch().__enter__(),
+    "restore_pre_epoch": lambda ctx: ctx.restore_pre_epoch(),
+    "apply_perturbation": lambda ctx: ctx.apply_perturbation(trainable(ctx.model), 1.0),
+    "take_step": lambda ctx: ctx.take_step(),
+    "run_training_epoch": lambda ctx: ctx.run_training_epoch(ctx.loader),
+    "finite_difference": lambda ctx: ctx.hessian_vector_product(trainable(ctx.model), method="finite_difference"),
+}
+
+
+@pytest.mark.parametrize("verb", CHANGING)
+def test_a_hook_that_only_reads_is_refused_what_changes_the_state(verb):
+    ctx = context(mutates=False)
+    before = ctx._state.digest()
+    with pytest.raises(ReadOnlyError, match=rf"{verb}.* changes the training state, but the hook declares mutates"):
+        CHANGING[verb](ctx)
+    assert differing(before, ctx._state.digest()) == []
+
+
+@pytest.mark.parametrize("model", ["batchnorm_mlp", "transformer", "tied"])
+def test_everything_else_passes_tripwire_and_audit_of_a_hook_that_only_reads(model):
+    def read(run_ctx, ctx):
+        if run_ctx.batch_data is not None:
+            ctx.compute_batch_loss()
+            ctx.hessian_vector_product(ctx.compute_batch_gradients())
+        ctx.compute_gradients()
+        ctx.run_training_epoch(ctx.get_shuffled_loader(), step=False)
+        ctx.discard_checkpoint(ctx.save_checkpoint())
+        return {"states": len(ctx.optimizer_state)}
+
+    case = Case(model, "adamw_fused")
+    assert_same_bytes(train(case, [ReadOnlyHook(read)]), case)

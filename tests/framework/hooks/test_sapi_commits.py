@@ -1,0 +1,178 @@
+import pytest
+import torch
+from loopscope.errors import HookError, LoopscopeError, UsageError
+from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
+from loopscope.state import copied, differing, gradients, scaled, trainable
+
+from tests.framework.hooks.sapi_call import BOTH, assert_close, context
+from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
+
+
+def test_commits_are_recorded_and_not_applied():
+    ctx = context()
+    before = ctx._state.digest()
+    ctx.scale_gradients(2.0)
+    ctx.scale_gradients({"0.bias": torch.tensor(2.0)})
+    ctx.clamp_gradients(0.1)
+    ctx.clip_gradients(0.1)
+    ctx.replace_gradients({"0.bias": torch.ones(8)})
+    ctx.add_to_gradients({"0.bias": torch.ones(8)}, torch.tensor(2.0))
+    ctx.blend_parameters({"0.bias": torch.ones(8)}, 0.5)
+    ctx.thaw_parameters(["0.weight"])
+    ctx.reset_optimizer_state(["0.weight"])
+    assert differing(before, ctx._state.digest()) == []
+    ctx._commits.apply()
+    changed = {name.split("/")[0] for name in differing(before, ctx._state.digest())}
+    assert changed == {"gradients", "parameters"}
+
+
+@pytest.mark.parametrize("mutates", [True, False])
+def test_a_thawed_parameter_is_trained_from_the_next_pass_on(mutates):
+    def thaw(run_ctx, ctx):
+        if run_ctx.step == 3:
+            ctx.thaw_parameters(["0.weight"])
+            assert not ctx.model[0].weight.requires_grad
+
+    seen = []
+    watch = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: seen.append(ctx.model[0].weight.detach().clone()))
+    freeze = lambda task, state: task.model[0].weight.requires_grad_(False)
+    train(Case(), [at(ActingHook, HookPoint.PRE_STEP, commits=BOTH, mutates=mutates)(thaw), watch], introduce=freeze)
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_begins_anew_with_the_parameters_it_is_to_forget_and_with_no_others(optimizer):
+    def forget(run_ctx, ctx):
+        if run_ctx.step == 3:
+            ctx.reset_optimizer_state(["0.weight", "0.bias"])
+            assert "0.weight" in ctx.optimizer_state
+
+    states = []
+    forgetting = at(ActingHook, HookPoint.PRE_STEP, commits=BOTH, mutates=False)(forget)
+    watch = at(ReadOnlyHook, HookPoint.POST_STEP)(lambda run_ctx, ctx: states.append(counted(ctx.optimizer_state)))
+    train(Case(optimizer=optimizer), [forgetting, watch], steps=4)
+    names = [*states[0]]
+    assert [*states[1]] == [*states[0]]
+    assert sorted(states[2]) == sorted(names)
+    kept = states[3]["1.weight"]
+    assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if kept == 4 else kept)
+
+
+def counted(optimizer_state):
+    """Return the number of steps that an optimizer counts for each parameter, or -1 where it counts none."""
+    return {name: int(state.get("step", -1)) for name, state in optimizer_state.items()}
+
+
+def test_names_that_the_model_lacks_are_refused_when_asked_for():
+    ctx = context()
+    for ask in (ctx.thaw_parameters, ctx.reset_optimizer_state):
+        with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
+            ask(["bias"])
+    assert ctx._commits.changes == []
+
+
+@pytest.mark.parametrize("mutates", [True, False])
+def test_commits_of_one_call_build_on_each_other(mutates):
+    ctx = context(mutates=mutates)
+    live = copied(gradients(ctx.model))
+    ctx.replace_gradients(scaled(10.0, live))
+    ctx.scale_gradients(torch.tensor(0.5))
+    ctx.scale_gradients({"0.bias": torch.tensor(3.0)})
+    ctx.add_to_gradients({"0.bias": live["0.bias"]}, torch.tensor(-2.0))
+    ctx.clamp_gradients(0.5)
+    ctx.clip_gradients(0.25)
+    ctx._commits.apply()
+    found, expected = copied(gradients(ctx.model)), scaled(5.0, live)
+    expected["0.bias"] = expected["0.bias"] * 3.0 - 2.0 * live["0.bias"]
+    for name, parameter in trainable(ctx.model).items():
+        parameter.grad = expected[name]
+    torch.nn.utils.clip_grad_value_(ctx.model.parameters(), 0.5)
+    torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
+    assert_close(found, gradients(ctx.model))
+
+
+UNDECLARED = {
+    "scale_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.scale_gradients(2.0)),
+    "clamp_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clamp_gradients(2.0)),
+    "clip_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.clip_gradients(2.0)),
+    "replace_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.replace_gradients({})),
+    "add_to_gradients": (StatePart.PARAMETERS, lambda ctx: ctx.add_to_gradients({}, torch.tensor(1.0))),
+    "blend_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.blend_parameters({}, 0.5)),
+    "thaw_parameters": (StatePart.GRADIENTS, lambda ctx: ctx.thaw_parameters([])),
+    "reset_optimizer_state": (StatePart.PARAMETERS, lambda ctx: ctx.reset_optimizer_state([])),
+}
+
+
+@pytest.mark.parametrize("verb", UNDECLARED)
+def test_a_commit_to_an_undeclared_part_is_refused(verb):
+    declared, call = UNDECLARED[verb]
+    ctx = context(commits=frozenset({declared}))
+    with pytest.raises(UndeclaredCommitError, match=f"{verb} changes the .* which hook 'probe' does not declare"):
+        call(ctx)
+    assert ctx._commits.changes == []
+
+
+def test_a_commit_that_does_not_fit_the_model_is_refused_when_asked_for():
+    ctx = context()
+    for ask in (ctx.replace_gradients, lambda vector: ctx.blend_parameters(vector, 0.5)):
+        with pytest.raises(LoopscopeError, match="shape"):
+            ask({"0.bias": torch.ones(3)})
+        with pytest.raises(UsageError, match="Unknown parameter"):
+            ask({"bias": torch.ones(3)})
+    assert ctx._commits.changes == []
+
+
+def test_factors_and_limits_that_cannot_be_are_refused_when_asked_for():
+    ctx = context()
+    with pytest.raises(UsageError, match="Unknown parameter 'bias'"):
+        ctx.scale_gradients({"bias": 2.0})
+    with pytest.raises(LoopscopeError, match="shape"):
+        ctx.scale_gradients({"0.bias": torch.ones(8)})
+    for max_value in (0.0, -1.0, float("nan")):
+        with pytest.raises(LoopscopeError, match=f"max_value is {max_value}; the largest magnitude"):
+            ctx.clamp_gradients(max_value)
+    assert ctx._commits.changes == []
+
+
+def test_factors_that_a_hook_takes_from_what_is_rolled_back_count_as_they_were():
+    def shrink(run_ctx, ctx):
+        factor = ctx.model[0].bias.detach()[0]
+        factor.fill_(0.5)
+        ctx.scale_gradients({name: factor for name in gradients(ctx.model)})
+
+    case = Case("batchnorm_mlp", "sgd_momentum")
+    shrunk = train(case, [committing(shrink)])
+    assert shrunk.final == train(case, [committing(lambda run_ctx, ctx: ctx.scale_gradients(0.5))]).final
+
+
+def committing(act, **attributes):
+    hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=BOTH, needs_pre_epoch_state=False, **attributes)
+    return hook(act)
+
+
+def test_a_hook_that_mutates_commits_the_values_it_had_and_is_rolled_back_otherwise():
+    def double(run_ctx, ctx):
+        live = gradients(ctx.model)
+        for gradient in live.values():
+            gradient.mul_(2.0)
+        ctx.replace_gradients(live)
+        ctx.model.eval()
+        ctx.apply_perturbation(trainable(ctx.model), 1.0)
+
+    case = Case("batchnorm_mlp", "sgd_momentum")
+    doubled = train(case, [committing(double)])
+    scaled_by_two = train(case, [committing(lambda run_ctx, ctx: ctx.scale_gradients(2.0), mutates=False)])
+    assert doubled.final == scaled_by_two.final
+
+
+def test_a_hook_that_raises_after_asking_leaves_no_trace():
+    def ask_and_raise(run_ctx, ctx):
+        ctx.scale_gradients(0.0)
+        raise ValueError("half-way")
+
+    case = Case()
+    with pytest.warns(UserWarning, match="half-way"):
+        run = train(case, [committing(ask_and_raise, mutates=False)], on_error="skip")
+    assert_same_bytes(run, case)
+    assert train(case, [committing(ask_and_raise)], raises=HookError).error is not None

@@ -1,0 +1,237 @@
+"""Casts: arbitrary tensors against brute force, laws, stochastic and soft rounding, what is refused."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from loopscope.errors import UsageError
+from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.formats import by_draws
+from torch import Tensor
+
+from tests.framework.lowbit.casts.brute_force import cast_by_hand, counts_by_hand, decoded, scales_of
+
+formats, rules = st.sampled_from(FormatRegistry.names()), st.sampled_from(RuleRegistry.names())
+dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+shapes = st.lists(st.integers(0, 5), max_size=2).flatmap(lambda rows: st.integers(0, 40).map(lambda n: (*rows, n)))
+tensors = shapes.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=st.floats(width=32)))
+DRAWS = 20_000
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def identical(found: Tensor, expected: Tensor) -> bool:
+    """Compare bit for bit, but for the payload of NaN."""
+    return torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0)) and torch.equal(
+        found.isnan(), expected.isnan()
+    )
+
+
+@given(values=tensors, name=formats, rule=rules, dtype=dtypes, q_scalar=st.sampled_from([1.0, 0.3, 2.0]))
+def test_any_tensor_is_cast_and_counted_as_by_brute_force(values, name, rule, dtype, q_scalar):
+    given_, cast = torch.from_numpy(values).to(dtype), Cast(name, rule, q_scalar=q_scalar)
+    scales = scales_of(cast, given_)
+    rounded, counts = cast.counted(given_)
+    assert identical(rounded, cast_by_hand(cast, given_, scales))
+    expected = counts_by_hand(cast, given_, rounded, scales)
+    assert {key: value.item() for key, value in counts.by_name().items()} == pytest.approx(expected, rel=1e-9)
+
+
+@given(values=tensors, name=formats, block=st.integers(1, 50))
+def test_any_size_of_block_is_cast_as_by_brute_force(values, name, block):
+    given_, cast = torch.from_numpy(values), Cast(name, "block", block=block)
+    assert identical(cast(given_), cast_by_hand(cast, given_, scales_of(cast, given_)))
+
+
+@given(name=formats, rule=st.sampled_from(["mx_floor", "mx_ceil", "mx_rceil", "mx_even"]), power=st.integers(-60, 60))
+def test_microscaling_commutes_with_powers_of_two(name, rule, power):
+    values = torch.randn(3, 50, generator=generator(1))
+    assert torch.equal(Cast(name, rule)(values * 2.0**power), Cast(name, rule)(values) * 2.0**power)
+
+
+@pytest.mark.parametrize("rule", RuleRegistry.names())
+@pytest.mark.parametrize("name", FormatRegistry.names())
+def test_no_error_is_larger_than_half_the_spacing_unless_the_range_is_left(name, rule):
+    values = torch.randn(8, 96, generator=generator(2))
+    cast = Cast(name, rule)
+    scales = cast.scales(values)
+    spread = scales if not scales.ndim else scales.repeat_interleave(cast.blocks(), -1)
+    inside = values.abs() <= spread * cast.number_format.maximum
+    relative = values.abs() * 2.0 ** -(cast.number_format.mantissa_bits + 1)
+    smallest = spread * cast.number_format.smallest_normal() * 2.0 ** -(cast.number_format.mantissa_bits + 1)
+    error = (cast(values) - values).abs()
+    assert (error <= torch.maximum(relative, smallest) * (1 + 1e-6))[inside].all()
+
+
+def test_a_block_of_its_own_size_is_used_and_the_last_one_may_be_short():
+    values = torch.tensor([[6.0, 0.1, 60.0, 1.0, 0.5]])
+    found = Cast("e2m1", "block", block=2)(values)
+    torch.testing.assert_close(found, torch.tensor([[6.0, 0.0, 60.0, 0.0, 0.5]]), rtol=1e-5, atol=0)
+    assert Cast("e2m1", "block", block=2).scales(values).shape == (1, 3)
+
+
+def test_numbers_that_are_not_finite_do_not_change_their_neighbours():
+    values = torch.randn(2, 32, generator=generator(3))
+    spoilt = values.clone()
+    spoilt[0, 3], spoilt[1, 5] = torch.nan, torch.inf
+    for rule in RuleRegistry.names():
+        cast, kept = Cast("e4m3", rule), spoilt == values
+        clean = torch.where(kept, values, 0.0)
+        assert torch.equal(cast(spoilt)[kept], cast(clean)[kept])
+        assert cast(spoilt)[0, 3].isnan()
+        assert 0 < cast(spoilt)[1, 5] < torch.inf
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "soft"])
+def test_a_block_of_zeros_beside_inf_and_nan_stays_zero(rounding):
+    values = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf])
+    for rule in ("current", "nvfp4"):
+        found = Cast("e2m1", rule, rounding)(values, generator=generator())
+        assert found.isnan().tolist() == [False, False, True, False, False]
+        assert found.nan_to_num(nan=0.0).tolist() == [0.0] * 5
+        assert found.signbit()[[0, 1, 3, 4]].tolist() == [False, True, False, True]
+
+
+def test_finite_float64_magnitudes_beyond_float32_saturate_and_overflow():
+    values = torch.tensor([1e300, -1e300, 3e38, 1.0], dtype=torch.float64)
+    found, counts = Cast("e2m1", "current").counted(values)
+    assert found[0] == -found[1]
+    assert found.isfinite().all()
+    assert counts.by_name()["total_overflow_elements"] == 2
+
+
+def test_a_factor_that_would_take_the_scale_out_of_float32_takes_it_to_the_end():
+    cast = Cast("e2m1", "current", q_scalar=1e30)
+    values = torch.tensor([3e38, 1.0])
+    assert cast.scales(values).item() == torch.finfo(torch.float32).max
+    assert cast(values).tolist() == [torch.finfo(torch.float32).max, 0.0]
+
+
+def stochastic_draws(value: float, name: str) -> Tensor:
+    """Round one value, with scale 1, many times."""
+    cast = Cast(name, "current", "stochastic")
+    return cast.with_scales(torch.full((DRAWS,), value), torch.tensor(1.0), generator(4))
+
+
+@pytest.mark.parametrize("name", FormatRegistry.names())
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.77, 0.999])
+def test_stochastic_rounding_has_two_points_and_the_value_as_its_mean(name, share):
+    grid = decoded(FormatRegistry.get(name))
+    for low, high in [(grid[0], grid[1]), (grid[1], grid[2]), (grid[-3], grid[-2]), (grid[-2], grid[-1])]:
+        value = torch.tensor(low + share * (high - low)).item()
+        for sign in (1, -1):
+            found = stochastic_draws(sign * value, name).double() * sign
+            assert set(found.unique().tolist()) == {low, high}
+            up = (value - low) / (high - low)
+            error = (high - low) * math.sqrt(up * (1 - up) / DRAWS)
+            assert abs(found.mean().item() - value) < 4 * error
+
+
+@pytest.mark.parametrize("name", FormatRegistry.names())
+@pytest.mark.parametrize("rule", RuleRegistry.names())
+def test_the_mean_of_many_stochastic_casts_is_the_tensor(name, rule):
+    number, cast, draw = 2000, Cast(name, rule, "stochastic"), generator(6)
+    values = torch.randn(2, 64, generator=generator(5))
+    scales = cast.scales(values)
+    draws = torch.cat([cast(values.expand(500, 2, 64), generator=draw) for _ in range(number // 500)]).double()
+    limits = cast.limits(scales) if not scales.ndim else cast.limits(scales).repeat_interleave(cast.blocks(), -1)
+    expected = values.double().clamp(-limits, limits)
+    low, high = draws.amin(0), draws.amax(0)
+    error = ((expected - low) * (high - expected)).clamp_min(0).div(number).sqrt()
+    assert ((draws == low) | (draws == high)).all()
+    assert ((draws.mean(0) - expected).abs() <= 4.5 * error + 2e-3 * limits).all()
+
+
+def test_the_draw_that_decides_is_below_the_fraction_of_the_magnitude():
+    draws = torch.tensor([0.0, 0.25, 0.25 - 2**-24, 0.25, 0.25 - 2**-24, 0.0])
+    values = torch.tensor([2.0, 2.25, 2.25, -2.25, -2.25, -0.0])
+    found = by_draws(draws)(values)
+    assert found.tolist() == [2.0, 2.0, 3.0, -2.0, -3.0, 0.0]
+    assert found.signbit().tolist() == values.signbit().tolist()
+
+
+def test_stochastic_rounding_leaves_numbers_of_the_format_alone_and_saturates():
+    grid = FormatRegistry.get("e2m1").magnitudes().float()
+    cast = Cast("e2m1", "current", "stochastic")
+    for values in (grid, -grid):
+        assert torch.equal(cast.with_scales(values, torch.tensor(1.0), generator()), values)
+    beyond = cast.with_scales(torch.tensor([6.1, 100.0, torch.inf, torch.nan]), torch.tensor(1.0), generator())
+    assert beyond[:3].tolist() == [6.0] * 3
+    assert beyond[3].isnan()
+
+
+def test_stochastic_rounding_draws_from_its_own_generator_alone():
+    values, cast = torch.randn(100), Cast("e2m1", "mx_floor", "stochastic")
+    streams = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()]
+    own = generator(7)
+    first, second = cast(values, generator=own), cast(values, generator=own)
+    assert torch.equal(streams[0], torch.get_rng_state())
+    assert streams[1] == random.getstate()
+    assert np.array_equal(streams[2], np.random.get_state()[1])
+    assert not torch.equal(first, second)
+    assert torch.equal(first, cast(values, generator=generator(7)))
+
+
+def test_stochastic_rounding_without_a_generator_is_refused():
+    with pytest.raises(UsageError, match="generator of its own"):
+        Cast("e2m1", "current", "stochastic")(torch.ones(3))
+
+
+def published(values: Tensor, scale: Tensor) -> Tensor:
+    """Quantise and dequantise to e2m1 as the Metis code does, in float64 from the quotient on."""
+    halves = (values.abs() / scale).double() * 2
+    halves = halves - (halves - 4).relu() / 2 - (halves - 8).relu() / 4
+    halves = halves.round()
+    halves = halves + (halves - 4).relu() + (halves - 6).relu() * 2
+    return halves * values.sign() / 2 * scale
+
+
+@pytest.mark.parametrize("q_scalar", [1.0, 0.5, 0.1])
+def test_soft_rounding_is_the_published_arithmetic(q_scalar):
+    values = torch.randn(64, 100, generator=generator(8))
+    cast = Cast("e2m1", "tensor", "soft", q_scalar=q_scalar)
+    assert torch.equal(cast(values), published(values, cast.scales(values)).float())
+    blocks = values.reshape(640, 10)
+    per_row = Cast("e2m1", "block", "soft", block=10, q_scalar=q_scalar)
+    assert torch.equal(per_row(blocks), published(blocks, per_row.scales(blocks)).float())
+
+
+def test_soft_rounding_lets_an_overflow_pass_that_is_counted_all_the_same():
+    cast = Cast("e2m1", "current", "soft", q_scalar=0.5)
+    found, counts = cast.counted(torch.tensor([6.0, 1.5]))
+    assert found.tolist() == [6.0, 1.5]
+    assert counts.by_name()["total_overflow_elements"] == 1
+    assert Cast("e2m1", "current", q_scalar=0.5)(torch.tensor([6.0, 1.5])).tolist() == [3.0, 1.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_tensors_of_other_types_are_refused(dtype):
+    cast = Cast("e2m1", "block")
+    for call in (cast, cast.counted, cast.scales):
+        with pytest.raises(UsageError, match=rf"A tensor of {dtype} cannot be cast .*; convert it to float32 first\."):
+            call(torch.ones(3).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "e2m2"}, r"Unknown format 'e2m2'\. Did you mean 'e"),
+        ({"rule": "blocks"}, r"Unknown scaling rule 'blocks'\. Did you mean 'block'"),
+        ({"rounding": "stochastically"}, r"Unknown rounding 'stochastically'\. Did you mean 'stochastic'"),
+        ({"block": 0}, "block of 0 does not suit scaling rule 'block'; it takes one value or more"),
+        ({"rule": "nvfp4", "block": 32}, "'nvfp4'; it takes blocks of 16 and no other size"),
+        ({"rule": "mx_floor", "block": 16}, "'mx_floor'; it takes blocks of 32 and no other size"),
+        ({"rule": "current", "block": 16}, "'current'; it takes whole tensors and no other size"),
+        *[({"q_scalar": value}, "must be positive and finite") for value in (0.0, -1.0, math.inf, math.nan)],
+    ],
+)
+def test_a_cast_that_cannot_be_is_refused_in_one_sentence(options, words):
+    with pytest.raises(UsageError, match=words):
+        Cast(**{"format": "e2m1", "rule": "block", **options})

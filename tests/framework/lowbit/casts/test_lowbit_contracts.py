@@ -1,0 +1,224 @@
+"""For every registered format and scaling rule: casts and counts against the definitions, number by number."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.casts import ROUNDINGS
+from loopscope.lowbit.casts.scaling import Current, ScalingRule
+from torch import Tensor
+
+from tests.framework.lowbit.casts.brute_force import cast_by_hand, counts_by_hand, scales_of
+
+SHAPE = (2, 41)
+EARLIER = torch.tensor([0.5, 1.25, 0.0])
+
+
+def drawn(seed: int) -> tuple[Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator), generator
+
+
+def heavy_tailed() -> Tensor:
+    """Draw Cauchy numbers, as quotients of Gaussian ones."""
+    above, generator = drawn(2)
+    return above / torch.randn(SHAPE, generator=generator)
+
+
+def single_outlier() -> Tensor:
+    values = drawn(3)[0] * 1e-3
+    values[1, 20] = -1e5
+    return values
+
+
+def non_finite() -> Tensor:
+    """Scatter inf and NaN, and fill most of one row with nothing else."""
+    values = drawn(4)[0]
+    values[0, ::7], values[0, 3::9], values[0, 5] = torch.inf, torch.nan, -torch.inf
+    values[1, :20], values[1, 20:38] = torch.nan, -torch.inf
+    return values
+
+
+INPUTS = {
+    "gaussian": drawn(1)[0],
+    "heavy-tailed": heavy_tailed(),
+    "constant": torch.full(SHAPE, -0.7),
+    "all-zero": torch.zeros(SHAPE) * torch.tensor([[1.0], [-1.0]]),
+    "single-outlier": single_outlier(),
+    "non-finite": non_finite(),
+}
+every_input = pytest.mark.parametrize("values", INPUTS.values(), ids=INPUTS)
+every_cast = pytest.mark.parametrize(
+    "cast",
+    [Cast(*names) for names in product(FormatRegistry.names(), RuleRegistry.names())],
+    ids=lambda cast: f"{cast.format}-{cast.rule}",
+)
+
+
+def beyond_float32(values: Tensor) -> bool:
+    return values.double()[values.isfinite()].abs().gt(torch.finfo(torch.float32).max).any().item()
+
+
+def check_cast(cast: Cast, values: Tensor, earlier: Tensor | None = None) -> Counts:
+    """Check the scales, the numbers bit for bit, and every count; return the counts."""
+    scales = scales_of(cast, values, earlier)
+    assert cast.scales(values, earlier).reshape(-1).tolist() == scales
+    rounded, counts = cast.counted(values, earlier=earlier)
+    expected = cast_by_hand(cast, values, scales)
+    torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rounded.signbit() | rounded.isnan(), expected.signbit() | expected.isnan())
+    torch.testing.assert_close(cast(values, earlier=earlier), rounded, rtol=0, atol=0, equal_nan=True)
+    check_counts(counts, counts_by_hand(cast, values, rounded, scales))
+    if not (cast.scaling_rule.overflows or cast.q_scalar < 1 or beyond_float32(values)):
+        assert counts.by_name()["total_overflow_elements"] == 0
+    return counts
+
+
+def check_counts(counts: Counts, expected: dict[str, float]) -> None:
+    """Compare: whole numbers exactly, sums of real ones as close as the order of adding allows."""
+    found = {name: value.item() for name, value in counts.by_name().items()}
+    real = {"excess_sum", "squared_error", "squared_norm", "excess_max", "inverse_scale_max"}
+    for name, value in found.items():
+        assert value == (pytest.approx(expected[name], rel=1e-12, nan_ok=True) if name in real else expected[name]), (
+            name
+        )
+
+
+@every_cast
+@every_input
+def test_numbers_and_counts_are_those_of_brute_force(cast, values):
+    check_cast(cast, values)
+
+
+@every_cast
+@pytest.mark.parametrize(
+    ("dtype", "q_scalar"), [(torch.float16, 1.0), (torch.bfloat16, 1.5), (torch.float64, 1.0), (torch.float32, 0.25)]
+)
+def test_other_types_and_factors_on_the_scale_are_cast_and_counted_as_by_brute_force(cast, dtype, q_scalar):
+    for values in INPUTS.values():
+        check_cast(Cast(cast.format, cast.rule, q_scalar=q_scalar), values.to(dtype))
+
+
+@every_cast
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_ends_of_every_type_are_cast_and_counted_as_by_brute_force(cast, dtype):
+    found = torch.finfo(dtype)
+    ends = torch.tensor([found.max, -found.max, found.max / 3, found.smallest_normal, -found.tiny / 2, 0], dtype=dtype)
+    smallest = torch.full((20,), found.smallest_normal * found.eps, dtype=dtype)
+    for values in (ends, smallest, smallest * 5, torch.cat([smallest * 3, torch.zeros_like(smallest)])):
+        assert check_cast(cast, values).by_name()["excess_max"] < math.inf
+        assert cast(values).isfinite().all()
+
+
+@pytest.mark.parametrize("rule", [rule.name for rule in RuleRegistry if rule.history])
+@pytest.mark.parametrize("name", FormatRegistry.names())
+def test_rules_with_a_history_are_cast_and_counted_as_by_brute_force(rule, name):
+    for label, values in INPUTS.items():
+        counts = check_cast(Cast(name, rule), values, EARLIER).by_name()
+        assert (counts["overflow_count"] == 1) == (label not in ("constant", "all-zero"))
+
+
+@every_cast
+def test_every_shape_is_cast_and_counted_as_by_brute_force(cast):
+    for shape in [(), (0,), (3, 0), (0, 3), (1,), (2, 2, 17)]:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+        assert check_cast(cast, values).by_name()["total_elements"] == values.numel()
+
+
+@every_cast
+def test_layout_in_memory_changes_nothing(cast):
+    wide = torch.randn(40, 2, 37, generator=torch.Generator().manual_seed(7))
+    layouts = [wide.transpose(0, 2), wide[:, 0, ::2], wide[:, :1].expand(40, 3, 37), wide.permute(2, 0, 1)[1:]]
+    for values, rounding in product(layouts, ROUNDINGS):
+        same = Cast(cast.format, cast.rule, rounding)
+        found, dense = (same(x, generator=torch.Generator().manual_seed(8)) for x in (values, values.contiguous()))
+        assert torch.equal(found, dense)
+
+
+@every_cast
+def test_the_cast_of_the_negated_tensor_is_the_negated_cast(cast):
+    for values in INPUTS.values():
+        torch.testing.assert_close(cast(-values), -cast(values), rtol=0, atol=0, equal_nan=True)
+
+
+@every_cast
+def test_the_given_tensor_is_left_alone_and_not_returned(cast):
+    for rounding in ROUNDINGS:
+        values = INPUTS["gaussian"].clone()
+        found = Cast(cast.format, cast.rule, rounding)(values, generator=torch.Generator())
+        assert torch.equal(values, INPUTS["gaussian"])
+        assert found.data_ptr() != values.data_ptr()
+
+
+class E3M0(FloatFormat):
+    """Powers of two only, as in logarithmic FP4."""
+
+    name = "e3m0"
+    exponent_bits, mantissa_bits, maximum = 3, 0, 16.0
+
+
+class HalfRange(ScalingRule):
+    """Blocks of 8 that use the lower half of the format's range."""
+
+    name = "half_range"
+    block = 8
+
+    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
+        return 4 * largest / number_format.maximum
+
+
+class TwoBack(Current):
+    """Scales by the larger of two earlier tensors."""
+
+    name = "two_back"
+    history = 2
+    overflows = True
+
+
+class Boaster(HalfRange):
+    """Says that nothing overflows, though everything above a quarter of the largest magnitude does."""
+
+    name = "boaster"
+
+    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
+        return largest / number_format.maximum / 4
+
+
+@pytest.fixture
+def newly_registered():
+    FormatRegistry.register(E3M0)
+    for rule in (HalfRange, TwoBack, Boaster):
+        RuleRegistry.register(rule)
+    yield
+    FormatRegistry.unregister("e3m0")
+    for name in ("half_range", "two_back", "boaster"):
+        RuleRegistry.unregister(name)
+
+
+@pytest.mark.usefixtures("newly_registered")
+@pytest.mark.parametrize("names", [("e3m0", "half_range"), ("e3m0", "mx_rceil"), ("e2m1", "half_range")])
+def test_a_new_format_or_rule_passes_the_same_checks_from_the_day_it_is_registered(names):
+    for values in INPUTS.values():
+        check_cast(Cast(*names), values)
+
+
+@pytest.mark.usefixtures("newly_registered")
+def test_a_new_rule_with_a_history_scales_by_earlier_magnitudes():
+    cast = Cast("e3m0", "two_back")
+    for values in INPUTS.values():
+        check_cast(cast, values, EARLIER)
+    assert cast.scales(INPUTS["gaussian"], EARLIER).item() == 1.25 / 16
+
+
+@pytest.mark.usefixtures("newly_registered")
+def test_a_new_rule_that_wrongly_says_that_nothing_overflows_is_found_out():
+    with pytest.raises(AssertionError):
+        check_cast(Cast("e2m1", "boaster"), INPUTS["gaussian"])
+
+
+@pytest.mark.usefixtures("newly_registered")
+def test_a_new_format_and_rule_are_among_those_that_contracts_iterate_over():
+    assert "e3m0" in FormatRegistry.names()
+    assert {"half_range", "two_back", "boaster"} <= set(RuleRegistry.names())

@@ -1,0 +1,224 @@
+"""``loopscope plot``: the curves of a picture are those of the record, smoothed and scaled as asked for."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.hooks import HookPoint, Series
+from loopscope.report import Look, figure_of, metric_picture, provenance_picture
+from loopscope.report.curves import Curve
+from loopscope.report.panels import COLOURS
+from loopscope.report.smoothing import running_mean
+from loopscope.runs import run_folders
+from loopscope.sinks import CSVSink
+
+from tests.framework.report.plotted import CURVE, SLOPE, curve_record, everything, figure, record, tied_record
+from tests.framework.runs.small_experiment import session
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two strategies, and return the folder of the experiment."""
+    folder = tmp_path_factory.mktemp("finished")
+    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
+    return folder / "small"
+
+
+def drawn(axes) -> list[tuple[str, list[float], list[float]]]:
+    """Return colour, steps and values of the curves in axes, without marks and lines across."""
+    lines = [line for line in axes.lines if line.get_linestyle() != "None" and line.get_transform() == axes.transData]
+    return [(line.get_color(), line.get_xdata().tolist(), line.get_ydata().tolist()) for line in lines]
+
+
+def marks(axes) -> dict[str, list[float]]:
+    return {line.get_marker(): line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "None"}
+
+
+def recorded(folder: Path, metric: str) -> tuple[list[float], list[float]]:
+    """Read the points of a metric from the JSONL file, without the readers of the sinks."""
+    lines = [json.loads(line) for line in (folder / f"{folder.name}.jsonl").read_text().splitlines()]
+    found = [(line["step"], line[metric]) for line in lines if metric in line]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def test_the_lines_of_a_figure_are_the_values_of_the_record_at_their_steps(finished):
+    runs = run_folders(finished, "plot")
+    patterns = ["training_metrics/loss", "norms/total_*"]
+    for axes in figure(*runs, patterns=patterns).axes:
+        expected = [
+            (colour, *recorded(run, axes.get_title("left"))) for colour, run in zip(COLOURS, runs, strict=False)
+        ]
+        assert drawn(axes) == expected
+        assert len(expected[0][1]) == 5
+    titles = [axes.get_title("left") for axes in figure(*runs, patterns=patterns).axes]
+    assert titles == ["training_metrics/loss", "norms/total_weight_norm", "norms/total_grad_norm"]
+
+
+def test_a_csv_record_has_the_curves_of_the_jsonl_record(finished, tmp_path):
+    shutil.copytree(finished / "plain", tmp_path / "plain", ignore=shutil.ignore_patterns("*.jsonl"))
+    lossless, table = everything(finished / "plain"), everything(tmp_path / "plain")
+    assert lossless.curves.keys() == table.curves.keys() >= {"norms/grad_norm/0.weight"}
+    for name, curve in lossless.curves.items():
+        np.testing.assert_array_equal(table.curves[name].steps, curve.steps)
+        np.testing.assert_array_equal(table.curves[name].values, curve.values)
+
+
+@pytest.mark.parametrize("sink_class", [sinks.JSONLSink, CSVSink])
+def test_series_are_drawn_at_their_own_steps_and_dicts_as_curves_of_their_keys(tmp_path, sink_class):
+    def emit(steps, values):
+        return steps[-1], {CURVE: Series(steps, values), "m/grad/a": Series(steps, [{"x": value} for value in values])}
+
+    emits = [emit([1, 2, 3], [0.5, NAN, 2.5]), emit([5, 6], [-1.0, True])]
+    run = everything(record(tmp_path, emits, point=HookPoint.POST_STEP, sink_class=sink_class))
+    assert list(run.curves) == [CURVE, "m/grad/a/x"]
+    for curve in run.curves.values():
+        assert curve.steps.tolist() == [1, 2, 3, 5, 6]
+        np.testing.assert_array_equal(curve.values, [0.5, NAN, 2.5, -1.0, 1.0])
+
+
+def test_smoothing_is_the_mean_of_the_values_around_with_the_curve_faintly_behind(tmp_path):
+    (axes,) = figure(curve_record(tmp_path, SLOPE), smooth=3, log_y=False).axes
+    (_, steps, raw), (_, _, smooth) = drawn(axes)
+    assert (steps, raw) == ([1, 2, 3, 4, 5], SLOPE)
+    np.testing.assert_allclose(smooth, [0.75, 3.5 / 3, 1.5, 6.5 / 3, 2.25])
+    assert [line.get_alpha() for line in axes.lines] == [0.25, None]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 10, 64, 100, 1000])
+@pytest.mark.parametrize("geometric", [False, True])
+def test_running_means_are_those_of_brute_force(window, geometric):
+    values = np.random.default_rng(0).normal(size=100)
+    values[[3, 4, 50, 99]] = NAN, INF, -INF, NAN
+    found = running_mean(Curve(np.arange(100.0), values), window, geometric=geometric).values
+    for index, value in enumerate(found):
+        around = values[max(0, index - window // 2) : index - window // 2 + window]
+        around = around[np.isfinite(around) & ((around > 0) | (not geometric))]
+        mean = np.exp(np.log(around).mean()) if geometric and len(around) else around.mean() if len(around) else NAN
+        np.testing.assert_allclose(value, mean if np.isfinite(values[index]) else NAN, atol=1e-12)
+
+
+def test_a_spike_leaves_no_rounding_error_in_the_mean_behind_it():
+    values = np.array([1e20] + [1e-6] * 50)
+    found = running_mean(Curve(np.arange(51.0), values), 5).values
+    np.testing.assert_allclose(found[3:], 1e-6, rtol=1e-12)
+
+
+def test_on_a_logarithmic_axis_the_mean_is_geometric(tmp_path):
+    (axes,) = figure(curve_record(tmp_path, [1.0, 100.0, 1e4]), smooth=3).axes
+    np.testing.assert_allclose(drawn(axes)[1][2], [10, 100, 1000])
+
+
+@pytest.mark.parametrize(
+    ("values", "look", "scale"),
+    [
+        ([1.0, 1000.0], {}, "linear"),
+        ([1.0, 1001.0], {}, "log"),
+        ([0.0, 1.0, 2000.0], {}, "linear"),
+        ([1.0, NAN, INF, 2.0], {}, "linear"),
+        ([1.0, 1001.0], {"log_y": False}, "linear"),
+        ([1.0, 2.0], {"log_y": True}, "log"),
+        ([-1.0, 0.0], {"log_y": True}, "linear"),
+    ],
+)
+def test_an_axis_is_logarithmic_where_asked_for_or_where_positive_values_span_decades(tmp_path, values, look, scale):
+    (axes,) = figure(curve_record(tmp_path, values), **look).axes
+    assert axes.get_yscale() == scale
+
+
+def test_steps_have_a_logarithmic_axis_if_asked_for(finished):
+    assert {axes.get_xscale() for axes in figure(finished / "plain", patterns=["norms/total*"]).axes} == {"linear"}
+    axes = figure(finished / "plain", patterns=["norms/total*"], log_x=True).axes
+    assert {panel.get_xscale() for panel in axes} == {"log"}
+
+
+def test_values_that_are_not_finite_are_gaps_and_marks_and_are_counted(tmp_path):
+    values = [1.0, 2.0, NAN, 3.0, INF, -INF, NAN, 4.0]
+    (axes,) = figure(curve_record(tmp_path, values)).axes
+    np.testing.assert_array_equal(drawn(axes)[0][2], [1, 2, NAN, 3, NAN, NAN, NAN, 4])
+    assert marks(axes) == {"x": [3, 7], "^": [5], "v": [6]}
+    assert axes.texts[0].get_text() == "2 NaN (×), 1 ∞ (▲), 1 −∞ (▼)"
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_counted(tmp_path):
+    (axes,) = figure(curve_record(tmp_path, [1.0, 0.0, -2.0, 3.0]), log_y=True).axes
+    assert axes.texts[0].get_text() == "2 not above 0, left out"
+
+
+def test_a_metric_without_any_finite_value_has_a_panel_without_numbers(tmp_path):
+    (axes,) = figure(curve_record(tmp_path, [NAN, NAN])).axes
+    assert (marks(axes), list(axes.get_yticks())) == ({"x": [1, 2]}, [])
+
+
+def test_lone_points_between_gaps_and_short_curves_have_dots(tmp_path):
+    long = [1.0] * 50
+    long[10], long[12] = NAN, NAN
+    (axes,) = figure(curve_record(tmp_path, long)).axes
+    assert axes.lines[0].get_markevery() == [11]
+    (axes,) = figure(curve_record(tmp_path, SLOPE, strategy="short")).axes
+    assert axes.lines[0].get_markevery() == [0, 1, 2, 3, 4]
+
+
+def test_a_constant_curve_lies_amid_its_axis_whatever_the_rounding(tmp_path):
+    (axes,) = figure(curve_record(tmp_path, [0.1] * 50), smooth=7).axes
+    assert axes.get_ylim() == pytest.approx((0.095, 0.105))
+
+
+def test_an_overlay_tells_the_metrics_of_a_run_apart_by_colour(tmp_path):
+    emits = [(step, {f"m/{name}": step * number for number, name in enumerate("abc", 1)}) for step in (1, 2)]
+    whole = figure(record(tmp_path, emits), overlay=True)
+    (axes,) = whole.axes
+    assert drawn(axes) == [(COLOURS[index], [1, 2], [index + 1, 2 * index + 2]) for index in range(3)]
+    assert [text.get_text() for text in whole.legends[0].get_texts()] == ["a", "b", "c"]
+    assert axes.get_title("left") == "m"
+
+
+def test_an_overlay_of_several_runs_tells_runs_apart_by_colour_and_metrics_by_dashes(tmp_path):
+    emits = [(step, {"a/x": step, "b/y": -step}) for step in (1, 2)]
+    whole = figure(*(record(tmp_path, emits, strategy=name) for name in ("one", "two")), overlay=True)
+    styles = [(line.get_color(), line.is_dashed()) for line in whole.axes[0].lines]
+    assert styles == [(COLOURS[0], False), (COLOURS[0], True), (COLOURS[1], False), (COLOURS[1], True)]
+    assert [text.get_text() for text in whole.legends[0].get_texts()] == ["one", "two", "a/x", "b/y"]
+
+
+def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_metric(tmp_path):
+    one = record(tmp_path, [(1, {"a": 1.0}), (2, {"a": 2.0})], strategy="one")
+    two = record(tmp_path, [(1, {"a": 1.0, "b": 5.0})], strategy="two")
+    picture = metric_picture([everything(one), everything(two)], ["*"], overlay=False)
+    assert picture.sentences == ["one has no b."]
+    shared, alone = figure_of(picture, Look()).axes
+    assert [line[0] for line in drawn(shared)] == [COLOURS[0], COLOURS[1]]
+    assert [line[0] for line in drawn(alone)] == [COLOURS[1]]
+
+
+def test_the_provenance_of_a_tied_run_has_four_panels_with_the_recorded_values(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = everything(tied_record(tmp_path / "tied"))
+    whole = figure_of(provenance_picture([run]), Look())
+    norms, ratio, clip, cosine = (drawn(axes) for axes in whole.axes)
+    own, other = "embedding_provenance", "output_projection_clip"
+    both = ["embedding_grad_l2_norm", "output_proj_grad_l2_norm"]
+    names = [own + "/" + name for name in [*both, "output_to_embedding_ratio", "cosine"]]
+    names += [other + "/" + name for name in [*both, "output_proj_clip_threshold"]]
+    expected = [(run.curves[name].steps.tolist(), run.curves[name].values.tolist()) for name in names]
+    assert [line[1:] for line in [*norms, ratio[0], cosine[0], *clip]] == expected
+    assert (len(expected[0][0]), expected[-1][0][0]) == (12, 2)
+    assert [line[0] for line in [*norms, *clip]] == [*COLOURS[:2], *COLOURS[:3]]
+    assert [axes.get_yscale() for axes in whole.axes][::2] == ["log", "log"]
+
+
+def test_the_provenance_of_several_runs_is_told_apart_by_colour(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [everything(tied_record(tmp_path / "bare", clip=False)), everything(tied_record(tmp_path / "clipped"))]
+    whole = figure_of(provenance_picture(runs), Look())
+    assert [line[0] for line in drawn(whole.axes[0])] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
+    assert {line[0] for line in drawn(whole.axes[2])} == {COLOURS[1]}
+    assert "clipped: clipped 92%" in whole.axes[2].texts[0].get_text()

@@ -1,0 +1,164 @@
+"""Reference solutions: where they are found, what is refused, and what is said about those that differ."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from loopscope import training_hooks
+from loopscope.errors import RunNotice, UsageError
+from loopscope.hooks import HookPoint, RunInfo, TrainingHook
+from loopscope.runs.reference import find_reference, load_reference
+from torch import nn
+
+from tests.framework.runs.small_experiment import Small, SmallConfig, read_json, registered, session
+
+assert training_hooks.__all__
+seen: list[tuple[str, dict[str, float]]] = []
+
+
+class Distance(TrainingHook):
+    """Measures how far away the reference is, without needing one."""
+
+    name = "distance"
+    hook_points = frozenset({HookPoint.POST_EPOCH})
+    uses_reference_weights = True
+
+    def start(self, run: RunInfo) -> None:
+        self.strategy = run.strategy
+        self.reference_at_start = run.reference_weights
+
+    def compute(self, ctx):
+        if ctx.reference_weights is None:
+            return {}
+        assert self.reference_at_start is not None
+        far = {name: (value - ctx.model.get_parameter(name)).norm() for name, value in ctx.reference_weights.items()}
+        seen.append((self.strategy, {name: float(value) for name, value in far.items()}))
+        return {"largest": max(far.values())}
+
+    def describe_metrics(self):
+        return []
+
+
+class NeedsReference(Distance):
+    """Measures the same and cannot do without."""
+
+    name = "needs_reference"
+    needs_reference_weights = True
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    seen.clear()
+    with registered(Distance, NeedsReference):
+        yield
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """Run both plain strategies once and return the output directory."""
+    folder = tmp_path / "earlier"
+    session(folder, strategies=["plain", "other-order"]).run()
+    return folder
+
+
+def run_again(folder: Path, **options) -> list[dict]:
+    return session(folder, **{"strategies": ["plain"], "hooks": ["distance"], **options}).run()
+
+
+def test_the_reference_of_the_same_run_is_reached_at_its_end(earlier, tmp_path):
+    run_again(tmp_path / "again", reference=earlier)
+    assert [max(far.values()) == 0 for _, far in seen] == [False, True]
+
+
+def test_a_folder_gives_every_strategy_its_own(earlier, tmp_path):
+    run_again(tmp_path / "again", reference=earlier, strategies=["plain", "other-order"])
+    assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain", "other-order"]
+
+
+@pytest.mark.parametrize("given", ["plain_final.pt", "."])
+def test_a_file_and_the_folder_of_one_run_serve_every_strategy(earlier, tmp_path, given):
+    file = earlier / "small" / "plain" / "plain_final.pt"
+    run_again(tmp_path / "again", reference=file.parent / given, strategies=["plain", "other-order"])
+    assert [strategy for strategy, far in seen if max(far.values()) == 0] == ["plain"]
+    config = read_json(tmp_path / "again/small/other-order/experiment_config.json")
+    assert config["run"]["reference"] == str(file)
+
+
+def test_a_run_that_writes_over_an_earlier_one_measures_against_it(earlier):
+    run_again(earlier, overwrite=True)
+    assert max(seen[-1][1].values()) == 0
+
+
+def test_an_earlier_run_of_another_model_is_no_reference_and_no_hindrance(earlier):
+    class Wider(Small):
+        def build_model(self):
+            return nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))
+
+    with pytest.warns(RunNotice, match=r"has no reference solution: .* is of another model: 0.weight \(8x4 there"):
+        session(earlier, Wider, strategies=["plain"], hooks=["distance"], overwrite=True).run()
+    assert seen == []
+
+
+def test_without_a_reference_a_hook_that_can_do_without_reports_nothing(tmp_path):
+    run_again(tmp_path)
+    assert seen == []
+
+
+def test_without_a_reference_a_hook_that_needs_one_is_refused_by_name(tmp_path):
+    with pytest.raises(UsageError, match=r"'needs_reference' measures against a reference solution.*--reference PATH"):
+        run_again(tmp_path, hooks=["needs_reference"])
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
+def test_without_a_reference_a_hook_that_needs_one_is_left_out_of_a_group(tmp_path):
+    (summary,) = run_again(tmp_path, hooks=["observers"])
+    assert "reference" in summary["hooks_left_out"]["needs_reference"]
+
+
+def test_a_reference_that_nobody_uses_is_refused(earlier, tmp_path):
+    with pytest.raises(UsageError, match=r"no hook that is on measures against a reference.*distance"):
+        run_again(tmp_path / "again", reference=earlier, hooks=["norms"])
+
+
+def test_a_run_that_differs_is_named(earlier, tmp_path):
+    with pytest.warns(UserWarning, match="lr 0.01 there, 0.02 here"):
+        run_again(tmp_path / "again", reference=earlier, lr=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        (".", "holds no final weights of strategy 'plain': there is no .*plain/plain_final.pt or small"),
+    ],
+)
+def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"weight": torch.zeros(2, 3)}, r"of another model: weight \(2x3 there, 4x3 here\), bias \(missing there"),
+        ([1, 2], "of another model"),
+        (b"no archive", "is not a file of weights"),
+    ],
+)
+def test_a_file_of_another_model_or_kind_is_refused(tmp_path, content, sentence):
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(UsageError, match=sentence):
+        load_reference(file, nn.Linear(3, 4))
+
+
+def test_a_reference_takes_the_dtype_of_the_model(tmp_path):
+    model = Small(SmallConfig()).build_model()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    weights = load_reference(tmp_path / "weights.pt", model.double()).weights
+    assert {value.dtype for value in weights.values()} == {torch.float64}
+    assert list(weights) == [name for name, _ in model.named_parameters()]

@@ -1,0 +1,168 @@
+"""``loopscope replay``: what it sends is what the sink would have written, and what it cannot send it refuses first."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.errors import UsageError
+from loopscope.runs import RunDescription, status_of
+from loopscope.sinks import JSONLSink, TensorBoardSink
+
+from tests.framework.runs.small_experiment import contents, session
+from tests.sinks.event_files import accumulated, scalars
+from tests.sinks.wandb_files import config_of, history, log_of, only
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two strategies with the record and TensorBoard, and return the folder of the experiment."""
+    folder = tmp_path_factory.mktemp("finished")
+    run = session(folder, strategies=["plain", "clipped"], hooks=["norms"])
+    run.make_sinks = lambda: [JSONLSink(), TensorBoardSink()]
+    run.run()
+    return folder / "small"
+
+
+@pytest.fixture
+def recorded(finished: Path, tmp_path: Path) -> Path:
+    """The same runs, as they would be without TensorBoard."""
+    folder = tmp_path / "small"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("tensorboard"))
+    return folder
+
+
+def refused(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Run the command, which must refuse, and return its one line."""
+    assert main(["replay", *map(str, words)]) == 2
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    return errors
+
+
+def test_a_replayed_run_is_in_tensorboard_what_the_sink_would_have_written(finished, recorded, capfd):
+    assert main(["replay", str(recorded / "plain"), "--to", "tensorboard"]) == 0
+    assert f"tensorboard --logdir {recorded / 'plain'} shows it" in capfd.readouterr().out
+    found, live = recorded / "plain/tensorboard", finished / "plain/tensorboard"
+    assert scalars(found) == scalars(live)
+    assert accumulated(found).Tags() == accumulated(live).Tags()
+    assert accumulated(found).Tensors("run")[0].tensor_proto == accumulated(live).Tensors("run")[0].tensor_proto
+
+
+def test_an_experiment_s_folder_stands_for_all_its_strategies(finished, recorded):
+    assert main(["replay", "--to=tensorboard", str(recorded)]) == 0
+    for strategy in ("plain", "clipped"):
+        assert scalars(recorded / strategy / "tensorboard") == scalars(finished / strategy / "tensorboard")
+
+
+def test_a_replayed_run_is_in_wandb_with_all_rows_configuration_and_treatments(recorded, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert main(["replay", str(recorded / "clipped"), "--to", "wandb", "--project", "again"]) == 0
+    log = log_of(recorded / "clipped")
+    assert f"wandb sync {log.parent}" in capfd.readouterr().out
+    lines = [json.loads(line) for line in (recorded / "clipped/clipped.jsonl").read_text().splitlines()]
+    norm = {line["step"]: line["norms/total_grad_norm"] for line in lines if "norms/total_grad_norm" in line}
+    rows = history(log)
+    assert {row["step"]: row["norms/total_grad_norm"] for row in rows if "norms/total_grad_norm" in row} == norm
+    assert (only(log, "run").project, list(only(log, "run").tags)) == ("again", ["treatment:grad_clip"])
+    assert (config_of(log)["treatments"], only(log, "exit").exit_code) == ({"grad_clip": ["gradients"]}, 0)
+
+
+def test_a_record_whose_last_line_was_cut_off_is_sent_without_it(finished, recorded):
+    record = recorded / "plain/plain.jsonl"
+    *whole, last = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(whole) + last[: len(last) // 2])
+    (recorded / "plain/summary.json").unlink()
+    assert main(["replay", str(recorded / "plain"), "--to", "tensorboard"]) == 0
+    live, end = scalars(finished / "plain/tensorboard"), json.loads(last)["step"]
+    expected = {tag: [point for point in points if point[0] < end] for tag, points in live.items()}
+    assert scalars(recorded / "plain/tensorboard") == expected != live
+
+
+def test_what_lies_there_already_is_left_as_it_is(finished, capfd):
+    before = contents(finished)
+    assert "tensorboard exists already" in refused(capfd, finished, "--to", "tensorboard")
+    assert contents(finished) == before
+
+
+def test_nothing_is_sent_if_one_of_the_strategies_cannot_be(recorded, capfd):
+    (recorded / "plain/plain.jsonl").unlink()
+    before = contents(recorded)
+    assert "holds no plain.jsonl" in refused(capfd, recorded, "--to", "tensorboard")
+    assert contents(recorded) == before
+
+
+def test_a_replay_that_fails_leaves_no_half_folder(recorded):
+    (recorded / "plain/plain.jsonl").write_text(
+        '{"epoch": 0, "step": 1, "hook_point": "POST_EPOCH", "a": 1}\nno json\n'
+    )
+    with pytest.raises(UsageError, match=r"plain\.jsonl cannot be read: line 2"):
+        TensorBoardSink.replay(recorded / "plain")()
+    assert not (recorded / "plain/tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "takes one folder, RUN, but got none"),
+        (["a", "b"], "but got 2: a, b"),
+        (["a"], "needs --to, which is one of tensorboard, wandb"),
+        (["a", "--to"], "--to needs a value"),
+        (["a", "--to", "tensorbord"], "Did you mean 'tensorboard'?"),
+        (["a", "--to", "csv"], "Known: tensorboard, wandb"),
+        (["a", "--too", "wandb"], "Unknown option '--too'. Did you mean '--to'?"),
+        (["a", "--to", "tensorboard", "--project", "p"], "--project is no option of --to tensorboard"),
+        (["nowhere", "--to", "tensorboard"], "nowhere does not exist"),
+        (["a-file", "--to", "wandb"], "a-file is not a folder"),
+        (["empty", "--to", "wandb"], "empty holds no run"),
+        (["broken", "--to", "wandb"], "is not the configuration of a run"),
+        (["bare", "--to", "wandb"], "holds no s.jsonl"),
+        (["bare", "--to", "wandb", "--project", "a/b"], "cannot be the name of a W&B project"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(words, sentence, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    for folder, config in {"empty": None, "broken": "[]", "bare": '{"experiment": "e", "strategy": "s"}'}.items():
+        Path(folder).mkdir()
+        if config is not None:
+            (Path(folder) / "experiment_config.json").write_text(
+                config.replace("}", ', "config": {}, "treatments": {}}')
+            )
+    assert sentence in refused(capfd, *words)
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_a_missing_package_is_refused_with_the_way_to_get_it(package, recorded, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"pip install 'loopscope[{package}]'" in refused(capfd, recorded, "--to", package)
+
+
+def test_a_disabled_client_is_no_destination(recorded, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert "WANDB_MODE is disabled" in refused(capfd, recorded, "--to", "wandb")
+
+
+def test_help_names_targets_and_options(capfd):
+    assert main(["replay", "--help"]) == 0
+    text = capfd.readouterr().out
+    assert all(word in text for word in ("RUN", "--to", "tensorboard|wandb", "--project PROJECT"))
+
+
+def test_a_run_is_described_as_its_configuration_says(finished):
+    found = RunDescription.of_folder(finished / "clipped")
+    assert (found.experiment, found.strategy, found.config["epochs"]) == ("small", "clipped", 2)
+    assert found.treatments == {"grad_clip": ("gradients",)}
+    assert found.treatments_text == "grad_clip (gradients)"
+
+
+def test_a_run_without_a_summary_counts_as_failed(finished, tmp_path):
+    assert status_of(finished / "plain") == "completed"
+    assert status_of(tmp_path) == "failed"

@@ -1,0 +1,301 @@
+"""Sessions: strategies one after the other, hooks shared between them, and what is refused before the first step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import training_hooks
+from loopscope.errors import HookError, UsageError
+from loopscope.hooks import HookPoint, HookRegistry, TrainingHook, bulk_hooks
+from loopscope.runs import check_device
+from loopscope.runs.session import build_run, chosen_strategies
+from loopscope.sinks import read_jsonl
+
+from tests.framework.runs.small_experiment import (
+    Small,
+    SmallConfig,
+    SmallSteps,
+    contents,
+    read_json,
+    registered,
+    session,
+)
+
+assert training_hooks.__all__
+lives: list[tuple[str, Any]] = []
+
+
+class Diary(TrainingHook):
+    """Writes down its life."""
+
+    name = "diary"
+    hook_points = {HookPoint.POST_EPOCH}
+
+    def __init__(self, *, width: int = 1, label: str = "") -> None:
+        self.width = width
+        self.fires = 0
+        lives.append(("made", width))
+
+    def start(self, run: Any) -> None:
+        lives.append(("start", run.strategy))
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        self.fires += 1
+        return {"fires": self.fires}
+
+    def end(self, status: str) -> None:
+        lives.append(("end", status))
+
+    def reset(self) -> None:
+        self.fires = 0
+        lives.append(("reset", self.width))
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
+class PerStrategy(Small):
+    """An experiment whose strategies bring the diary with them."""
+
+    name = "per_strategy"
+    strategies = ("plain", "other-order", "clipped")
+
+    def strategy_hooks(self, strategy: str) -> Mapping[str, Mapping[str, Any]]:
+        return {"plain": {"diary": {"width": 2, "label": "own"}}, "clipped": {"grad_clip": {}}}.get(strategy, {})
+
+
+@pytest.fixture(autouse=True)
+def diary():
+    lives.clear()
+    with registered(Diary):
+        yield
+
+
+# Hooks and strategies
+
+
+class Watched(Small):
+    """An experiment with hooks of its own choice in its smallest group, which is on by default."""
+
+    name = "watched"
+    minimal_hooks = ("training_metrics", "norms")
+    default_group = "minimal"
+
+
+@pytest.mark.parametrize(("group", "active"), [(None, {"training_metrics", "norms"}), ("none", set())])
+def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group: str | None, active: set[str]) -> None:
+    with registered(Watched):
+        session(tmp_path, Watched, strategies=["plain"], epochs=1, with_hooks=group).run()
+    config = read_json(tmp_path / "watched/plain/experiment_config.json")
+    assert config["hooks"].keys() == active
+
+
+@pytest.mark.filterwarnings("ignore:.*vanishing gradient")  # of the bias before batch normalisation: it is zero
+def test_a_hook_of_a_group_that_does_not_suit_the_model_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Left out: Hook 'fourier'.*no nn.Embedding"):
+        (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
+    left_out = summary["hooks_left_out"]
+    assert "no nn.Embedding" in left_out["fourier"]
+    header = (tmp_path / "small" / "plain" / "plain.csv").read_text().splitlines()[0]
+    assert "norms/" in header
+    assert "fourier/" not in header
+
+
+def test_a_hook_asked_for_by_name_that_does_not_suit_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no nn.Embedding"):
+        session(tmp_path, strategies=["plain"], with_hooks="minimal", hooks=["norms", "fourier"]).run()
+    assert not contents(tmp_path)
+
+
+def test_strategies_share_a_hook_and_it_is_reset_between_them(tmp_path: Path) -> None:
+    session(tmp_path, strategies=["plain", "other-order"], hooks=["diary"]).run()
+    assert lives == [
+        *[("made", 1), ("start", "plain"), ("end", "completed")],
+        *[("reset", 1), ("start", "other-order"), ("end", "completed")],
+    ]
+    records = read_jsonl(tmp_path / "small/other-order/other-order.jsonl")
+    assert [record.metrics["diary/fires"] for record in records] == [1, 2]
+
+
+def test_a_strategy_with_other_options_has_a_hook_of_its_own(tmp_path: Path) -> None:
+    strategies = ["plain", "other-order"]
+    session(tmp_path, PerStrategy, strategies=strategies, hooks=["diary"]).run()
+    assert [value for event, value in lives if event == "made"] == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*vanishing gradient")
+def test_every_hook_measures_in_the_second_strategy_what_it_measures_there_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"with_hooks": "full", "epochs": 45, "reference": tmp_path / "first"}
+    session(tmp_path / "first", strategies=["plain", "other-order"]).run()
+    *_, summary = session(tmp_path / "both", strategies=["plain", "other-order"], **options).run()
+    session(tmp_path / "alone", strategies=["other-order"], **options).run()
+    both, alone = ((tmp_path / name / "small/other-order/other-order.jsonl").read_text() for name in ("both", "alone"))
+    assert both == alone
+    measuring = {*bulk_hooks("all")} - {"diary", *summary["hooks_left_out"]}
+    assert len(measuring) > 10
+    assert all(f'"{hook}/' in alone for hook in measuring)
+
+
+def test_the_user_s_options_win_over_the_strategy_s_one_by_one(tmp_path: Path) -> None:
+    options = {"diary": {"width": 3}}
+    session(tmp_path, PerStrategy, strategies=["plain"], hook_options=options).run()
+    config = read_json(tmp_path / "per_strategy/plain/experiment_config.json")
+    assert config["hooks"]["diary"] == {"width": 3, "label": "own"}
+
+
+def test_options_of_a_hook_that_is_on_in_one_strategy_only_are_taken(tmp_path: Path) -> None:
+    session(tmp_path, PerStrategy, strategies=["plain", "other-order"], hook_options={"diary": {"width": 3}}).run()
+    assert lives[0] == ("made", 3)
+
+
+def test_a_strategy_s_committing_hook_is_a_treatment_of_that_strategy_alone(tmp_path: Path) -> None:
+    summaries = session(tmp_path, strategies=["plain", "clipped"]).run()
+    assert [summary["treatments"] for summary in summaries] == [{}, {"grad_clip": ("gradients",)}]
+    config = read_json(tmp_path / "small/clipped/experiment_config.json")
+    assert config["treatments"] == {"grad_clip": ["gradients"]}
+    assert config["hooks"]["grad_clip"]["max_norm"] == 0.5
+
+
+def test_strategies_start_from_the_same_weights_whatever_ran_before() -> None:
+    runner = Small(SmallConfig())
+    first = [value.clone() for value in build_run(runner, "plain")[0].model.parameters()]
+    torch.rand(3)
+    second = build_run(runner, "other-order")[0].model.parameters()
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_a_strategy_after_another_is_the_run_alone(tmp_path: Path) -> None:
+    session(tmp_path / "both", strategies=["plain", "other-order"], sinks=False).run()
+    session(tmp_path / "alone", strategies=["other-order"], sinks=False).run()
+    weights = "small/other-order/other-order_final.pt"
+    assert (tmp_path / "both" / weights).read_bytes() == (tmp_path / "alone" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([], ["plain", "other-order", "clipped"]),
+        (["all"], ["plain", "other-order", "clipped"]),
+        (["clipped", "all"], ["clipped", "plain", "other-order"]),
+        (["other_order", "plain", "other-order"], ["other-order", "plain"]),
+    ],
+)
+def test_strategies_are_run_once_in_the_order_asked_for(wanted: list[str], expected: list[str]) -> None:
+    assert chosen_strategies(Small(SmallConfig()), wanted) == expected
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategies": ["plane"]}, "Did you mean 'plain'"),
+        ({"hooks": ["norm"]}, "Did you mean 'norms'"),
+        ({"with_hooks": "nothing"}, "Unknown group 'nothing'"),
+        ({"hook_options": {"norms": {}}}, "'norms', which is not on"),
+        ({"hooks": ["diary"], "hook_options": {"diary": {"with": 1}}}, "Did you mean 'width'"),
+        ({"guardian_device": "gpu"}, "Device 'gpu' cannot be used here"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_written(options: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        session(tmp_path, **options).run()
+    assert contents(tmp_path) == {}
+
+
+def test_a_hook_that_raises_at_its_start_leaves_nothing_and_ends_those_before_it(tmp_path: Path) -> None:
+    class Faulty(Diary):
+        name = "faulty"
+
+        def start(self, run: Any) -> None:
+            raise ZeroDivisionError("as told")
+
+    with registered(Faulty), pytest.raises(HookError, match="'faulty' raised at start of step 0: ZeroDivisionError"):
+        session(tmp_path, strategies=["plain"], hooks=["diary", "faulty"]).run()
+    assert contents(tmp_path) == {}
+    assert lives[2:] == [("start", "plain"), ("end", "failed")]
+
+
+def test_a_hook_may_write_into_its_folder_when_it_starts(tmp_path: Path) -> None:
+    class Writer(Diary):
+        name = "writer"
+
+        def start(self, run: Any) -> None:
+            (run.output_dir / "notes.txt").write_text("begun")
+
+    with registered(Writer):
+        session(tmp_path, strategies=["plain"], hooks=["writer"]).run()
+    assert (tmp_path / "small/plain/notes.txt").read_text() == "begun"
+
+
+def test_the_folder_of_a_refused_run_stays_if_a_hook_wrote_into_it(tmp_path: Path) -> None:
+    class Writer(Diary):
+        name = "writer"
+
+        def start(self, run: Any) -> None:
+            (run.output_dir / "notes.txt").write_text("begun")
+            raise UsageError("No.")
+
+    with registered(Writer), pytest.raises(UsageError):
+        session(tmp_path, strategies=["plain"], hooks=["writer"]).run()
+    assert [name for name, content in contents(tmp_path).items() if content != b"a folder"] == ["small/plain/notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["gpu", "meta", "cpu:x", "cuda:99"])
+def test_a_device_that_cannot_hold_numbers_here_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"Device '{name}' cannot be used here\. Known: .*cpu"):
+        check_device(name)
+
+
+def test_the_default_device_is_the_accelerator_or_the_cpu() -> None:
+    assert check_device(None).type == (
+        torch.zeros(1, device="cuda").device.type if torch.cuda.is_available() else "cpu"
+    )
+    assert check_device("cpu") == torch.device("cpu")
+
+
+def test_an_accelerator_that_torch_was_built_for_and_that_is_not_there_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch's default wheel for Linux says on a machine without a GPU."""
+
+    def built_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for_cuda)
+    assert check_device(None) == torch.device("cpu")
+    with pytest.raises(UsageError, match=r"Known: cpu\."):
+        check_device("cuda:99")
+
+
+def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
+    (epoch,) = session(tmp_path, strategies=["plain"]).run()
+    (step,) = session(tmp_path, SmallSteps, eval_every=2).run()
+    assert epoch["steps"] == step["steps"] == 6
+    assert "diary" in HookRegistry.names()
+
+
+class Talking(Small):
+    """An experiment that tells of its data, shows what its model does, and compares a metric."""
+
+    name = "talking"
+    compared_metrics = ("norms/total_weight_norm", "norms/unknown")
+
+    def describe_data(self) -> dict[str, Any]:
+        return {"source": "noise"}
+
+    def sample(self, model: torch.nn.Module) -> str:
+        torch.rand(3)
+        return f"trains: {model.training}, follows gradients: {torch.is_grad_enabled()}"
+
+
+def test_an_experiment_tells_of_its_data_and_shows_what_its_model_does(tmp_path: Path) -> None:
+    with registered(Talking):
+        (summary,) = session(tmp_path, Talking, strategies=["plain"], epochs=1, hooks=["norms"]).run()
+    config = read_json(tmp_path / "talking/plain/experiment_config.json")
+    assert config["data"] == {"source": "noise"}
+    assert summary["sample"] == "trains: False, follows gradients: False"
+    assert summary["metrics"].keys() == {"norms/total_weight_norm"}

@@ -1,0 +1,330 @@
+"""How a run ends (completed, by a hook that raises, by a damaged state, by Ctrl-C) and what it then leaves behind."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import training_hooks
+from loopscope.checkpoints.content import load_checkpoint
+from loopscope.cli import main
+from loopscope.errors import HookError, StateMutationError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.runs.session import build_run
+from loopscope.sinks import read_jsonl
+
+from tests.framework.runs.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train
+
+assert training_hooks.__all__
+EXPERIMENTS = [Small, SmallSteps]
+POINTS = [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP, HookPoint.SNAPSHOT]
+AT_STEP = 5
+CALLS: list[tuple[str, str]] = []
+
+
+class Culprit(TrainingHook):
+    """Acts once, late; a subclass says how."""
+
+    name = "culprit"
+    hook_points = frozenset(HookPoint)
+
+    def act(self, ctx: Any) -> None:
+        raise ZeroDivisionError("as\n told")
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        CALLS.append(("compute", ctx.hook_point.name))
+        if ctx.step >= AT_STEP:
+            self.act(ctx)
+        return {"x": 1.0}
+
+    def check(self, values: Any, step: int) -> None:
+        CALLS.append(("check", str(step)))
+
+    def state_dict(self) -> dict[str, Any]:
+        CALLS.append(("state_dict", ""))
+        return {"calls": len(CALLS)}
+
+    def end(self, status: str) -> None:
+        CALLS.append(("end", status))
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
+class Vandal(Culprit):
+    """Writes into the parameters."""
+
+    name = "vandal"
+
+    def act(self, ctx: Any) -> None:
+        next(ctx.model.parameters()).add_(1.0)
+
+
+class Interrupted(Culprit):
+    """Is running when the user presses Ctrl-C."""
+
+    name = "interrupted"
+
+    def act(self, ctx: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Doubler(InterventionHook):
+    """Doubles every gradient, as declared."""
+
+    name = "doubler"
+    hook_points = {HookPoint.POST_BACKWARD}
+    commits = {StatePart.GRADIENTS}
+
+    def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
+        model_ctx.scale_gradients(2.0)
+        return {}
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture(autouse=True)
+def culprits():
+    CALLS.clear()
+    with registered(Culprit, Vandal, Interrupted, Doubler, Small, SmallSteps):
+        yield
+
+
+def at(base: type[Culprit], *points: HookPoint, **members: Any) -> type[Culprit]:
+    return type("Culprit", (base,), {"name": f"at_{base.name}", "hook_points": set(points), **members})
+
+
+def run(folder: Path, runner: type[Small], hook: str, **options: Any) -> Path:
+    """Run one strategy with a hook and return its folder."""
+    session(folder, runner, strategies=["plain"], hooks=["norms", hook], **options).run()
+    return folder / runner.name / "plain"
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_a_hook_that_raises_ends_the_run_with_a_checkpoint_and_a_summary(runner, point, tmp_path: Path) -> None:
+    hook = at(Culprit, point)
+    with registered(hook), pytest.raises(HookError, match=rf"'at_culprit' raised at {point.name} of step \d: ZeroDiv"):
+        run(tmp_path, runner, hook.name)
+    folder = tmp_path / runner.name / "plain"
+    summary = read_json(folder / "summary.json")
+    assert summary["status"] == "failed"
+    assert summary["error"].startswith("HookError: Hook 'at_culprit' raised at")
+    (error,) = summary["hook_errors"]
+    assert (error["hook"], error["point"]) == ("at_culprit", point.name)
+    assert error["step"] + (point is HookPoint.PRE_EPOCH) == summary["steps"]  # the step is finished first
+    _, state = build_run(runner(SmallConfig()), "plain")
+    hooks = load_checkpoint(folder / f"checkpoints/step_{summary['steps']:09d}", state)
+    assert set(hooks) == {"training_metrics", "norms"}
+    assert state.loop.step == summary["steps"]
+    assert not (folder / "plain_final.pt").exists()
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_skip_goes_on_without_the_hook_to_the_same_weights(runner, point, tmp_path: Path) -> None:
+    bare = train(tmp_path / "bare", runner=runner)
+    hook = at(Culprit, point)
+    with registered(hook), pytest.warns(UserWarning, match="The run goes on without it"):
+        folder = run(tmp_path, runner, hook.name, on_hook_error="skip")
+    summary = read_json(folder / "summary.json")
+    assert (summary["status"], summary["error"]) == ("completed", None)
+    assert [error["hook"] for error in summary["hook_errors"]] == [hook.name]
+    weights = f"{runner.name}/plain/plain_final.pt"
+    assert (tmp_path / weights).read_bytes() == (tmp_path / "bare" / weights).read_bytes()
+    assert summary["final"] == bare["final"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_a_damaged_state_is_fatal_and_no_checkpoint_is_written_from_it(runner, on_error, tmp_path: Path) -> None:
+    hook = at(Vandal, HookPoint.POST_STEP)
+    every = 1 if runner is Small else 3
+    with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal'.*parameters") as fatal:
+        run(tmp_path, runner, hook.name, on_hook_error=on_error, save_checkpoints=every)
+    folder = tmp_path / runner.name / "plain"
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == "step_000000003"
+    assert str(fatal.value).endswith(f"The last intact checkpoint is {checkpoint}.")
+    summary = read_json(folder / "summary.json")
+    assert (summary["status"], summary["steps"]) == ("failed", AT_STEP)
+    assert summary["error"].startswith("StateMutationError: ")
+    assert not (folder / "plain_final.pt").exists()
+
+
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_no_hook_runs_on_a_damaged_state_and_the_sinks_are_closed(runner, tmp_path: Path) -> None:
+    hook = at(Vandal, HookPoint.POST_STEP)
+    with registered(hook, Culprit), pytest.raises(StateMutationError, match="No checkpoint had been written before"):
+        run(tmp_path, runner, hook.name)
+    assert CALLS[-1] == ("compute", "POST_STEP")
+    records = list(read_jsonl(tmp_path / runner.name / "plain/plain.jsonl"))
+    steps = [step for record in records for step in record.metrics.get("at_vandal/x", Steps()).steps]
+    assert steps == list(range(1, AT_STEP + 1))
+
+
+def test_an_evaluation_that_damages_the_state_is_fatal_and_no_hook_runs_after_it(tmp_path: Path) -> None:
+    class Careless(Small):
+        name = "careless"
+
+        def evaluate(self, model: Any) -> dict[str, float]:
+            if CALLS:
+                next(model.parameters()).mul_(0.5)
+            return {"val_acc": 0.0}
+
+    with pytest.raises(StateMutationError, match="The 'evaluation' at the loop of step 3 may only read"):
+        session(tmp_path, Careless, strategies=["plain"], hooks=["culprit"], save_checkpoints=1).run()
+    assert not [event for event, _ in CALLS if event in ("end", "state_dict")]
+    assert not (tmp_path / "careless/plain/checkpoints").exists()
+    assert read_json(tmp_path / "careless/plain/summary.json")["status"] == "failed"
+
+
+class Steps:
+    """Stands for a metric that a record does not have."""
+
+    steps: list[int] = []
+
+
+def test_a_hook_that_damages_the_state_at_its_end_leaves_no_final_weights(tmp_path: Path) -> None:
+    def end(self: Any, status: str) -> None:
+        self.act(self)
+
+    models: list[Any] = []
+    hook = at(Vandal, HookPoint.PRE_EPOCH, end=end, act=lambda self, ctx: next(models[0].parameters()).add_(1.0))
+    hook.start = lambda self, run: models.append(run.model)
+    with registered(hook), pytest.raises(StateMutationError, match=r"'at_vandal' at end"):
+        run(tmp_path, Small, hook.name, epochs=1)
+    folder = tmp_path / "small/plain"
+    assert read_json(folder / "summary.json")["status"] == "failed"
+    assert not (folder / "plain_final.pt").exists()
+
+
+def test_a_hook_that_raises_at_its_end_fails_the_run_and_the_others_end_too(tmp_path: Path) -> None:
+    def end(self: Any, status: str) -> None:
+        raise ZeroDivisionError("at last")
+
+    hook = at(Culprit, HookPoint.PRE_EPOCH, end=end)
+    with registered(hook), pytest.raises(HookError, match="at end of step 3: ZeroDivisionError: at last"):
+        session(tmp_path, strategies=["plain"], hooks=[hook.name, "culprit"], epochs=1).run()
+    summary = read_json(tmp_path / "small/plain/summary.json")
+    assert (summary["status"], summary["hook_errors"][0]["point"]) == ("failed", "end")
+    assert CALLS.count(("end", "completed")) == 1
+    assert (tmp_path / "small/plain/checkpoints/step_000000003").exists()
+
+
+def test_a_hook_whose_state_cannot_be_saved_is_named_and_the_checkpoint_is_written_without_it(tmp_path: Path) -> None:
+    def state_dict(self: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("no state")
+
+    hook = at(Culprit, HookPoint.PRE_EPOCH, state_dict=state_dict)
+    with registered(hook), pytest.raises(HookError, match="'at_culprit' raised at state_dict of step 3"):
+        run(tmp_path, Small, hook.name, save_checkpoints=1)
+    _, state = build_run(Small(SmallConfig()), "plain")
+    path = tmp_path / "small/plain/checkpoints/step_000000003"
+    assert set(load_checkpoint(path, state)) == {"training_metrics", "norms"}
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Let SIGINT raise, as in a terminal: a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_ctrl_c_closes_the_sinks_and_writes_the_summary(runner, point, tmp_path: Path, capfd) -> None:
+    hook = at(Interrupted, point)
+    words = ["run", runner.name, "--strategy", "plain", "--hooks", "norms", hook.name, "--hook-jsonl"]
+    with registered(hook):
+        status = main([*words, "--snapshot-every", "1", "--output-dir", str(tmp_path), "--no-console-output"])
+    output, errors = capfd.readouterr()
+    assert (status, output, errors) == (130, "", "loopscope: Stopped by SIGINT.\n")
+    folder = tmp_path / runner.name / "plain"
+    summary = read_json(folder / "summary.json")
+    assert (summary["status"], summary["error"]) == ("interrupted", "StoppedError: Stopped by SIGINT.")
+    assert summary["steps"] in (AT_STEP, AT_STEP + 1)
+    assert CALLS[-1] == ("end", "interrupted")
+    assert all(json.loads(line) for line in (folder / "plain.jsonl").read_text().splitlines())
+
+
+def test_a_bug_in_the_experiment_is_not_hidden_and_leaves_a_summary(tmp_path: Path) -> None:
+    class Broken(Small):
+        name = "broken"
+
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            raise ArithmeticError("no loss today")
+
+    with pytest.raises(ArithmeticError, match="no loss today"):
+        session(tmp_path, Broken, strategies=["plain"]).run()
+    summary = read_json(tmp_path / "broken/plain/summary.json")
+    assert (summary["status"], summary["error"]) == ("failed", "ArithmeticError: no loss today")
+
+
+@pytest.mark.parametrize(("hook", "status"), [("culprit", 1), ("vandal", 1)])
+def test_the_command_says_in_one_line_how_a_run_failed(hook: str, status: int, tmp_path: Path, capfd) -> None:
+    words = ["run", "small", "--strategy", "plain", "--hooks", hook, "--output-dir", str(tmp_path)]
+    assert main([*words, "--no-console-output"]) == status
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith(f"loopscope: Hook '{hook}'")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_of_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Squatter(Culprit):
+        """Puts a file where the folder of checkpoints would be."""
+
+        name = "squatter"
+        hook_points = {HookPoint.PRE_EPOCH}
+
+        def compute(self, ctx: Any) -> dict[str, float]:
+            (tmp_path / "small/plain/checkpoints").write_text("")
+            return {}
+
+    with registered(Squatter), pytest.warns(UserWarning, match=r"step_00000000[36] could not be written: .* goes on"):
+        run(tmp_path, Small, "squatter", save_checkpoints=1)
+    assert read_json(tmp_path / "small/plain/summary.json")["status"] == "completed"
+
+
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+@pytest.mark.parametrize("hooks", [[], ["norms", "hessian", "doubler"]])
+def test_neither_checkpoints_nor_how_often_they_are_written_change_the_run(runner, hooks, tmp_path: Path) -> None:
+    results = []
+    for every in (0, 1, 2):
+        folder = tmp_path / str(every)
+        session(folder, runner, strategies=["plain"], hooks=hooks, save_checkpoints=every, sinks=False).run()
+        results.append((folder / runner.name / "plain/plain_final.pt").read_bytes())
+        steps = {0: [], 1: [3, 6], 2: [6]} if runner is Small else {0: [], 1: [1, 2, 3, 4, 5, 6], 2: [2, 4, 6]}
+        found = sorted((folder / runner.name / "plain").glob("checkpoints/*"))
+        expected = [f"step_{step:09d}" for step in steps[every]]
+        assert {path.name for path in found} <= set(expected)  # some are left out where the disk is slow
+        assert bool(found) == bool(expected)
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+def test_going_on_from_a_checkpoint_of_a_session_gives_its_final_weights(runner: type[Small], tmp_path: Path) -> None:
+    every = 1 if runner is Small else 3
+    train(tmp_path, runner=runner, save_checkpoints=every, hooks=["hessian", "norms"])
+    folder = tmp_path / runner.name / "plain"
+    task, state = build_run(runner(SmallConfig()), "plain")
+    load_checkpoint(folder / "checkpoints/step_000000003", state)
+    (epoch_loop if runner is Small else step_loop)(task, HookManager([], task, state, loop=runner.loop))
+    for name, value in torch.load(folder / "plain_final.pt", weights_only=True).items():
+        assert torch.equal(state.model.state_dict()[name], value)
+
+
+def test_how_often_it_is_evaluated_does_not_change_the_run(tmp_path: Path) -> None:
+    weights = []
+    for every in (1, 3, 7):
+        train(tmp_path / str(every), epochs=7, eval_every=every, sinks=False)
+        weights.append(torch.load(tmp_path / f"{every}/small/plain/plain_final.pt", weights_only=True))
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())

@@ -1,0 +1,91 @@
+"""``--validate-checkpoints``: a second run is compared with the checkpoints of the first, bit for bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpointing
+from loopscope.cli import main
+from loopscope.errors import LoopscopeError, UsageError
+from loopscope.runs.validating import PartedError
+
+from tests.framework.checkpoints.crash_runs import patiently
+from tests.framework.checkpoints.killed_sessions import change_file
+from tests.framework.checkpoints.test_comparing import PLANTED, plant
+from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+
+FILLED = (sinks, training_hooks)
+EXPERIMENTS = [Small, SmallSteps]
+OPTIONS: dict[str, Any] = {"strategies": ["plain"], "epochs": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries():
+    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
+    for runner in EXPERIMENTS:
+        session(folder, runner, **OPTIONS, hooks=["path_length"]).run()
+    return folder
+
+
+def validate(folder: Path, runner: type[Small] = Small, **options: Any) -> dict[str, Any]:
+    return dict(session(folder, runner, **{**OPTIONS, **options}, validate_checkpoints=True).validate())
+
+
+@pytest.mark.parametrize("runner", EXPERIMENTS)
+@pytest.mark.parametrize("hooks", [[], ["path_length"], ["norms", "hessian", "weight_average"]])
+def test_a_run_with_whatever_observers_equals_every_checkpoint(runner, hooks, finished: Path) -> None:
+    if runner is SmallSteps:
+        hooks = [hook for hook in hooks if hook != "norms"]
+    before = contents(finished)
+    assert validate(finished, runner, hooks=hooks) == {"plain": [2, 4, 6]}
+    assert contents(finished) == before
+
+
+@pytest.mark.parametrize("change", PLANTED)
+def test_a_planted_difference_is_named_with_step_tensor_and_both_sets_of_hooks(change, finished, tmp_path) -> None:
+    shutil.copytree(finished, tmp_path / "first")
+    plant(tmp_path / "first/small/plain", 4, change)
+    told = rf"parts from .* at step 4 \(epoch 1\), first in {PLANTED[change]}\. Its hooks: training_metrics, variance"
+    with pytest.raises(PartedError, match=told + "; those of the first run: path_length, training_metrics"):
+        validate(tmp_path / "first", hooks=["variance"], hook_options={"variance": {"window": 3}})
+
+
+def test_the_command_says_so(finished: Path, tmp_path: Path, capfd) -> None:
+    shutil.copytree(finished, tmp_path / "first")
+    words = ["run", "small", "--strategy", "plain", "--epochs", "2", "--validate-checkpoints", "--no-console-output"]
+    assert main([*words, "--output-dir", str(tmp_path / "first")]) == 0
+    assert capfd.readouterr().out == "plain: the same bit for bit at 3 checkpoints, steps 2, 4, 6\n"
+    plant(tmp_path / "first/small/plain", 6, next(iter(PLANTED)))
+    assert main([*words, "--output-dir", str(tmp_path / "first")]) == 1
+    assert "at step 6 (epoch 1), first in parameters/0.weight" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.5}, {"seed": 4}, {"hooks": ["grad_clip"]}])
+def test_another_run_is_refused(options, finished: Path) -> None:
+    with pytest.raises(UsageError, match=r"comes from another run|was treated by other hooks"):
+        validate(finished, **options)
+
+
+def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no intact checkpoints to compare with"):
+        validate(tmp_path)
+    shutil.copytree(finished, tmp_path / "first")
+    shutil.rmtree(tmp_path / "first/small/plain/checkpoints")
+    with pytest.raises(UsageError, match="holds no intact checkpoints to compare with"):
+        validate(tmp_path / "first")
+
+
+def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "first")
+    change_file(tmp_path / "first/small/plain/checkpoints/step_000000004/state.pt", lambda data: data[:-5])
+    with pytest.raises(LoopscopeError, match=r"step_000000004.* it is damaged"):
+        validate(tmp_path / "first")

@@ -1,0 +1,151 @@
+"""Deterministic mode: on in the run, put back whatever happens, refused operations in one sentence with the remedy."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import training_hooks
+from loopscope.cli import main
+from loopscope.errors import HookError
+from loopscope.hooks import HookPoint, TrainingHook
+from loopscope.state import deterministic, explained, settings
+from loopscope.state.determinism import CUBLAS, NotDeterministicError
+
+from tests.framework.runs.small_experiment import Small, read_json, registered, session
+
+assert training_hooks.__all__
+SEEN: list[Mapping[str, Any]] = []
+
+
+class Looking(Small):
+    """Notes the settings under which it is evaluated."""
+
+    name = "looking"
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        SEEN.append(settings())
+        return super().evaluate(model)
+
+
+class Putting(Small):
+    """Uses an operation that has no deterministic implementation, on the CPU too."""
+
+    name = "putting"
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        return super().compute_loss(model, batch) + put()
+
+
+class PuttingHook(TrainingHook):
+    """Does so in a hook."""
+
+    name = "putting_hook"
+    hook_points = {HookPoint.POST_STEP}
+
+    def compute(self, ctx: Any) -> dict[str, Any]:
+        return {"put": put()}
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
+def put() -> torch.Tensor:
+    return torch.zeros(3).put_(torch.tensor([1]), torch.tensor([0.0])).sum()
+
+
+@pytest.fixture(autouse=True)
+def entries():
+    SEEN.clear()
+    with registered(Looking, Putting, PuttingHook, Small):
+        yield
+
+
+def raise_after(on: bool, kept: bool, earlier: bool) -> None:
+    assert (on, kept) == (True, earlier)
+    raise ZeroDivisionError
+
+
+EVERYTHING = {"deterministic_algorithms": True, "cudnn_deterministic": True, "cudnn_benchmark": False}
+
+
+def test_the_settings_are_on_in_the_run_and_put_back_afterwards(tmp_path: Path) -> None:
+    before = settings()
+    assert not before["deterministic_algorithms"]
+    session(tmp_path, Looking, strategies=["plain"]).run()
+    assert SEEN
+    for seen in SEEN:
+        assert {**seen, **EVERYTHING, "cublas_workspace": ":4096:8"} == dict(seen)
+    assert settings() == before
+
+
+def test_no_determinism_leaves_them(tmp_path: Path) -> None:
+    before = settings()
+    session(tmp_path, Looking, strategies=["plain"], no_determinism=True).run()
+    assert SEEN
+    assert all(seen == before for seen in SEEN)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_they_are_put_back_after_an_error_whatever_they_were(earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS, ":16:8") if earlier else monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", earlier)
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    before = settings()
+    with pytest.raises(ZeroDivisionError), deterministic(on=True):
+        raise_after(torch.are_deterministic_algorithms_enabled(), os.environ[CUBLAS] == ":16:8", earlier)
+    assert settings() == before
+    assert torch.utils.deterministic.fill_uninitialized_memory == fill
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_they_are_recorded_with_the_run(on: bool, tmp_path: Path) -> None:
+    session(tmp_path, strategies=["plain"], no_determinism=not on).run()
+    recorded = read_json(tmp_path / "small/plain/experiment_config.json")["environment"]
+    assert recorded["deterministic_algorithms"] is on
+    assert recorded["cublas_workspace"] == (":4096:8" if on else os.environ.get(CUBLAS, "not set"))
+
+
+def test_an_operation_without_a_deterministic_implementation_is_a_sentence_with_the_remedy(tmp_path, capfd) -> None:
+    words = ["run", "putting", "--strategy", "plain", "--no-console-output", "--output-dir", str(tmp_path)]
+    assert main(words) == 1
+    output, errors = capfd.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert "has no deterministic implementation here" in errors
+    assert "start the run with --no-determinism" in errors
+    assert "NotDeterministicError" in read_json(tmp_path / "putting/plain/summary.json")["error"]
+    assert main([*words, "--overwrite", "--no-determinism"]) == 0
+
+
+def test_one_in_a_hook_is_too(tmp_path: Path) -> None:
+    with pytest.raises(HookError, match=r"'putting_hook' raised .* start the run with --no-determinism"):
+        session(tmp_path, strategies=["plain"], hooks=["putting_hook"]).run()
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    error = RuntimeError("shapes do not fit")
+    assert explained(error) is error
+    with pytest.raises(RuntimeError, match="shapes do not fit") as raised, deterministic(on=True):
+        raise error
+    assert not isinstance(raised.value, NotDeterministicError)
+    assert raised.value.__cause__ is None
+
+
+def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -> None:
+    program = """
+import sys, torch
+from loopscope.training.compilation import compile_model
+from loopscope.state.determinism import deterministic
+with deterministic(on=True):
+    assert torch.are_deterministic_algorithms_enabled()
+    assert "torch._inductor" not in sys.modules
+    compile_model(torch.nn.Linear(2, 2))
+    from torch._inductor import config
+    assert config.deterministic
+assert not config.deterministic
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

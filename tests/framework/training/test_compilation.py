@@ -1,0 +1,175 @@
+"""Compiled models: training steps are compiled and nothing else, hooks leave their bytes, taps hear what flows."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import training_hooks
+from loopscope.errors import UsageError
+from loopscope.hooks import GradientTap, HookPoint, StatePart, StepSchedule
+from loopscope.state import TrainingState
+from loopscope.training import TrainingTask, compile_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.amp import GradScaler
+
+from tests.framework.runs.small_experiment import Small, registered, session
+from tests.support import MODELS, ActingHook, Case, ReadOnlyHook, Run, SpyHook, at, differences, train
+
+assert training_hooks.__all__
+POST_BACKWARD = HookPoint.POST_BACKWARD
+LOOPS = [Case("residual", loop=loop) for loop in ("epoch", "step")]
+
+
+class Residual(nn.Module):
+    """Blocks of a class that the compiler takes in whole."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = inputs + self.dropout(torch.tanh(block(inputs)))
+        return self.head(inputs)
+
+
+@pytest.fixture(autouse=True)
+def _residual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(MODELS, "residual", lambda: Residual(dropout=0.0))
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.count += 1
+        return graph.forward
+
+    def train(self, *args: Any, **options: Any) -> Run:
+        return train(*args, introduce=lambda task, state: task.model.compile(backend=self, dynamic=False), **options)
+
+
+def disturb(run_ctx: Any, model_ctx: Any) -> None:
+    """Run every kind of pass, for shapes and modes that the run does not have."""
+    half = tuple(part[:3] for part in run_ctx.batch_data)
+    model_ctx.compute_batch_gradients(half)
+    model_ctx.hessian_vector_product(dict(model_ctx.model.named_parameters()), half)
+    model_ctx.take_step(half)
+    model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+    run_ctx.forward(half[0], capture=["blocks.0"], train=True)
+
+
+class Tapping(SpyHook):
+    """Keeps the gradient of one block's output on every second step."""
+
+    hook_points = frozenset({HookPoint.POST_STEP})
+    step_schedule = StepSchedule(mode="stride", every_n_steps=2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Tensor] = []
+
+    def taps(self, model: nn.Module) -> list[GradientTap]:
+        return [GradientTap("blocks.1", "output", lambda gradient: self.heard.append(gradient.clone()))]
+
+
+class Halving(ReadOnlyHook):
+    """Halves the gradient of one block's output."""
+
+    name = "halving"
+    commits = frozenset({StatePart.GRADIENTS})
+
+    def taps(self, model: nn.Module) -> list[GradientTap]:
+        return [GradientTap("blocks.1", "output", lambda gradient: gradient / 2, replaces=True)]
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_hooks_leave_every_byte_of_a_compiled_run_and_every_graph(case: Case) -> None:
+    bare, hooked = Graphs(), Graphs()
+    expected = bare.train(case)
+    found = hooked.train(case, [Tapping(), at(ActingHook, POST_BACKWARD, HookPoint.POST_STEP)(disturb)])
+    assert [*map(differences, expected.digests, found.digests)] == [[], [], []]
+    assert bare.count == hooked.count == 1
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> None:
+    eager, compiled = Tapping(), Tapping()
+    train(case, [eager], steps=4)
+    Graphs().train(case, [compiled], steps=4)
+    assert len(compiled.heard) == len(eager.heard) == (3 if case.loop == "epoch" else 2)
+    for expected, found in zip(eager.heard, compiled.heard, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_a_tap_that_replaces_does_so_in_the_compiled_run(case: Case) -> None:
+    plain, eager = train(case), train(case, [Halving(lambda run_ctx, model_ctx: None)])
+    compiled = Graphs().train(case, [Halving(lambda run_ctx, model_ctx: None)])
+    weights = [run.task.model.blocks[0].weight for run in (plain, eager, compiled)]
+    torch.testing.assert_close(weights[2], weights[1])
+    assert not torch.allclose(weights[2], weights[0])
+
+
+def test_no_tap_is_left_on_the_model() -> None:
+    run = Graphs().train(Case("residual"), [Tapping()])
+    assert not any(module._forward_hooks for module in run.task.model.modules())
+
+
+def test_an_observer_captures_outputs_of_a_compiled_model() -> None:
+    captured: list[Any] = []
+    look = at(SpyHook, HookPoint.POST_EPOCH)(
+        lambda ctx: captured.append(ctx.forward(torch.ones(2, 4), capture=["blocks.2"]).captured)
+    )
+    Graphs().train(Case("residual"), [look])
+    assert captured[0]["blocks.2"].shape == (2, 4)
+
+
+class Compiled(Small):
+    """The small experiment with a model that is compiled as a whole."""
+
+    name = "compiled"
+
+    def build_model(self) -> nn.Module:
+        return Residual()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_with_compile_trains_compiled_and_hooks_leave_its_weights(tmp_path: Path) -> None:
+    with registered(Compiled):
+        for folder, hooks in (("bare", []), ("hooked", ["norms", "hessian"])):
+            session(tmp_path / folder, Compiled, strategies=["plain"], with_compile=True, epochs=1, hooks=hooks).run()
+    bare, hooked = (torch.load(tmp_path / name / "compiled/plain/plain_final.pt") for name in ("bare", "hooked"))
+    assert all(torch.equal(bare[name], hooked[name]) for name in bare)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    def none_found() -> str:
+        raise cpp_builder.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU, and there is none; install g\\+\\+"):
+        compile_model(Residual())
+
+
+def test_taps_hear_one_pass_at_the_scale_of_the_run_even_if_it_overflows() -> None:
+    def introduce(task: TrainingTask, state: TrainingState) -> None:
+        task.scaler = state.scaler = GradScaler("cpu", init_scale=float("inf"))
+        task.model.compile(backend=Graphs(), dynamic=False)
+
+    tapping = at(Tapping, POST_BACKWARD)()
+    train(Case("residual"), [tapping], steps=1, introduce=introduce)
+    assert [bool(gradient.isfinite().all()) for gradient in tapping.heard] == [False, False]

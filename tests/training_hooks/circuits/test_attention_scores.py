@@ -1,0 +1,228 @@
+"""Reading attention from its calls, however it is written, against a softmax in float64 written as loops."""
+
+import numpy as np
+import pytest
+import torch
+from loopscope.training_hooks.circuits import attention_scores
+from loopscope.training_hooks.circuits.attention_scores import AttentionCall, reading, row_statistics
+from torch import nn
+
+from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Around, Fused, Grouped, WrittenOut, brute_rows
+
+BATCH, TOKENS = 4, 5
+CAUSAL = np.tril(np.ones((TOKENS, TOKENS), dtype=bool))
+ALL = np.ones((TOKENS, TOKENS), dtype=bool)
+PADDED = np.arange(TOKENS) < np.array([5, 3, 4, 1])[:, None]
+"""Which tokens of each sample are none of padding."""
+
+
+@torch.no_grad()
+def read(model: nn.Module, module: nn.Module | None = None, inputs: torch.Tensor | None = None) -> AttentionCall:
+    with reading({"only": module or model}) as reader:
+        model.eval()(tokens() if inputs is None else inputs)
+    return reader.calls["only"]
+
+
+def tokens() -> torch.Tensor:
+    return 2 * torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def assert_rows(call: AttentionCall, expected: list[dict]) -> None:
+    assert call.heads == len(expected)
+    found = call.statistics
+    for name, values in (
+        ("entropy", found.entropy),
+        ("share", found.normalised_entropy),
+        ("largest", found.largest),
+    ):
+        np.testing.assert_allclose(values.numpy(), [head[name] for head in expected], rtol=2e-5, atol=1e-6)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def in_projections(attention: nn.MultiheadAttention, x: torch.Tensor) -> list[torch.Tensor]:
+    weights, biases = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    return [linear(x, weight, bias) for weight, bias in zip(weights[:2], biases[:2], strict=True)]
+
+
+def multihead(**options: object) -> nn.MultiheadAttention:
+    torch.manual_seed(2)
+    attention = nn.MultiheadAttention(WIDTH, HEADS, **{"batch_first": True, **options})
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return attention
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scaled_dot_product_attention_is_read(causal):
+    model = Fused(causal=causal)
+    query, key, _ = linear(tokens(), model.qkv.weight, model.qkv.bias).chunk(3, dim=-1)
+    assert_rows(read(model), brute_rows(query, key, CAUSAL if causal else ALL, HEADS))
+
+
+def test_a_mask_says_which_keys_are_visible_and_a_bias_moves_the_scores():
+    visible = np.random.default_rng(0).random((TOKENS, TOKENS)) < 0.6
+    visible[2] = False
+    for mask, bias in ((torch.from_numpy(visible), 0.0), (torch.from_numpy(np.where(visible, 1.5, -1e4)).float(), 1.5)):
+        model = Fused(mask=mask)
+        query, key, _ = linear(tokens(), model.qkv.weight, model.qkv.bias).chunk(3, dim=-1)
+        assert_rows(read(model), brute_rows(query, key, visible, HEADS, bias))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_softmax_that_is_written_out_is_read(causal):
+    model = WrittenOut(causal=causal)
+    query, key = linear(tokens(), model.query.weight), linear(tokens(), model.key.weight)
+    call = read(model)
+    assert call.head_dim is None
+    assert_rows(call, brute_rows(query, key, CAUSAL if causal else ALL, HEADS))
+
+
+def test_heads_that_share_their_keys_are_read():
+    model = Grouped()
+    key = linear(tokens(), model.k_proj.weight, model.k_proj.bias)
+    shared = torch.cat([key[..., :4], key[..., :4], key[..., 4:], key[..., 4:]], dim=-1)
+    assert_rows(read(model), brute_rows(linear(tokens(), model.q_proj.weight, model.q_proj.bias), shared, ALL, 4))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_is_read(batch_first, need_weights):
+    attention = multihead(batch_first=batch_first)
+    model = Around(attention, lambda inner, x: inner(x, x, x, need_weights=need_weights)[0])
+    inputs = tokens() if batch_first else tokens().transpose(0, 1)
+    assert_rows(read(model, attention, inputs), brute_rows(*in_projections(attention, tokens()), ALL, HEADS))
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_the_masks_of_multihead_attention_are_read(boolean):
+    attention = multihead()
+    mask = torch.from_numpy(~CAUSAL) if boolean else nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    padding = torch.from_numpy(~PADDED)
+    padding = padding if boolean else torch.zeros(padding.shape).masked_fill(padding, -torch.inf)
+    model = Around(attention, lambda inner, x: inner(x, x, x, attn_mask=mask, key_padding_mask=padding)[0])
+    visible = CAUSAL & PADDED[:, None, :]
+    assert_rows(read(model, attention), brute_rows(*in_projections(attention, tokens()), visible, HEADS))
+
+
+def test_a_mask_for_each_head_is_read():
+    attention = multihead()
+    hidden = torch.rand(BATCH, HEADS, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.3
+    hidden[..., 0] = False
+    model = Around(attention, lambda inner, x: inner(x, x, x, attn_mask=hidden.flatten(0, 1))[0])
+    call = read(model, attention)
+    for head in range(HEADS):
+        expected = brute_rows(*in_projections(attention, tokens()), ~hidden[:, head].numpy(), HEADS)[head]
+        assert call.statistics.entropy[head].item() == pytest.approx(expected["entropy"], rel=2e-5)
+
+
+def test_multihead_attention_of_several_widths_with_extra_keys_is_read():
+    attention = multihead(kdim=7, vdim=9, add_bias_kv=True, add_zero_attn=True, bias=False)
+    keys, values = torch.randn(BATCH, 6, 7), torch.randn(BATCH, 6, 9)
+    model = Around(attention, lambda inner, x: inner(x, keys, values)[0])
+    key = linear(keys, attention.k_proj_weight)
+    key = torch.cat([key, attention.bias_k.double().expand(BATCH, 1, -1), torch.zeros_like(key[:, :1])], dim=1)
+    visible = np.ones((TOKENS, 8), dtype=bool)
+    query = linear(tokens(), attention.q_proj_weight)
+    assert_rows(read(model, attention), brute_rows(query, key, visible, HEADS))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_encoder_layer_is_read_although_it_has_a_fused_fast_path(batch_first, causal):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS + 1, 16, batch_first=batch_first, norm_first=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS) if causal else None
+    model = Around(layer, lambda inner, x: inner(x, src_mask=mask, is_causal=causal))
+    inputs = tokens() if batch_first else tokens().transpose(0, 1)
+    call = read(model, layer.self_attn, inputs)
+    visible = CAUSAL if causal else ALL
+    assert_rows(call, brute_rows(*in_projections(layer.self_attn, tokens()), visible, HEADS + 1))
+
+
+def test_an_encoder_that_would_pack_its_padding_away_is_read():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS + 1, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    assert encoder.enable_nested_tensor
+    first = encoder.layers[0].self_attn
+    model = Around(encoder, lambda inner, x: inner(x, src_key_padding_mask=torch.from_numpy(~PADDED)))
+    assert_rows(read(model, first), brute_rows(*in_projections(first, tokens()), PADDED[:, None, :], HEADS + 1))
+
+
+def test_both_attentions_of_a_decoder_layer_are_read():
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True).eval()
+    memory = torch.randn(BATCH, 7, WIDTH)
+    with torch.no_grad(), reading({"self": layer.self_attn, "cross": layer.multihead_attn}) as reader:
+        layer(tokens(), memory)
+        inner = layer.norm1(tokens() + layer.self_attn(tokens(), tokens(), tokens())[0])
+    query, key = in_projections(layer.multihead_attn, inner)[0], in_projections(layer.multihead_attn, memory)[1]
+    assert_rows(reader.calls["cross"], brute_rows(query, key, np.ones((TOKENS, 7), dtype=bool), HEADS))
+    assert_rows(reader.calls["self"], brute_rows(*in_projections(layer.self_attn, tokens()), ALL, HEADS))
+
+
+def test_a_compiled_layer_is_read_and_stays_compiled():
+    model = Fused()
+    query, key, _ = linear(tokens(), model.qkv.weight, model.qkv.bias).chunk(3, dim=-1)
+    compiled = []
+    model.compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    with torch.no_grad():
+        model(tokens())
+        before = len(compiled)
+        assert_rows(read(model), brute_rows(query, key, ALL, HEADS))
+        model(tokens())
+    assert len(compiled) == before > 0
+
+
+def test_scores_in_blocks_are_scores_in_one_piece(monkeypatch):
+    model = Fused(causal=True)
+    whole = read(model).statistics
+    monkeypatch.setattr(attention_scores, "BLOCK_ELEMENTS", 1)
+    parts = read(model).statistics
+    torch.testing.assert_close(vars(parts), vars(whole))
+
+
+def test_reading_changes_no_output_and_leaves_nothing_behind():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0).train()
+    with torch.no_grad():
+        bare = layer(tokens())
+        with reading({"layer": layer.self_attn}):
+            assert torch.equal(layer(tokens()), bare)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+    assert not any(module._forward_hooks_always_called for module in layer.modules())
+
+
+def test_a_model_that_raises_leaves_no_hooks_behind():
+    model = Around(Fused(), lambda inner, x: inner(x) @ x)
+    with pytest.raises(RuntimeError), reading({"layer": model.inner}):
+        model(tokens())
+    assert not model.inner._forward_hooks
+    assert not model.inner._forward_pre_hooks
+
+
+def test_attention_outside_the_modules_is_not_read():
+    model = nn.Sequential(Fused(), WrittenOut())
+    with torch.no_grad(), reading({"second": model[1]}) as reader:
+        model(tokens())
+    assert set(reader.calls) == {"second"}
+    assert reader.calls["second"].head_dim is None
+
+
+def test_rows_have_their_closed_forms():
+    uniform = row_statistics(iter([torch.zeros(2, 1, 3, 8)]))
+    assert uniform.entropy.item() == pytest.approx(np.log(8))
+    assert uniform.normalised_entropy.item() == pytest.approx(1)
+    sharp = row_statistics(iter([1e3 * torch.eye(4)[None, None]]))
+    assert (sharp.entropy.item(), sharp.largest.item()) == (0, 1e3)
+    lonely = row_statistics(iter([torch.full((1, 1, 2, 1), 0.5)]))
+    assert lonely.entropy.item() == 0
+    assert lonely.normalised_entropy.isnan().all()
+
+
+def test_broken_scores_are_not_a_number():
+    broken = row_statistics(iter([torch.tensor([[[[1.0, torch.nan]]], [[[1.0, 2.0]]]])]))
+    assert broken.entropy.isnan().all()
+    assert broken.largest.isnan().all()
+    blind = row_statistics(iter([torch.full((1, 1, 2, 3), -torch.inf)]))
+    assert blind.entropy.isnan().all()
+    assert blind.largest.isnan().all()

@@ -1,0 +1,287 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import CommitRecord, ModelDataContext
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState, trainable
+from loopscope.training import TrainingTask
+from loopscope.training_hooks.curvature import Sharpness
+from loopscope.training_hooks.curvature.measured_loss import spread_batches
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.framework.training.test_curvature import KINDS, data, dense_hessian, mean_loss
+from tests.support import Case, RecordingSink, assert_same_bytes, run_info, train
+
+ROWS, BATCH, STEPS = 7, 4, 2
+WHOLE = {"batches": 9, "iterations": 200, "k": 4, "critical_passes": 0}
+Values = dict[str, float | list[float]]
+
+
+def task_of(name: str, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options) -> TrainingTask:
+    """Make one epoch of two uneven batches on a model of KINDS, in float64."""
+    torch.manual_seed(4)
+    kind = KINDS[name]
+    model, rows = kind.make().double(), data(kind, torch.float64)
+    chosen = optimizer(model.parameters(), **({"lr": 0.05} | options))
+    loader = TensorLoader(rows, BATCH, fixed_order(torch.arange(ROWS)))
+    return TrainingTask(model, chosen, loader, mean_loss, accumulation_steps=kind.accumulation_steps)
+
+
+def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataContext]:
+    """Train with the hook; return its metrics, and the SAPI at the end on the random stream that the hook had."""
+    state, sink = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink()
+    manager = HookManager([hook], task, state, sinks=[sink], audit=True)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    (row,) = sink.emitted
+    state.streams.derive("sharpness", "SNAPSHOT", state.loop.step)
+    record, parameters = CommitRecord("probe", frozenset()), list(task.model.parameters())
+    stream = ("sharpness", "SNAPSHOT", state.loop.step)
+    ctx = ModelDataContext(task, state, record, parameters, mutates=True, device=None, stream=stream, loop="epoch")
+    return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ctx
+
+
+def hessian(ctx: ModelDataContext) -> Tensor:
+    """Return the dense Hessian of the mean loss over all rows, each batch differentiated by itself."""
+    total = 0.0
+    for batch in ctx.loader.batches(0):
+        ctx._state.loop.batch = batch
+        total = total + dense_hessian(ctx) * len(batch[0]) / ROWS
+    return total
+
+
+def gradient(ctx: ModelDataContext) -> dict[str, Tensor]:
+    """Return the gradient of the mean loss over all rows."""
+    each = [(len(batch[0]) / ROWS, ctx.compute_batch_gradients(batch)) for batch in ctx.loader.batches(0)]
+    return {name: sum(share * vector[name] for share, vector in each) for name in each[0][1]}
+
+
+def flat(vector: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.detach().reshape(-1) for value in vector.values()])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_eigenvalues_are_those_of_the_dense_hessian(name):
+    values, ctx = measured(task_of(name), Sharpness(**WHOLE))
+    expected = scipy.linalg.eigvalsh(hessian(ctx).numpy())
+    np.testing.assert_allclose(values["eigenvalues"], expected[::-1][:4], rtol=1e-7, atol=1e-9)
+    assert values["sharpness"] == values["eigenvalues"][0]
+    assert values["smallest_eigenvalue"] == pytest.approx(expected[0], rel=1e-7, abs=1e-9)
+    assert max(values["residuals"]) < 1e-7
+    assert values["stability_ratio"] == pytest.approx(expected[-1] * 0.05 / 2, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_trace_is_that_of_the_dense_hessian_within_its_error(name):
+    values, ctx = measured(task_of(name), Sharpness(batches=9, iterations=5, probes=60, critical_passes=0))
+    assert 0 < values["trace_error"] < hessian(ctx).norm()
+    assert abs(values["trace"] - hessian(ctx).trace()) < 4 * values["trace_error"]
+
+
+def test_the_density_has_the_moments_and_the_shape_of_the_dense_hessian():
+    options = {"batches": 9, "iterations": 12, "probes": 60, "density_probes": 60, "density_points": 40}
+    values, ctx = measured(task_of("mlp"), Sharpness(**options, critical_passes=0))
+    matrix = hessian(ctx)
+    expected, square = torch.linalg.eigvalsh(matrix), matrix.square().sum()
+    assert values["eigenvalue_rms"] == pytest.approx((square / len(matrix)).sqrt().item(), rel=0.1)
+    assert values["effective_directions"] == pytest.approx((expected.abs().sum() ** 2 / square).item(), rel=0.1)
+    negative = expected.clamp(max=0).square().sum() / square
+    assert values["negative_energy"] == pytest.approx(negative.item(), abs=0.02)
+    grid, density = torch.tensor(values["density_grid"]), torch.tensor(values["density"])
+    spacing = grid[1] - grid[0]
+    kernel = torch.exp(-(((grid[:, None] - expected) / spacing) ** 2) / 2) / (spacing * math.sqrt(2 * math.pi))
+    assert (density - kernel.mean(dim=1)).abs().max() < 0.1 * kernel.mean(dim=1).max()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("name", ["mlp", "tied weights", "dropout", "frozen and unused parameters"])
+def test_preconditioned_eigenvalues_are_those_of_the_preconditioned_dense_hessian(name, optimizer):
+    values, ctx = measured(task_of(name, optimizer, betas=(0.9, 0.99), eps=1e-3), Sharpness(**WHOLE))
+    states = ctx._task.optimizer.state
+    scales = {  # unused parameters have no state, and no curvature
+        name: (states[value]["exp_avg_sq"] / (1 - 0.99**STEPS)).sqrt() + 1e-3 if value in states else value * 0 + 1.0
+        for name, value in trainable(ctx.model).items()
+    }
+    root = flat(scales).rsqrt()
+    expected = scipy.linalg.eigvalsh((root[:, None] * hessian(ctx) * root).numpy())
+    np.testing.assert_allclose(values["preconditioned_eigenvalues"], expected[::-1][:4], rtol=1e-7, atol=1e-8)
+    assert values["preconditioned_smallest_eigenvalue"] == pytest.approx(expected[0], rel=1e-7, abs=1e-8)
+    assert max(values["preconditioned_residuals"]) < 1e-6
+    assert values["stability_ratio"] == pytest.approx(expected[-1] * 0.05 / 38, rel=1e-7)
+    assert values["sharpness"] == pytest.approx(scipy.linalg.eigvalsh(hessian(ctx).numpy())[-1], rel=1e-7)
+
+
+def regression_task(loss, targets: Tensor, outputs: int, optimizer=torch.optim.SGD, **options) -> TrainingTask:
+    """Make one epoch of a linear model without bias on seven rows of three features."""
+    torch.manual_seed(1)
+    model = nn.Linear(3, outputs, bias=False).double()
+    chosen = optimizer(model.parameters(), **({"lr": 0.02} | options))
+    loader = TensorLoader((torch.randn(ROWS, 3, dtype=torch.float64), targets), BATCH, fixed_order(torch.arange(ROWS)))
+    return TrainingTask(model, chosen, loader, lambda model, batch: loss(model(batch[0]), batch[1]))
+
+
+def linear_task(optimizer=torch.optim.SGD, **options) -> TrainingTask:
+    targets = torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return regression_task(functional.mse_loss, targets, 1, optimizer, **options)
+
+
+def features(ctx: ModelDataContext) -> Tensor:
+    return ctx.loader._tensors[0]
+
+
+def test_linear_regression_has_the_curvature_of_its_gram_matrix():
+    values, ctx = measured(linear_task(), Sharpness(**(WHOLE | {"k": 3})))
+    x = features(ctx)
+    expected = torch.linalg.eigvalsh(2 * x.T @ x / ROWS)
+    assert values["eigenvalues"] == pytest.approx(expected.flip(0).tolist(), rel=1e-10)
+    assert values["negative_energy"] == 0
+
+
+def test_softmax_regression_has_the_curvature_of_its_closed_form():
+    task = regression_task(functional.cross_entropy, torch.tensor([0, 1, 2, 3, 0, 1, 2]), 4)
+    values, ctx = measured(task, Sharpness(**WHOLE))
+    x = features(ctx)
+    p = ctx.model(x).detach().softmax(dim=1)
+    inner = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    expected = torch.einsum("nij,nk,nl->ikjl", inner, x, x).reshape(12, 12) / ROWS
+    np.testing.assert_allclose(values["eigenvalues"], torch.linalg.eigvalsh(expected).flip(0)[:4], rtol=1e-9)
+    assert values["smallest_eigenvalue"] == pytest.approx(0, abs=1e-9)
+
+
+CRITICAL = {"batches": 9, "iterations": 0, "critical_passes": 40}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_on_a_quadratic_loss_critical_sharpness_is_the_curvature_along_the_gradient(momentum):
+    values, ctx = measured(linear_task(momentum=momentum), Sharpness(**CRITICAL))
+    x, g = features(ctx), flat(gradient(ctx))
+    expected = (g @ (2 * x.T @ x / ROWS) @ g) / (g @ g)
+    assert values["critical_sharpness"] == pytest.approx(expected.item(), rel=1e-6)
+    assert values.keys() == {
+        "critical_sharpness",
+        "update_critical_ratio",
+        "update_critical_lr",
+        "update_critical_sharpness",
+    }
+
+
+def test_on_a_quadratic_loss_preconditioned_critical_sharpness_is_a_rayleigh_quotient_of_the_preconditioned_hessian():
+    values, ctx = measured(linear_task(torch.optim.Adam, betas=(0.9, 0.99), eps=1e-3), Sharpness(**CRITICAL))
+    state = ctx._task.optimizer.state[ctx.model.weight]
+    p = ((state["exp_avg_sq"] / (1 - 0.99**STEPS)).sqrt() + 1e-3).reshape(-1)
+    x, g = features(ctx), flat(gradient(ctx))
+    h = p.rsqrt()[:, None] * (2 * x.T @ x / ROWS) * p.rsqrt()
+    v = p.rsqrt() * g
+    expected = (v @ h @ v) / (v @ v)
+    assert values["preconditioned_critical_sharpness"] == pytest.approx(expected.item(), rel=1e-6)
+    assert expected <= torch.linalg.eigvalsh(h)[-1]
+
+
+def next_update(ctx: ModelDataContext) -> Tensor:
+    """Let the optimizer make its next step from the first batch, by hand; return the change of the parameters."""
+    before = flat(trainable(ctx.model))
+    ctx._task.optimizer.zero_grad()
+    ctx._task.compute_loss(ctx.model, next(ctx.loader.batches(0))).backward()
+    ctx._task.optimizer.step()
+    return flat(trainable(ctx.model)) - before
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.5, "weight_decay": 0.1}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_the_critical_learning_rate_of_the_next_step_is_the_root_of_the_loss_along_it(optimizer, options):
+    values, ctx = measured(linear_task(optimizer, **options), Sharpness(**CRITICAL))
+    batch = next(ctx.loader.batches(0))
+    g, hessian = flat(ctx.compute_batch_gradients(batch)), 2 * batch[0].T @ batch[0] / BATCH
+    step = next_update(ctx)
+    multiple = -2 * (g @ step) / (step @ hessian @ step)
+    assert multiple > 0
+    assert values["update_critical_ratio"] == pytest.approx(1 / multiple.item(), rel=1e-6)
+    assert values["update_critical_lr"] == pytest.approx(0.02 * multiple.item(), rel=1e-6)
+    assert values["update_critical_sharpness"] == pytest.approx(2 / (0.02 * multiple.item()), rel=1e-6)
+
+
+def test_a_step_that_goes_uphill_has_no_learning_rate_that_helps():
+    values, ctx = measured(linear_task(lr=1.5, momentum=0.99), Sharpness(**CRITICAL))
+    batch = next(ctx.loader.batches(0))
+    g = flat(ctx.compute_batch_gradients(batch))
+    assert g @ next_update(ctx) > 0
+    assert values["update_critical_ratio"] == math.inf
+    assert values["update_critical_lr"] == 0
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch norm", "uneven micro-batches"])
+def test_a_searched_step_is_where_the_loss_of_the_run_is_back_with_the_same_dropout_mask(name):
+    values, ctx = measured(task_of(name), Sharpness(**CRITICAL))
+
+    def loss() -> Tensor:
+        return sum(ctx.compute_batch_loss(batch) * len(batch[0]) / ROWS for batch in ctx.loader.batches(0))
+
+    before, direction = loss(), gradient(ctx)
+    rate = 2 / values["critical_sharpness"]
+    for factor, sign in ((0.99, -1), (1.01, 1)):
+        with ctx.branch():
+            ctx.apply_perturbation(direction, -factor * rate)
+            assert (loss() - before).sign() == sign
+
+
+def test_finite_differences_find_the_same_spectrum():
+    exact, _ = measured(task_of("mlp"), Sharpness(**WHOLE))
+    other, _ = measured(task_of("mlp"), Sharpness(**WHOLE, method="finite_difference", epsilon=1e-4))
+    assert other["eigenvalues"] == pytest.approx(exact["eigenvalues"], rel=1e-4)
+    assert other["trace"] == pytest.approx(exact["trace"], rel=1e-4)
+
+
+def test_what_is_not_known_is_left_out():
+    task = task_of("mlp")
+    groups = [{"params": task.model[0].parameters(), "lr": 0.1}, {"params": task.model[2].parameters(), "lr": 0.2}]
+    task.optimizer = torch.optim.SGD(groups)
+    values, _ = measured(task, Sharpness(batches=1, iterations=3, critical_passes=2, density_probes=0))
+    assert {"stability_ratio", "update_critical_lr", "density", "eigenvalue_rms"} & values.keys() == set()
+    assert {"sharpness", "trace", "critical_sharpness", "update_critical_ratio"} <= values.keys()
+
+
+def test_the_measured_batches_are_spread_over_the_first_epoch_and_the_same_at_every_fire():
+    loader = TensorLoader((torch.arange(40),), 4, random_order(40, 3))
+    every = [batch[0].tolist() for batch in loader.batches(0)]
+    assert [batch[0].tolist() for batch in spread_batches(loader, 4)] == [every[index] for index in (0, 2, 5, 7)]
+    assert [batch[0].tolist() for batch in spread_batches(loader, 99)] == every
+
+
+@pytest.mark.parametrize("case", [Case("transformer", "adamw_fused"), Case("tied", "sgd_momentum", "step")], ids=str)
+def test_a_run_that_is_measured_more_than_once_has_the_bytes_of_the_bare_run(case):
+    run = train(case, [Sharpness()], steps=9)
+    fires = {step for _, _, step, _ in run.sink.rows("sharpness")}
+    assert fires == ({6, 9} if case.loop == "epoch" else {2, 4, 6, 8, 9})
+    assert_same_bytes(run, case, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batches": 0}, "sharpness.batches is 0; it must be at least 1"),
+        ({"probes": 1}, "sharpness.probes is 1; it must be at least 2"),
+        ({"k": 5, "iterations": 4}, "sharpness.iterations is 4; for k = 5 eigenvalues it must be at least 5"),
+        ({"density_probes": 7, "probes": 6}, "sharpness.density_probes is 7; it must be at most sharpness.probes (6)"),
+        ({"method": "exakt"}, "Unknown sharpness.method 'exakt'. Did you mean 'exact'"),
+        ({"epsilon": math.inf}, "sharpness.epsilon is inf"),
+        ({"iterations": 0, "critical_passes": 0}, "are both 0; nothing is left to do"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, sentence):
+    with pytest.raises(UsageError) as caught:
+        Sharpness(**options)
+    assert sentence in str(caught.value)

@@ -1,0 +1,448 @@
+"""The observer of overflow against brute force, in quantised layers and asked what if, through real training."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.hooks import HookPoint
+from loopscope.lowbit import RECIPES, ROLES, find_recipe
+from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts.scaling import ScalingRule
+from loopscope.training_hooks.lowbit import GradientOverflow
+from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, FORMULAS
+from torch import nn
+
+from tests.support import SpyHook, at, differences
+from tests.training_hooks.lowbit.low_bit_runs import LAYERS, Lost, LowBitRun, Recorder, cross_entropy, network
+from tests.transfers import TransferCount
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+ALWAYS = {"interval": 1}
+
+
+def counts(lost: Lost) -> dict[str, float]:
+    """Return the readings of what was lost, by name."""
+    return {
+        "total_elements": lost.elements,
+        "total_overflow_elements": lost.overflowing,
+        "total_quantizations": lost.quantizations,
+        "overflow_count": lost.overflowing_quantizations,
+        "element_overflow_rate": lost.overflowing / lost.elements,
+        "batch_overflow_rate": lost.overflowing_quantizations / lost.quantizations,
+        "underflow_rate": lost.underflowing / lost.elements,
+        "upper_half_fraction": lost.upper_half / lost.elements,
+        "excess_mean": sum(lost.excess) / len(lost.excess) if lost.excess else math.nan,
+        "excess_max": max(lost.excess, default=math.nan),
+        "quantization_error": lost.squared_error / lost.elements,
+        "gradient_to_noise_ratio": math.sqrt(lost.squared_norm / lost.squared_error),
+    }
+
+
+def lost_in(tensors: Iterable[torch.Tensor], cast: Cast) -> Lost:
+    lost = Lost()
+    for tensor in tensors:
+        lost.take(tensor, cast)
+    return lost
+
+
+def assert_reads(found: dict[str, Any], lost: Lost, role: str = "") -> None:
+    """Fail unless what was reported of a role is what was lost: whole numbers exactly, the rest to rounding."""
+    for name, value in counts(lost).items():
+        reported = found[f"{name}_of/{role}" if role else name]
+        close = pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True)
+        assert reported == (value if isinstance(value, int) else close), (role, name)
+
+
+# Quantised layers
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_counts_of_quantised_layers_are_those_of_brute_force(recipe, parts):
+    recorder = Recorder()
+    run = LowBitRun(network(recipe), [recorder, GradientOverflow()], options={"accumulation_steps": parts}).train()
+    for step in (1, 2, 3):
+        found = run.values(step)
+        for role in ROLES:
+            tensors = [tensor for layer in LAYERS for tensor in recorder.seen.get((step, layer, role), [])]
+            weights = parts if role.endswith("weight") else 1
+            assert_reads(found, lost_in(tensors * weights, RECIPES[recipe].casts[role]), role)
+
+
+def test_the_numbers_of_roles_add_up_to_those_of_all_and_those_of_steps_to_the_cumulative_ones():
+    run = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
+    summed = dict.fromkeys(("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count"), 0)
+    for step in (1, 2, 3):
+        found = run.values(step)
+        for name in summed:
+            assert found[name] == sum(found[f"{name}_of/{role}"] for role in ROLES)
+            summed[name] += found[name]
+            assert found[f"cumulative_{name}"] == summed[name]
+    assert summed["total_overflow_elements"] > 0
+    assert found["cumulative_element_overflow_rate"] == summed["total_overflow_elements"] / summed["total_elements"]
+    assert {name.removeprefix("cumulative_") for name in found if name.startswith("cumulative")} >= {*CUMULATIVE}
+
+
+def test_the_worst_layers_are_those_with_the_largest_rates_and_no_more_than_asked_for():
+    recorder = Recorder()
+    run = LowBitRun(network("nvfp4"), [recorder, GradientOverflow(top_k=1)], steps=1).train()
+    found, cast = run.values(1), RECIPES["nvfp4"].output_grad
+    lost = {layer: counts(lost_in(recorder.seen[1, layer, "output_grad"], cast)) for layer in LAYERS}
+    worst = max(LAYERS, key=lambda layer: lost[layer]["element_overflow_rate"])
+    rates = {name: value for name, value in found.items() if name.startswith("topk_") and "output_grad" in name}
+    noisy = min(LAYERS, key=lambda layer: lost[layer]["gradient_to_noise_ratio"])
+    assert rates == {
+        f"topk_element_overflow_rate/{worst}/output_grad": lost[worst]["element_overflow_rate"],
+        f"topk_gradient_to_noise_ratio/{noisy}/output_grad": pytest.approx(lost[noisy]["gradient_to_noise_ratio"]),
+    }
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp4_metis"])
+def test_counting_changes_no_bit_of_a_run_even_with_stochastic_rounding(recipe):
+    stochastic = find_recipe(recipe).with_every(rounding="stochastic", rule="nvfp4")
+    counted = LowBitRun(network(stochastic), [GradientOverflow(formats="e2m1", interval=1)]).train()
+    bare = LowBitRun(network(stochastic)).train()
+    assert differences(counted.final, bare.final) == []
+    assert counted.values(3)["cumulative_total_overflow_elements"] > 0
+
+
+def test_a_step_in_between_is_neither_counted_nor_reported():
+    hook = GradientOverflow(count_interval=2)
+    run = LowBitRun(network("nvfp4"), [hook]).train()
+    assert run.values(2) == {}
+    first, last = run.values(1), run.values(3)
+    assert last["cumulative_total_elements"] == first["total_elements"] + last["total_elements"]
+    assert first["total_elements"] == last["total_elements"]
+
+
+def test_other_passes_of_a_step_are_not_counted():
+    def forwards(ctx):
+        ctx.forward(ctx.batch_data[0])
+        ctx.compute_batch_gradients(ctx.batch_data)
+
+    spy = at(SpyHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD)(forwards)
+    alone = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
+    beside = LowBitRun(network("nvfp4"), [GradientOverflow(), spy]).train()
+    assert beside.sink.rows("gradient_overflow/") == alone.sink.rows("gradient_overflow/")
+
+
+@pytest.mark.parametrize("options", [{}, {"formats": "e4m3", "of": "activations,gradients", "interval": 1}])
+def test_a_compiled_model_is_counted_as_it_would_be_eagerly(options):
+    model = network("nvfp4")
+    model.compile(backend="eager", dynamic=False)
+    compiled = LowBitRun(model, [GradientOverflow(**options)]).train()
+    eager = LowBitRun(network("nvfp4"), [GradientOverflow(**options)]).train()
+    for step in (1, 2, 3):
+        assert compiled.values(step) == pytest.approx(eager.values(step), rel=1e-6, nan_ok=True)
+
+
+def test_the_output_gradients_of_a_float16_run_are_counted_as_scaled():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = LowBitRun(network("fp4_block"), [GradientOverflow()], steps=1, options={"scaler": scaler}).train()
+    plain = LowBitRun(network("fp4_block"), [GradientOverflow()], steps=1).train()
+    ratio = scaled.values(1)["scale_max_of/output_grad"] / plain.values(1)["scale_max_of/output_grad"]
+    assert ratio == pytest.approx(1024.0, rel=1e-3)
+
+
+# What if
+
+
+@pytest.mark.parametrize("subject", ["gradients", "weights", "activations"])
+def test_what_if_counts_are_those_of_brute_force(subject):
+    recorder, gradients = Recorder(), {}
+    keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.update({ctx.step: copies(ctx.model)}))
+    hook = GradientOverflow(**ALWAYS, formats="e2m1,e4m3", rules="tensor, nvfp4, mx_floor", of=subject)
+    run = LowBitRun(network(), [recorder, keep, hook], steps=2).train()
+    for step in (1, 2):
+        tensors = {
+            "gradients": [gradient for _, gradient in gradients[step]],
+            "weights": [weight for weight, _ in gradients[step]],
+            "activations": [recorder.seen[step, layer, "forward_input"][0] for layer in LAYERS],
+        }[subject]
+        found = run.values(step)
+        for cast in (Cast(form, rule) for form in ("e2m1", "e4m3") for rule in ("tensor", "nvfp4", "mx_floor")):
+            assert_reads(found, lost_in(tensors, cast), f"{subject}/{cast.format}/{cast.rule}")
+
+
+def copies(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(parameter.detach().clone(), parameter.grad.clone()) for parameter in model.parameters()]
+
+
+def test_a_delayed_rule_scales_by_the_firings_before():
+    gradients: list[torch.Tensor] = []
+    keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.append(ctx.model[0].weight.grad.clone()))
+    hook = GradientOverflow(**ALWAYS, formats="e4m3", rules="delayed")
+    model = network()
+    for parameter in (model[0].bias, *model[2].parameters()):
+        parameter.requires_grad_(False)
+    run, cast = LowBitRun(model, [keep, hook]).train(), Cast("e4m3", "delayed")
+    past = torch.zeros(16)
+    for step, gradient in enumerate(gradients, start=1):
+        assert_reads(
+            run.values(step), Lost().take(gradient, cast, cast.scales(gradient, past)), "gradients/e4m3/delayed"
+        )
+        past = torch.cat([past[1:], gradient.abs().max().reshape(1)])
+    assert run.values(3)["cumulative_element_overflow_rate_of/gradients/e4m3/delayed"] > 0
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_if_sees_the_gradients_of_the_whole_batch_without_the_scale_of_the_loss(parts):
+    def asked(**options: Any) -> dict[str, Any]:
+        hook = GradientOverflow(**ALWAYS)
+        return LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": parts, **options}).train().values(1)
+
+    scaled = asked(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    assert scaled == pytest.approx(asked(), rel=0, abs=0, nan_ok=True)
+    assert scaled["total_quantizations_of/gradients/e2m1/tensor"] == 4
+
+
+def test_what_if_adds_up_the_activations_of_micro_batches():
+    hook = GradientOverflow(**ALWAYS, of="activations", rules="block")
+    run = LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": 3}).train()
+    whole = LowBitRun(network(), [GradientOverflow(**ALWAYS, of="activations", rules="block")], steps=1).train()
+    role = "activations/e2m1/block"
+    assert run.values(1)[f"total_quantizations_of/{role}"] == 3 * len(LAYERS)
+    for name in ("total_elements", "underflow_rate", "quantization_error", "scale_max"):
+        assert run.values(1)[f"{name}_of/{role}"] == pytest.approx(whole.values(1)[f"{name}_of/{role}"], rel=1e-5)
+
+
+class Oddities(nn.Module):
+    """Parameters of every kind: a number, none at all, bfloat16, complex, a sparse gradient, and none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.narrow = nn.Parameter(torch.ones(3, 7, dtype=torch.bfloat16))
+        self.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.table = nn.Embedding(6, 20, sparse=True)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.table((x[:, :1].abs() < 0.5).long()).sum()
+        return self.number * x.mean() + self.empty.sum() + self.narrow.float().sum() + self.complex.abs().sum() + rows
+
+
+def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradient_left_out():
+    hook = GradientOverflow(**ALWAYS, rules="block", of="gradients,weights")
+    options = {"compute_loss": lambda model, batch: model(batch[0])}
+    found = LowBitRun(Oddities(), [hook], steps=1, options=options, audit=False).train().values(1)
+    assert found["total_quantizations_of/gradients/e2m1/block"] == 4
+    assert found["total_elements_of/gradients/e2m1/block"] == 1 + 0 + 21 + 120
+    assert found["total_elements_of/weights/e2m1/block"] == 1 + 0 + 21 + 120 + 9 + 3
+
+
+def test_quantised_models_are_asked_what_if_only_on_request_and_plain_ones_always():
+    both = LowBitRun(network("nvfp4"), [GradientOverflow(formats="e4m3", interval=2)]).train()
+    assert not any("gradients/" in name for name in both.values(2))
+    assert any("gradients/e4m3/nvfp4" in name for name in both.values(3))
+    assert any("forward_input" in name for name in both.values(2))
+    counted = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
+    assert not any("gradients/" in name for name in counted.values(1))
+    full = LowBitRun(network("fp32"), [GradientOverflow()]).train()
+    assert any("gradients/e2m1/nvfp4" in name for name in full.values(1))
+    assert "element_overflow_rate" not in full.values(1)
+
+
+def test_a_hook_serves_strategies_with_and_without_quantised_layers_one_after_the_other():
+    hook = GradientOverflow()
+    for recipe, steps in (("nvfp4", {1, 2, 3}), (None, {1}), ("fp8", {1, 2, 3})):
+        run = LowBitRun(network(recipe), [hook])
+        run.manager.reset()
+        run.train()
+        assert {step for step in (1, 2, 3) if run.values(step)} == steps
+
+
+# A whole run
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", None])
+def test_a_resumed_run_goes_on_with_the_cumulative_numbers_and_the_delays(recipe, tmp_path):
+    def run() -> LowBitRun:
+        hook = GradientOverflow(**ALWAYS, formats="e2m1", rules="delayed,nvfp4")
+        return LowBitRun(network(recipe), [hook], steps=6)
+
+    whole, first, rest = run().train(), run().train(until=3), run()
+    save_checkpoint(tmp_path / "3.pt", first.state, first.manager.state_dict(), first.manager.run_streams)
+    rest.manager.load_state_dict(load_checkpoint(tmp_path / "3.pt", rest.state))
+    rest.train()
+    for step in (4, 5, 6):
+        assert rest.values(step) == pytest.approx(whole.values(step), rel=0, abs=0, nan_ok=True)
+
+
+def test_state_kept_elsewhere_between_calls_changes_no_number():
+    def run(offload: bool) -> LowBitRun:
+        hook = GradientOverflow(**ALWAYS, formats="e2m1", rules="delayed,nvfp4", of="activations,gradients")
+        return LowBitRun(network("nvfp4"), [hook], offload=offload, audit=False).train()
+
+    assert str(run(True).sink.rows("gradient_overflow/")) == str(run(False).sink.rows("gradient_overflow/"))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", None])
+def test_the_host_waits_once_for_a_step_and_never_for_a_quantisation(recipe):
+    hook, waits = GradientOverflow(**ALWAYS), []
+    run = LowBitRun(network(recipe), [hook], audit=False)
+    compute = hook.compute
+
+    def counted(ctx):
+        before = counter.count
+        metrics = compute(ctx)
+        waits.append(counter.count - before)
+        return metrics
+
+    hook.compute = counted
+    bare = LowBitRun(network(recipe), audit=False)
+    with TransferCount() as of_the_loop:
+        bare.train()
+    with TransferCount() as counter:
+        run.train()
+    assert waits == [0, 1] * 3
+    assert counter.count == of_the_loop.count + 3 + 1  # for the table at the end
+
+
+@pytest.mark.parametrize("formats", ["", "e2m1"])
+def test_a_table_of_the_whole_run_is_left_at_its_end(formats):
+    run = LowBitRun(network("nvfp4"), [GradientOverflow(formats=formats, interval=1)]).train()
+    table, last = run.manager.tables["gradient_overflow"], run.values(3)
+    asked = [f"gradients/e2m1/{rule}" for rule in ("tensor", "nvfp4", "mx_floor")] if formats else []
+    assert list(table) == [*ROLES, "all roles", *asked]
+    together = {name: value for name, value in table["all roles"].items() if name in CUMULATIVE}
+    assert together == {name: last[f"cumulative_{name}"] for name in together}
+    assert len(together) == 7
+    for role in [*ROLES, *asked]:
+        assert table[role]["element_overflow_rate"] == last[f"cumulative_element_overflow_rate_of/{role}"]
+        assert table[role]["total_quantizations"] == sum(
+            run.values(step)[f"total_quantizations_of/{role}"] for step in (1, 2, 3)
+        )
+
+
+# A new format or rule
+
+
+class Powers(FloatFormat):
+    """Nothing but 0, ±1, ±2 and ±4."""
+
+    name = "e2m0"
+    exponent_bits, mantissa_bits, maximum = 2, 0, 4.0
+
+
+class Tight(ScalingRule):
+    """Half of the scale that would cover the tensor."""
+
+    name = "tight"
+    overflows = True
+
+    def scales(self, largest, number_format):
+        return largest / number_format.maximum / 2
+
+
+def test_a_new_format_and_a_new_rule_are_known_to_the_observer_and_to_brute_force():
+    gradients: list[torch.Tensor] = []
+    keep = at(SpyHook, HookPoint.POST_BACKWARD)(
+        lambda ctx: gradients.extend(parameter.grad.clone() for parameter in ctx.model.parameters())
+    )
+    FormatRegistry.register(Powers)
+    RuleRegistry.register(Tight)
+    try:
+        run = LowBitRun(network(), [keep, GradientOverflow(formats="e2m0", rules="tight")], steps=1).train()
+        lost = lost_in(gradients, Cast("e2m0", "tight"))
+    finally:
+        FormatRegistry.unregister("e2m0")
+        RuleRegistry.unregister("tight")
+    assert lost.overflowing > 0
+    assert_reads(run.values(1), lost, "gradients/e2m0/tight")
+
+
+# Warnings
+
+
+def scaled_loss(factors: list[float]):
+    """Return a loss that is multiplied by a factor for each call, which a delayed scale cannot know before."""
+    calls = iter(factors)
+    return lambda model, batch: cross_entropy(model, batch) * next(calls)
+
+
+def told(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]:
+    run = LowBitRun(network(), [hook], steps=len(factors), options={"compute_loss": scaled_loss(factors)}, audit=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train()
+    sentences = [(item.category is RunNotice, str(item.message)) for item in caught]
+    return [(notice, sentence) for notice, sentence in sentences if sentence.startswith("Step")]
+
+
+def test_a_layer_that_begins_to_overflow_is_told_of_once_and_so_is_the_end_of_it():
+    hook = GradientOverflow(**ALWAYS, formats="e4m3", rules="delayed", overflow_threshold=0.2, noise_threshold=0)
+    found = told(hook, [1.0, 1000.0, 1.0, 1.0])
+    assert [(notice, sentence.split(":")[0]) for notice, sentence in found] == [(False, "Step 2"), (True, "Step 3")]
+    assert "4 of 4 casts overflow in more than 0.2 of their elements: " in found[0][1]
+    assert "0.weight gradients/e4m3/delayed (" in found[0][1]
+    assert found[1][1] == "Step 3: no cast overflows in more than 0.2 of its elements any more."
+
+
+def test_gradients_that_drown_in_noise_are_told_of_and_weights_are_not():
+    options = {"formats": "e2m1", "rules": "tensor", "noise_threshold": 1e6}
+    found = told(GradientOverflow(**ALWAYS, **options), [1.0, 1.0])
+    assert len(found) == 1
+    assert "4 of 4 casts have a gradient-to-noise ratio below 1e+06: " in found[0][1]
+    assert told(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
+
+
+def test_what_was_told_is_not_told_again_after_a_checkpoint():
+    hook = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
+    assert len(told(hook, [1.0])) == 1
+    resumed = GradientOverflow(**ALWAYS, formats="e2m1", noise_threshold=1e6)
+    resumed.load_state_dict(hook.state_dict())
+    assert told(resumed, [1.0]) == []
+
+
+def test_nobody_is_warned_of_formats_that_nobody_named():
+    assert told(GradientOverflow(**ALWAYS, noise_threshold=1e6, overflow_threshold=1e-9), [1.0, 1.0]) == []
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"interval": 0}, "gradient_overflow.interval is 0; it must be a number of at least 1"),
+        ({"count_interval": 0}, "gradient_overflow.count_interval is 0"),
+        ({"top_k": -1}, "gradient_overflow.top_k is -1; it must be a number of at least 0"),
+        ({"formats": "e2m"}, "gradient_overflow.formats: Unknown format 'e2m'. Did you mean 'e2m"),
+        ({"rules": "nvfp"}, "gradient_overflow.rules: Unknown scaling rule 'nvfp'. Did you mean 'nvfp4'"),
+        ({"rules": " , "}, "gradient_overflow.rules names nothing; known: block, "),
+        ({"of": "gradient"}, "gradient_overflow.of: Unknown subject 'gradient'. Did you mean 'gradients'"),
+        ({"overflow_threshold": 0.0}, "gradient_overflow.overflow_threshold is 0.0; it is a share above 0"),
+        ({"noise_threshold": math.nan}, "gradient_overflow.noise_threshold is nan"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(UsageError) as error:
+        GradientOverflow(**options)
+    assert words in str(error.value)
+
+
+def test_intervals_that_do_not_fit_are_refused_before_the_run():
+    hook = GradientOverflow(formats="e2m1", interval=3, count_interval=2)
+    with pytest.raises(UsageError, match=r"gradient_overflow.interval is 3; .* it must be a multiple of 2"):
+        LowBitRun(network("nvfp4"), [hook]).train()
+
+
+def test_a_model_that_trains_nothing_and_quantises_nothing_is_refused():
+    model = network()
+    model.requires_grad_(False)
+    with pytest.raises(
+        UnsuitableError, match="needs layers that quantise, or gradients of parameters that are trained"
+    ):
+        LowBitRun(model, [GradientOverflow()]).train()
+
+
+def test_every_reading_is_described_for_all_roles_and_for_each():
+    names = {info.name for info in GradientOverflow().describe_metrics()}
+    assert {*FORMULAS} | {f"{name}_of/<parameter>" for name in FORMULAS} <= names

@@ -1,0 +1,165 @@
+"""Readings of counts, and the ledger that keeps them by layer and role, on one rank and on two."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
+from loopscope.training_hooks.lowbit import GradientOverflow
+from loopscope.training_hooks.lowbit.overflow_ledger import Ledger
+from loopscope.training_hooks.lowbit.overflow_readings import FORMULAS, readings
+
+from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
+from tests.training_hooks.reloading import through_a_file
+from tests.two_ranks import on_two_ranks
+
+CPU = torch.device("cpu")
+CAST = Cast("e2m1", "nvfp4")
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+
+
+def counts_of(*values: torch.Tensor, cast: Cast = CAST) -> Counts:
+    total = Counts.zeros()
+    for tensor in values:
+        total.add(cast.counted(tensor)[1])
+    return total
+
+
+def read(counts: Counts) -> dict[str, float]:
+    return {name: float(value) for name, value in readings(counts.sums.numpy(), counts.maxima.numpy()).items()}
+
+
+def test_readings_are_the_formulas_that_are_described():
+    sums = dict(zip(SUMS, (4.0, 3.0, 100.0, 10.0, 20.0, 4.0, 30.0, 15.0, 24.0, 216.0), strict=True))
+    maxima = dict(zip(MAXIMA, (2.5, 8.0, 0.5), strict=True))
+    found = readings(np.array([*sums.values()]), np.array([*maxima.values()]))
+    assert {name: float(value) for name, value in found.items()} == {
+        "element_overflow_rate": 0.1,
+        "batch_overflow_rate": 0.75,
+        "total_elements": 100,
+        "total_overflow_elements": 10,
+        "total_quantizations": 4,
+        "overflow_count": 3,
+        "excess_mean": 1.5,
+        "excess_max": 2.5,
+        "underflow_rate": 0.2,
+        "non_finite_count": 4,
+        "quantization_error": 0.25,
+        "gradient_to_noise_ratio": 3.0,
+        "scale_min": 2.0,
+        "scale_max": 8.0,
+        "scale_spread": 4.0,
+        "upper_half_fraction": 0.3,
+    }
+    assert found.keys() == FORMULAS.keys()
+
+
+def test_nothing_counted_reads_as_nothing_measured():
+    found = read(Counts.zeros())
+    whole = ("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count", "non_finite_count")
+    assert {name for name, value in found.items() if value == 0} == {*whole}
+    assert all(math.isnan(value) for name, value in found.items() if name not in whole)
+
+
+@pytest.mark.parametrize("rule", ["tensor", "block", "current", "mx_ceil", "mx_rceil"])
+@pytest.mark.parametrize("kind", ["gaussian", "cauchy", "constant", "outlier"])
+def test_rules_that_cannot_overflow_read_zero_and_the_half_maximum_rule_stands_under_its_own_name_only(rule, kind):
+    torch.manual_seed(0)
+    gaussian = torch.randn(64, 96)
+    values = {
+        "gaussian": gaussian,
+        "cauchy": torch.empty(64, 96).cauchy_(),
+        "constant": torch.full((64, 96), 0.3),
+        "outlier": gaussian.index_put((torch.tensor([3]), torch.tensor([5])), torch.tensor(1e6)),
+    }[kind]
+    found = read(counts_of(values, cast=Cast("e2m1", rule)))
+    assert found["element_overflow_rate"] == found["batch_overflow_rate"] == found["overflow_count"] == 0
+    assert found["upper_half_fraction"] > 0 or kind == "constant"
+    assert math.isnan(found["excess_max"])
+
+
+def test_the_rates_of_a_gaussian_are_those_that_the_descriptions_name():
+    torch.manual_seed(0)
+    gaussian = torch.randn(100, 640)
+    under = {rule: read(counts_of(gaussian, cast=Cast("e2m1", rule))) for rule in ("block", "nvfp4", "mx_floor")}
+    assert under["mx_floor"]["element_overflow_rate"] == pytest.approx(0.023, abs=0.002)
+    assert under["nvfp4"]["element_overflow_rate"] == pytest.approx(0.035, abs=0.003)
+    assert under["nvfp4"]["excess_max"] <= 17 / 16
+    assert under["block"]["upper_half_fraction"] == pytest.approx(0.32, abs=0.01)
+    assert under["block"]["underflow_rate"] == pytest.approx(0.07, abs=0.01)
+
+
+def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
+    torch.manual_seed(0)
+    ledger, tensors = Ledger(["a", "b"], ["in", "out"]), [torch.randn(8, 32) * 10**n for n in range(4)]
+    for tensor in tensors[:2]:
+        ledger.add("a", "out", counts_of(tensor))
+    first = ledger.turn(CPU)
+    ledger.add("b", "out", counts_of(tensors[2]))
+    ledger.add("a", "in", counts_of(tensors[3]))
+    second = ledger.turn(CPU)
+    assert (first.heard(), second.heard()) == ([1], [0, 1])
+    assert first.sums[0, 1].tolist() == counts_of(*tensors[:2]).sums.tolist()
+    assert not first.sums[1].any()
+    assert second.run_sums[0, 1].tolist() == first.sums[0, 1].tolist()
+    assert second.of_the_run()["total_elements"] == sum(tensor.numel() for tensor in tensors)
+    assert second.together()["scale_max"] == float(counts_of(tensors[3]).maxima[1])
+    assert [name for name, _ in second.worst("scale_max", 1, largest=True)] == ["b"]
+
+
+def test_a_ledger_goes_on_from_its_state_but_not_from_that_of_other_layers():
+    ledger = Ledger(["a"], ["in"])
+    ledger.add("a", "in", counts_of(torch.randn(4, 16)))
+    ledger.turn(CPU)
+    state = through_a_file(ledger.state_dict())
+    for layers, expected in ((["a"], 128), (["other"], 64)):
+        resumed = Ledger(layers, ["in"])
+        resumed.load_state_dict(state)
+        resumed.add(layers[0], "in", counts_of(torch.randn(4, 16)))
+        page = resumed.turn(CPU)
+        assert page.of_the_run()["total_elements"] == expected
+
+
+def test_what_a_page_was_made_of_is_not_written_to_afterwards():
+    ledger = Ledger(["a"], ["in"])
+    for _ in range(2):
+        ledger.add("a", "in", counts_of(torch.randn(4, 16)))
+        ledger.turn(CPU)
+        if ledger.steps == 1:
+            kept = ledger.state_dict()["run"]["sums"]
+            before = kept.clone()
+    assert torch.equal(kept, before)
+
+
+# Ranks
+
+
+def counted_on_a_rank() -> dict[str, float]:
+    return alone(torch.distributed.get_rank())
+
+
+def alone(rank: int) -> dict[str, float]:
+    """Train one step with weights of the rank's own, which nobody averages, and return what it reports."""
+    model = network("nvfp4")
+    with torch.no_grad():
+        model[0].weight.mul_(1 + 9 * rank)
+    hook = GradientOverflow(formats="e2m1", interval=1, of="gradients,activations")
+    run = LowBitRun(model, [hook], steps=1, audit=False).train()
+    return {name: value for name, value in run.values(1).items() if not name.startswith("topk")}
+
+
+def test_ranks_add_up_what_their_layers_and_activations_lost_and_take_gradients_for_the_same(tmp_path):
+    both, (one, other) = on_two_ranks(counted_on_a_rank, tmp_path), (alone(0), alone(1))
+    shared = [name for name in one if "gradients/" not in name]
+    assert [both[0][name] for name in shared] == pytest.approx([both[1][name] for name in shared], nan_ok=True)
+    for name in shared:
+        pair = np.array([one[name], other[name]])
+        if name.startswith(("total", "overflow_count", "cumulative_total", "non_finite")):
+            assert both[0][name] == pair.sum()
+        elif name.startswith(("scale_max", "excess_max")):
+            assert both[0][name] == pytest.approx(np.fmax(*pair), nan_ok=True)
+        elif name.startswith("scale_min"):
+            assert both[0][name] == pytest.approx(np.fmin(*pair))
+    gradients = [name for name in one if "gradients/" in name]
+    assert [both[1][name] for name in gradients] == pytest.approx([other[name] for name in gradients], nan_ok=True)
