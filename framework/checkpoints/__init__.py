@@ -4,7 +4,7 @@ from .comparing import Moment, Parting, differing, moments_of
 from .content import save_tensors
 from .durable_files import plain_json, write_json, write_whole
 from .format import Checkpoint, checkpoints_in, newest_intact, open_checkpoint
-from .run_lock import run_lock
+from .lock import run_lock
 from .run_state import RunState
 from .schedule import Checkpointing, CheckpointPlan
 from .signals import Signals, StoppedError

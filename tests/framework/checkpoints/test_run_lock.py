@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from loopscope.checkpoints import run_lock
-from loopscope.checkpoints.run_lock import LOCK
+from loopscope.checkpoints.lock import LOCK
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, RunNotice, UsageError
 
@@ -89,7 +89,7 @@ def test_a_lock_file_that_its_owner_removes_meanwhile_is_not_taken_for_the_lock(
             (tmp_path / LOCK).unlink()  # as its owner does at its end, between our open and our lock
         lock(descriptor, operation)
 
-    monkeypatch.setattr("loopscope.checkpoints.run_lock.fcntl.flock", late)
+    monkeypatch.setattr("loopscope.checkpoints.lock.fcntl.flock", late)
     with run_lock(tmp_path), pytest.raises(UsageError, match="is being written"), run_lock(tmp_path):
         pass
     assert len(tries) == 3
@@ -103,14 +103,14 @@ def refuse(number: int) -> Any:
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("loopscope.checkpoints.run_lock.fcntl.flock", refuse(errno.ENOLCK))
+    monkeypatch.setattr("loopscope.checkpoints.lock.fcntl.flock", refuse(errno.ENOLCK))
     with pytest.warns(RunNotice, match="lies on a file system without locks"), run_lock(tmp_path):
         assert (tmp_path / LOCK).exists()
 
 
 @pytest.mark.parametrize(("function", "number"), [("open", errno.EROFS), ("pwrite", errno.ENOSPC)])
 def test_a_lock_that_cannot_be_written_is_a_sentence(function: str, number: int, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(f"loopscope.checkpoints.run_lock.os.{function}", refuse(number))
+    monkeypatch.setattr(f"loopscope.checkpoints.lock.os.{function}", refuse(number))
     with (
         pytest.raises(LoopscopeError, match=rf"run\.lock could not be written: {os.strerror(number)}"),
         run_lock(tmp_path),
