@@ -1,0 +1,74 @@
+"""The wheel beside a project whose folders have the names of ours: both work, whoever is imported first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
+PROJECT = """
+import sys
+import experiments.own, framework.own, sinks.own
+from loopscope import HookPoint, TrainingHook
+from loopscope import experiments as ours, sinks as our_sinks, training_hooks
+from loopscope.__main__ import main
+
+assert {module.own.WORD for module in (experiments, framework, sinks)} == {"the project's"}
+assert all("site" in module.__file__ for module in (ours, our_sinks, training_hooks))
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel, not the editable folders, into a folder of its own."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = tracked.stdout.split("\n") if tracked.returncode == 0 else []
+    if not any(names):  # not a checkout: a source archive
+        names = [str(path.relative_to(ROOT)) for name in (*FOLDERS, "pyproject.toml") for path in _below(ROOT / name)]
+    for name in [*names, "README.md", "LICENSE"]:
+        if (
+            name
+            and (ROOT / name).is_file()
+            and name.split("/")[0] in (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
+        ):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(folder), str(source)], check=True, timeout=300)
+    return folder
+
+
+def _below(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [*path.rglob("*.py")]
+
+
+@pytest.mark.parametrize("is_package", [True, False], ids=["packages", "plain folders"])
+def test_a_project_with_folders_of_our_names_works_beside_the_installed_package(
+    site: Path, tmp_path: Path, is_package: bool
+) -> None:
+    for folder in ("framework", "sinks", "experiments"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text('WORD = "the project\'s"\n')
+        if is_package:
+            (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "start.py").write_text(PROJECT)
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "start.py", "list"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mod_arithmetic" in done.stdout
+
+
+def test_the_wheel_holds_every_module_and_says_that_it_is_typed(site: Path) -> None:
+    installed = site / "loopscope"
+    for name, folder in {"framework": installed, **{name: installed / name for name in FOLDERS[1:]}}.items():
+        expected = {str(path.relative_to(ROOT / name)) for path in (ROOT / name).rglob("*.py")}
+        assert expected <= {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    assert (installed / "py.typed").is_file()
+    assert [path.name for path in site.iterdir() if path.name in FOLDERS] == []
