@@ -1,6 +1,7 @@
 """Process-wide torch settings on which a run's bytes depend: read quickly, put back exactly."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ def _dispatch_modes() -> tuple[Any, ...]:
 
 
 def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
-    while _C._len_torch_dispatch_stack():
+    held = _dispatch_modes()  # torch 2.9 frees a mode that nobody else holds before its pop returns it: a crash
+    for _ in held:
         _C._pop_torch_dispatch_stack(None)
     for mode in modes:
         _C._push_on_torch_dispatch_stack(mode)
@@ -228,6 +230,10 @@ class GlobalFlags:
     """The settings as one tuple: those that a tripwire reads at every call, and all of them, which begin with those."""
 
     def __init__(self) -> None:
+        with warnings.catch_warnings():
+            # torch 2.9 warns, once in a process, when the setting that newer ones replace is read, as it is at each call
+            warnings.simplefilter("ignore")
+            _matmul_precision()
         flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
         self.names = tuple(flags)
         self._setters = tuple([flag.put for flag in flags.values()])

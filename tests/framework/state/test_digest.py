@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.state import differing
+from loopscope.state import OwnFunction, differing
 from loopscope.state.digest import described, digest
-from loopscope.state.training_state import TAPS, of_the_run
+from loopscope.state.training_state import of_the_run
 from torch import nn
 
 from tests.support import Case, build, differences
@@ -131,11 +131,7 @@ def test_hooks_on_modules_and_parameters_count_but_the_frameworks_taps_do_not():
     _, state = build(Case())
     before = state.digest()
 
-    def tap(module, inputs, output):
-        return None
-
-    tap.__module__ = TAPS
-    state.model[0].register_forward_hook(tap)
+    state.model[0].register_forward_hook(OwnFunction(lambda module, inputs, output: None))
     assert differences(before, state.digest()) == []
     state.model[0].register_forward_hook(lambda module, inputs, output: None)
     assert differences(before, state.digest()) == ["module hooks/0._forward_hooks"]

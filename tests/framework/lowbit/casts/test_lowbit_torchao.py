@@ -6,7 +6,7 @@ from loopscope.lowbit.casts import Cast, FormatRegistry
 from loopscope.lowbit.casts.formats import to_grid
 from torch import Tensor
 
-from tests.framework.lowbit import torchao_reference as torchao
+from tests.framework.lowbit.casts import torchao_reference as torchao
 
 MODES = ["FLOOR", "CEIL", "RCEIL", "EVEN"]
 every_format = pytest.mark.parametrize("name", torchao.ELEMENTS)
