@@ -231,7 +231,7 @@ class GlobalFlags:
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            # torch 2.9 warns, once in a process, when the setting that newer ones replace is read, as it is at each call
+            # torch 2.9 warns, once in a process, of a setting that newer ones replace, and it is read at each call
             warnings.simplefilter("ignore")
             _matmul_precision()
         flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
