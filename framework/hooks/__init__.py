@@ -2,7 +2,7 @@
 
 from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
 from .commits import CommitRecord, StatePart, UndeclaredCommitError
-from .contexts import ForwardResult, MetricInfo, ObserverServices, OptimizerGroup, RunDataContext, RunInfo
+from .contexts import ForwardResult, MetricInfo, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table
 from .hook_points import (
     ALWAYS,
     EPOCH_END,
@@ -72,6 +72,7 @@ __all__ = [
     "bulk_hooks",
     "hook_kind",
     "hook_options",
+    "metric_table",
     "refuse_idle_options",
     "select_hooks",
     "treatments",

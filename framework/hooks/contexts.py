@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import dedent
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import UsageError
 from ..training import Profiler
 from .hook_points import HookPoint
 
@@ -28,8 +30,38 @@ class MetricInfo:
         return self.name.removesuffix("/<parameter>")
 
     def describes(self, metric: str) -> bool:
-        """Tell whether ``metric``, as a hook returned it, is this one."""
+        """Return whether ``metric``, as a hook returned it, is this one."""
         return metric == self.name or (self.column != self.name and metric.startswith(self.column + "/"))
+
+
+def metric_table(text: str) -> list[MetricInfo]:
+    """Describe metrics in a table with a row for each: ``name | formula | range | reading``.
+
+    A line indented deeper than the first row continues the row above it, so a row may be broken at any space.
+
+    >>> table = metric_table('''
+    ...     loss | mean of the step losses | [0, ∞) | Should fall.
+    ...     norm/<parameter> | ‖g_p‖₂ | [0, ∞)
+    ...         | Far above the others: the layer that makes
+    ...         training unstable.
+    ... ''')
+    >>> table[1].reading
+    'Far above the others: the layer that makes training unstable.'
+
+    Raises:
+        UsageError: a row has not four cells.
+    """
+    rows: list[str] = []
+    for line in dedent(text).strip("\n").splitlines():
+        if rows and line.startswith(" "):
+            rows[-1] += " " + line.strip()
+        else:
+            rows.append(line.strip())
+    table = [[cell.strip() for cell in row.split(" | ")] for row in rows]
+    for row, cells in zip(rows, table, strict=True):
+        if len(cells) != 4:
+            raise UsageError(f"A metric is described as 'name | formula | range | reading'; this is not: {row!r}.")
+    return [MetricInfo(*cells) for cells in table]
 
 
 @dataclass(frozen=True, kw_only=True)

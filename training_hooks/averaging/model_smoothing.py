@@ -16,6 +16,7 @@ from loopscope.hooks import (
     RunInfo,
     StatePart,
     StepSchedule,
+    metric_table,
 )
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import norm, trainable
@@ -116,21 +117,13 @@ class ModelSmoothing(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe a smoothing; θ the smoothed parameters before it, b the buffer."""
-        return [
-            MetricInfo(
-                "distance",
-                "‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it, at "
-                "first those of the start",
-                "[0, ∞)",
-                "How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the "
-                "weights wander; falling: they settle.",
-            ),
-            MetricInfo(
-                "relative_jump",
-                "α·‖θ − b‖₂ / ‖θ‖₂",
-                "[0, ∞]",
-                "How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss "
-                "and moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.",
-            ),
-            MetricInfo("smoothings", "number of smoothings so far, this one included", "1, 2, 3, …", "Counts them."),
-        ]
+        return metric_table("""
+            distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it,
+                at first those of the start | [0, ∞)
+                | How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the
+                weights wander; falling: they settle.
+            relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
+                | How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss
+                and moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.
+            smoothings | number of smoothings so far, this one included | 1, 2, 3, … | Counts them.
+        """)

@@ -16,6 +16,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from loopscope.lowbit import layers_with_factors
 from loopscope.runs import average_name
@@ -175,27 +176,14 @@ class WeightAverage(TrainingHook):
 
 def _infos(kind: str, label: str) -> list[MetricInfo]:
     """Describe the metrics of one average θ̄; θ are the live weights at SNAPSHOT."""
-    return [
-        MetricInfo(
-            kind,
-            f"the numbers of the experiment's evaluation, by name, with {label} in the place of the weights",
-            "those of the evaluation",
-            "Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is "
-            "at; worse early on: the average lags behind.",
-        ),
-        MetricInfo(
-            f"{kind}_distance",
-            f"‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update",
-            "[0, ∞)",
-            "How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.",
-        ),
-        MetricInfo(
-            f"{kind}_relative_distance",
-            "‖θ̄ − θ‖₂ / ‖θ‖₂",
-            "[0, ∞]",
-            "Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.",
-        ),
-        MetricInfo(
-            f"{kind}_samples", f"number of updates that are in {label}", "1, 2, 3, …", "Few: hardly an average."
-        ),
-    ]
+    return metric_table(f"""
+        {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
+            | those of the evaluation
+            | Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is
+            at; worse early on: the average lags behind.
+        {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
+            | How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.
+        {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
+            | Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
+        {kind}_samples | number of updates that are in {label} | 1, 2, 3, … | Few: hardly an average.
+    """)

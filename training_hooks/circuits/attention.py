@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 from loopscope.errors import LoopscopeError, UsageError, unknown
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+    metric_table,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -132,7 +141,7 @@ class Attention(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the rows and the circuits; a head is its layer and its number, as in ``blocks.0.attention.2``."""
-        return [*_row_infos(), *_circuit_infos("qk", "W_QᵀW_K"), *_circuit_infos("ov", "W_O W_V"), *_copying_infos()]
+        return [*ROWS, *_of_circuit("qk", "W_QᵀW_K"), *_of_circuit("ov", "W_O W_V"), *COPYING]
 
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
@@ -180,82 +189,42 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.to(parts[0]) for part in parts])
 
 
-def _row_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "entropy/<parameter>",
-            "mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head) over its keys; "
-            "rows that see no key left out",
-            "[0, ln keys] nats",
-            "0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes "
-            "before instability (Zhai et al. 2023).",
-        ),
-        MetricInfo(
-            "normalised_entropy/<parameter>",
-            "mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n",
-            "[0, 1]",
-            "The same, comparable between lengths and under a causal mask. NaN: no row has a choice.",
-        ),
-        MetricInfo(
-            "max_logit/<parameter>",
-            "max over samples, queries and visible keys of the score before the softmax, scale and biases included",
-            "(−∞, ∞)",
-            "Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).",
-        ),
-        MetricInfo("mean_entropy", "mean over all heads of entropy", "[0, ∞) nats", "Sharpness of the whole model."),
-        MetricInfo(
-            "mean_normalised_entropy",
-            "mean over all heads, NaNs left out, of normalised_entropy",
-            "[0, 1]",
-            "1: no head has learnt where to look.",
-        ),
-        MetricInfo("largest_logit", "max over all heads of max_logit", "(−∞, ∞)", "The one number to watch."),
-    ]
+def _of_circuit(kind: str, product: str) -> list[MetricInfo]:
+    return metric_table(f"""
+        {kind}_spectrum/<parameter> | the largest singular values σ of {product} of one head (named layer.head),
+            descending (SNAPSHOT) | [0, ∞)
+            | A gap after the k-th: the head works in k directions.
+        {kind}_norm/<parameter> | ‖{product}‖_F (SNAPSHOT) | [0, ∞) | How strong the circuit is.
+        {kind}_effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values
+            (SNAPSHOT) | [1, head_dim]
+            | In how many directions it works; falls as the head finds its task. NaN: the circuit is zero.
+        {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1]
+            | 1: a single direction is the whole circuit.
+        mean_{kind}_effective_rank | mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT) | [1, ∞)
+            | The same for the whole model.
+    """)
 
 
-def _circuit_infos(kind: str, product: str) -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            f"{kind}_spectrum/<parameter>",
-            f"the largest singular values σ of {product} of one head (named layer.head), descending (SNAPSHOT)",
-            "[0, ∞)",
-            "A gap after the k-th: the head works in k directions.",
-        ),
-        MetricInfo(f"{kind}_norm/<parameter>", f"‖{product}‖_F (SNAPSHOT)", "[0, ∞)", "How strong the circuit is."),
-        MetricInfo(
-            f"{kind}_effective_rank/<parameter>",
-            f"exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values (SNAPSHOT)",
-            "[1, head_dim]",
-            "In how many directions it works; falls as the head finds its task. NaN: the circuit is zero.",
-        ),
-        MetricInfo(
-            f"{kind}_leading_share/<parameter>",
-            f"σ₁²/Σσ² of {product} (SNAPSHOT)",
-            "[1/head_dim, 1]",
-            "1: a single direction is the whole circuit.",
-        ),
-        MetricInfo(
-            f"mean_{kind}_effective_rank",
-            f"mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT)",
-            "[1, ∞)",
-            "The same for the whole model.",
-        ),
-    ]
-
-
-def _copying_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "ov_copying/<parameter>",
-            "Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)",
-            "[−1, 1]",
-            "1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the "
-            "residual stream, not in tokens. Left out where W_O W_V is not square.",
-        ),
-        MetricInfo(
-            "mean_ov_copying",
-            "mean over all heads, NaNs left out, of ov_copying (SNAPSHOT)",
-            "[−1, 1]",
-            "Whether the model's attention mostly copies.",
-        ),
-    ]
+ROWS = metric_table("""
+    entropy/<parameter> | mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head)
+        over its keys; rows that see no key left out | [0, ln keys] nats
+        | 0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes before
+        instability (Zhai et al. 2023).
+    normalised_entropy/<parameter> | mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n | [0, 1]
+        | The same, comparable between lengths and under a causal mask. NaN: no row has a choice.
+    max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, scale and biases
+        included | (−∞, ∞)
+        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).
+    mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
+    mean_normalised_entropy | mean over all heads, NaNs left out, of normalised_entropy | [0, 1]
+        | 1: no head has learnt where to look.
+    largest_logit | max over all heads of max_logit | (−∞, ∞) | The one number to watch.
+""")
+COPYING = metric_table("""
+    ov_copying/<parameter> | Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)
+        | [−1, 1]
+        | 1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the
+        residual stream, not in tokens. Left out where W_O W_V is not square.
+    mean_ov_copying | mean over all heads, NaNs left out, of ov_copying (SNAPSHOT) | [−1, 1]
+        | Whether the model's attention mostly copies.
+""")

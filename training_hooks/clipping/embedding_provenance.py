@@ -14,6 +14,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from torch import Tensor, nn
 
@@ -94,18 +95,7 @@ class EmbeddingProvenance(TrainingHook):
         return [
             *_of_path("embedding_grad", "g_in", "through the input embedding"),
             *_of_path("output_proj_grad", "g_out", "through the output projection"),
-            MetricInfo(
-                "output_to_embedding_ratio",
-                "‖g_out‖₂ / ‖g_in‖₂",
-                "[0, ∞)",
-                "Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.",
-            ),
-            MetricInfo(
-                "cosine",
-                "⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂)",
-                "[-1, 1]",
-                "Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.",
-            ),
+            *BOTH_PATHS,
         ]
 
 
@@ -126,13 +116,17 @@ def metrics(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, 
 
 
 def _of_path(prefix: str, symbol: str, way: str) -> list[MetricInfo]:
-    return [
-        MetricInfo(f"{prefix}_l2_norm", f"‖{symbol}‖₂", "[0, ∞)", f"Size of the gradient {way}."),
-        MetricInfo(f"{prefix}_mean", f"mean of the elements of {symbol}", "(−∞, ∞)", "Far from 0: a common drift."),
-        MetricInfo(
-            f"{prefix}_mean_abs",
-            f"mean of |{symbol}| over all elements",
-            "[0, ∞)",
-            "Beside the norm it tells a gradient in few rows (small) from one in all of them.",
-        ),
-    ]
+    return metric_table(f"""
+        {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
+        {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.
+        {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
+            | Beside the norm it tells a gradient in few rows (small) from one in all of them.
+    """)
+
+
+BOTH_PATHS = metric_table("""
+    output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
+        | Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.
+    cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1]
+        | Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.
+""")

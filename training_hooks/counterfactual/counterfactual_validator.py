@@ -14,6 +14,7 @@ from loopscope.hooks import (
     Metrics,
     ModelDataContext,
     RunDataContext,
+    metric_table,
 )
 from torch import Tensor
 
@@ -174,50 +175,24 @@ class CounterfactualValidator(DebugInterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe estimates, errors and intervals."""
-        return [
-            MetricInfo(
-                "ordering_fraction",
-                "by K: mean over sets of K shuffles of 1 − cos²(g, c̄)",
-                "[0, 1]",
-                "Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.",
-            ),
-            MetricInfo(
-                "ordering_fraction_error",
-                "by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²",
-                "[0, ∞)",
-                "The standard error that the choice of K shuffles gives to ordering_fraction.",
-            ),
-            MetricInfo(
-                "null_fraction",
-                "by K: mean over sets of the mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k)",
-                "[0, 1]",
-                "What chance alone gives with K shuffles.",
-            ),
-            MetricInfo("null_fraction_error", "as ordering_fraction_error", "[0, ∞)", "Its standard error."),
-            MetricInfo(
-                "excess",
-                "by K: mean over sets of ordering_fraction_matched − null_fraction",
-                "[−1, 1]",
-                "The effect of the order. Should not depend much on K; if it does, small K are biased here.",
-            ),
-            MetricInfo(
-                "excess_error",
-                "by K ≥ 3: √ mean over sets of (1 − 1/K²)·mean pᵢ², pᵢ the excess of shuffle i against the others",
-                "[0, ∞)",
-                "The standard error of the excess of one epoch with K shuffles, the chance of its own order included.",
-            ),
-            MetricInfo(
-                "excess_half_width",
-                "by K ≥ 3: t(confidence, K − 1)·excess_error",
-                "[0, ∞)",
-                "An excess of counterfactual with this K that is smaller says nothing by itself.",
-            ),
-            MetricInfo("excess_low", "excess − half-width at k_max", "(−∞, ∞)", "Above 0: the order has an effect."),
-            MetricInfo("excess_high", "excess + half-width at k_max", "(−∞, ∞)", "Below 0: more typical than chance."),
-            MetricInfo(
-                "sufficient_k",
-                "the smallest K from which on excess_half_width ≤ tolerance",
-                "{3, …, k_max}, NaN",
-                "The k to give counterfactual. NaN: not even k_max shuffles are enough; average over epochs instead.",
-            ),
-        ]
+        return metric_table("""
+            ordering_fraction | by K: mean over sets of K shuffles of 1 − cos²(g, c̄) | [0, 1]
+                | Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.
+            ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
+                | [0, ∞)
+                | The standard error that the choice of K shuffles gives to ordering_fraction.
+            null_fraction | by K: mean over sets of the mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
+                | What chance alone gives with K shuffles.
+            null_fraction_error | as ordering_fraction_error | [0, ∞) | Its standard error.
+            excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
+                | The effect of the order. Should not depend much on K; if it does, small K are biased here.
+            excess_error | by K ≥ 3: √ mean over sets of (1 − 1/K²)·mean pᵢ², pᵢ the excess of shuffle i against the
+                others | [0, ∞)
+                | The standard error of the excess of one epoch with K shuffles, the chance of its own order included.
+            excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
+                | An excess of counterfactual with this K that is smaller says nothing by itself.
+            excess_low | excess − half-width at k_max | (−∞, ∞) | Above 0: the order has an effect.
+            excess_high | excess + half-width at k_max | (−∞, ∞) | Below 0: more typical than chance.
+            sufficient_k | the smallest K from which on excess_half_width ≤ tolerance | {3, …, k_max}, NaN
+                | The k to give counterfactual. NaN: not even k_max shuffles are enough; average over epochs instead.
+        """)

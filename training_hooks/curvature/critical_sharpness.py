@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope.data import Batch
-from loopscope.hooks import MetricInfo, ModelDataContext, OptimizerGroup
+from loopscope.hooks import ModelDataContext, OptimizerGroup, metric_table
 from loopscope.state import Vector, copied, dot, minus, trainable
 from torch import Tensor
 
@@ -52,41 +52,21 @@ def critical_along(loss: MeasuredLoss, direction: Vector, first: float, passes: 
         return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)
 
 
-def critical_infos() -> list[MetricInfo]:
-    """Describe :func:`critical_metrics`."""
-    return [
-        MetricInfo(
-            "critical_sharpness",
-            "2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ)",
-            "(0, ∞)",
-            "The curvature along the gradient as finite steps meet it; at most sharpness on a quadratic loss. NaN here "
-            "and below: η_c is not within a factor of 4^critical_passes of the present learning rate.",
-        ),
-        MetricInfo(
-            "preconditioned_critical_sharpness",
-            "2/η_c, L(θ − η_c·P⁻¹g) = L(θ)",
-            "(0, ∞)",
-            "The same along Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.",
-        ),
-        MetricInfo(
-            "update_critical_ratio",
-            "1/c, L(θ + c·Δθ) = L(θ), L the loss of the first batch, Δθ the step that the optimizer would now make "
-            "from it, momentum and weight decay included",
-            "(0, ∞]",
-            "η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of the batch it is "
-            "made from. Infinite: the step goes uphill from its start.",
-        ),
-        MetricInfo(
-            "update_critical_lr",
-            "η_c = c·η, η the present learning rate of all parameter groups (left out if they differ)",
-            "[0, ∞)",
-            "The learning rate above which the next step raises the loss of its batch.",
-        ),
-        MetricInfo(
-            "update_critical_sharpness",
-            "2/η_c = 2/(c·η)",
-            "(0, ∞]",
-            "The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under "
-            "momentum.",
-        ),
-    ]
+CRITICAL_SHARPNESS = metric_table("""
+    critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞)
+        | The curvature along the gradient as finite steps meet it; at most sharpness on a quadratic loss. NaN here and
+        below: η_c is not within a factor of 4^critical_passes of the present learning rate.
+    preconditioned_critical_sharpness | 2/η_c, L(θ − η_c·P⁻¹g) = L(θ) | (0, ∞)
+        | The same along Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.
+    update_critical_ratio | 1/c, L(θ + c·Δθ) = L(θ), L the loss of the first batch, Δθ the step that the optimizer would
+        now make from it, momentum and weight decay included | (0, ∞]
+        | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of the batch it is made
+        from. Infinite: the step goes uphill from its start.
+    update_critical_lr | η_c = c·η, η the present learning rate of all parameter groups (left out if they differ)
+        | [0, ∞)
+        | The learning rate above which the next step raises the loss of its batch.
+    update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
+        | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
+        momentum.
+""")
+"""What :func:`gradient_metrics` and :func:`update_metrics` return."""

@@ -15,6 +15,7 @@ from loopscope.hooks import (
     RunDataContext,
     RunInfo,
     StepSchedule,
+    metric_table,
 )
 from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
@@ -175,171 +176,21 @@ class Hessian(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the comparison with the next batch (PRE_STEP) and with the step's own (POST_STEP)."""
+        sgd = "what E would be to first order under plain SGD; under AdamW it is far too small"
         return [
-            *_entanglement_infos(),
-            *_curvature_infos(),
-            *_coherence_infos(),
-            *_solution_infos(),
-            *_own_step_infos(),
+            *ENTANGLEMENT,
+            *_of_approximation("first_order", "H_B Δθ", "the part of E that is linear in the update"),
+            *_of_approximation("sgd", "−η·H_B g_A", sgd),
+            *CURVATURE_AND_OWN_STEP,
         ]
 
 
-def _entanglement_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "entanglement_norm",
-            "‖E‖₂, E = g_B(θ + Δθ) − g_B(θ)",
-            "[0, ∞)",
-            "How much the step on A changed the gradient of the next batch B; exact for every optimizer.",
-        ),
-        MetricInfo(
-            "entanglement_ratio",
-            "‖E‖₂ / ‖g_B(θ)‖₂",
-            "[0, ∞)",
-            "Above about 1 the gradient of B is mostly made by the step before it: order matters.",
-        ),
-        MetricInfo(
-            "entanglement_cosine",
-            "cos(E, g_B(θ))",
-            "[−1, 1]",
-            "Negative: A did part of the work of B. Positive: A steepened B's loss. Near 0: A turned B's gradient.",
-        ),
-        MetricInfo(
-            "gradient_cosine",
-            "cos(g_A, g_B(θ)), g_A as POST_BACKWARD saw it",
-            "[−1, 1]",
-            "Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.",
-        ),
-        MetricInfo("update_norm", "‖Δθ‖₂", "[0, ∞)", "The length of the step on A, as the optimizer made it."),
-        *_approximation_infos("first_order", "H_B Δθ", "the part of E that is linear in the update"),
-        *_approximation_infos(
-            "sgd", "−η·H_B g_A", "what E would be to first order under plain SGD; under AdamW it is far too small"
-        ),
-    ]
-
-
-def _curvature_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "update_curvature",
-            "ΔθᵀH_BΔθ / ‖Δθ‖²",
-            "(−∞, ∞)",
-            "Curvature of B's loss along the step on A.",
-        ),
-        MetricInfo(
-            "gradient_curvature",
-            "vᵀH_B v / ‖v‖², v = −η·g_A",
-            "(−∞, ∞)",
-            "Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.",
-        ),
-        MetricInfo(
-            "preconditioned_curvature",
-            "ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A",
-            "(−∞, ∞)",
-            "The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.",
-        ),
-        MetricInfo(
-            "stability_ratio",
-            "SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)), with "
-            "Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW: "
-            "preconditioned_curvature/((2+2β₁)/((1−β₁)η))",
-            "(−∞, ∞)",
-            "Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out "
-            "for other optimizers and for parameter groups with different settings.",
-        ),
-    ]
-
-
-def _coherence_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "coherence",
-            "cos(E, E′), E′ that of the step before",
-            "[−1, 1]",
-            "Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.",
-        ),
-        MetricInfo(
-            "burst_coherence",
-            "‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on",
-            "[0, 1]",
-            "1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.",
-        ),
-    ]
-
-
-def _solution_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "update_solution_cosine",
-            "cos(Δθ, θ_ref − θ), θ_ref the reference solution",
-            "[−1, 1]",
-            "Positive: the step on A went towards the reference.",
-        ),
-        MetricInfo(
-            "entanglement_solution_cosine",
-            "cos(−E, θ_ref − θ)",
-            "[−1, 1]",
-            "Positive: what A did to the gradient of B turns B's descent towards the reference.",
-        ),
-        MetricInfo(
-            "gradient_solution_cosine",
-            "cos(−g_B(θ), θ_ref − θ)",
-            "[−1, 1]",
-            "Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.",
-        ),
-    ]
-
-
-def _own_step_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "own_loss_change",
-            "L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it",
-            "(−∞, ∞)",
-            "What the step did to the loss of its own batch; positive: it overshot.",
-        ),
-        MetricInfo(
-            "own_loss_change_predicted",
-            "g_B(θ′)·Δθ′",
-            "(−∞, ∞)",
-            "The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.",
-        ),
-        MetricInfo(
-            "own_gain_ratio",
-            "own_loss_change / own_loss_change_predicted",
-            "(−∞, ∞)",
-            "1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. "
-            "Negative: the step raised the loss that it was to lower.",
-        ),
-        MetricInfo(
-            "own_entanglement_ratio",
-            "‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂",
-            "[0, ∞)",
-            "How much a step changes the gradient of its own batch: the yardstick for entanglement_ratio.",
-        ),
-        MetricInfo(
-            "own_entanglement_cosine",
-            "cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′))",
-            "[−1, 1]",
-            "−1: the step used up part of its own gradient; positive: the loss gets steeper downhill.",
-        ),
-        MetricInfo(
-            "own_curvature",
-            "Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖²",
-            "(−∞, ∞)",
-            "Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.",
-        ),
-    ]
-
-
-def _approximation_infos(label: str, formula: str, reading: str) -> list[MetricInfo]:
-    return [
-        MetricInfo(f"{label}_norm", f"‖{formula}‖₂", "[0, ∞)", f"Size of {reading}."),
-        MetricInfo(f"{label}_error", f"‖{formula} − E‖₂ / ‖E‖₂", "[0, ∞)", "0: it is E; 1: as bad as predicting 0."),
-        MetricInfo(
-            f"{label}_cosine", f"cos({formula}, E)", "[−1, 1]", "Whether the direction is right, apart from size."
-        ),
-    ]
+def _of_approximation(label: str, formula: str, reading: str) -> list[MetricInfo]:
+    return metric_table(f"""
+        {label}_norm | ‖{formula}‖₂ | [0, ∞) | Size of {reading}.
+        {label}_error | ‖{formula} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
+        {label}_cosine | cos({formula}, E) | [−1, 1] | Whether the direction is right, apart from size.
+    """)
 
 
 def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
@@ -350,3 +201,51 @@ def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
     overwrite(live, start)
     loss_before, before = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
     return own_step_metrics(before, after, update, loss_after - loss_before)
+
+
+ENTANGLEMENT = metric_table("""
+    entanglement_norm | ‖E‖₂, E = g_B(θ + Δθ) − g_B(θ) | [0, ∞)
+        | How much the step on A changed the gradient of the next batch B; exact for every optimizer.
+    entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞)
+        | Above about 1 the gradient of B is mostly made by the step before it: order matters.
+    entanglement_cosine | cos(E, g_B(θ)) | [−1, 1]
+        | Negative: A did part of the work of B. Positive: A steepened B's loss. Near 0: A turned B's gradient.
+    gradient_cosine | cos(g_A, g_B(θ)), g_A as POST_BACKWARD saw it | [−1, 1]
+        | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step on A, as the optimizer made it.
+""")
+CURVATURE_AND_OWN_STEP = metric_table("""
+    update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
+    gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞)
+        | Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.
+    preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞)
+        | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
+    stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
+        with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW:
+        preconditioned_curvature/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
+        | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out for other
+        optimizers and for parameter groups with different settings.
+    coherence | cos(E, E′), E′ that of the step before | [−1, 1]
+        | Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.
+    burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
+        | 1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.
+    update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1]
+        | Positive: the step on A went towards the reference.
+    entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1]
+        | Positive: what A did to the gradient of B turns B's descent towards the reference.
+    gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
+        | Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.
+    own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
+        | What the step did to the loss of its own batch; positive: it overshot.
+    own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
+        | The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.
+    own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
+        | 1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. Negative: the
+        step raised the loss that it was to lower.
+    own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
+        | How much a step changes the gradient of its own batch: the yardstick for entanglement_ratio.
+    own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
+        | −1: the step used up part of its own gradient; positive: the loss gets steeper downhill.
+    own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
+        | Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.
+""")

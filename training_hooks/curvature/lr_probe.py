@@ -17,6 +17,7 @@ from loopscope.hooks import (
     ModelDataContext,
     OptimizerGroup,
     RunDataContext,
+    metric_table,
 )
 from torch import Tensor
 
@@ -168,42 +169,22 @@ class LrProbe(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the test; s is the smoothed loss."""
-        return [
-            MetricInfo(
-                "suggested_lr",
-                "η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr",
-                "[lr_min, lr_max]",
-                "The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.",
-            ),
-            MetricInfo(
-                "min_loss_lr",
-                "η at which s is smallest",
-                "[lr_min, lr_max]",
-                "Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.",
-            ),
-            MetricInfo("min_loss", "the smallest s", "(−∞, ∞)", "How far the growing learning rate brought the loss."),
-            MetricInfo(
-                "divergence_lr",
-                "the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not finite",
-                "[lr_min, lr_max]",
-                "Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.",
-            ),
-            MetricInfo(
-                "rates", "η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1", "(0, ∞)", "The range."
-            ),
-            MetricInfo(
-                "losses",
-                "L_i, the training loss of step i before its update",
-                "(−∞, ∞)",
-                "The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.",
-            ),
-            MetricInfo(
-                "smoothed_losses",
-                "s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing",
-                "(−∞, ∞)",
-                "The curve to plot against the logarithm of rates.",
-            ),
-        ]
+        return metric_table("""
+            suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr
+                | [lr_min, lr_max]
+                | The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.
+            min_loss_lr | η at which s is smallest | [lr_min, lr_max]
+                | Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.
+            min_loss | the smallest s | (−∞, ∞) | How far the growing learning rate brought the loss.
+            divergence_lr | the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not
+                finite | [lr_min, lr_max]
+                | Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.
+            rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞) | The range.
+            losses | L_i, the training loss of step i before its update | (−∞, ∞)
+                | The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.
+            smoothed_losses | s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing | (−∞, ∞)
+                | The curve to plot against the logarithm of rates.
+        """)
 
 
 def ratios_to_largest(groups: Sequence[OptimizerGroup]) -> list[float]:

@@ -18,12 +18,13 @@ from loopscope.hooks import (
     OptimizerGroup,
     RunDataContext,
     RunInfo,
+    metric_table,
 )
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from .critical_sharpness import critical_infos, gradient_metrics, update_metrics
+from .critical_sharpness import CRITICAL_SHARPNESS, gradient_metrics, update_metrics
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
 from .stability import adam_preconditioner, stability_threshold
@@ -214,87 +215,43 @@ class Sharpness(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the spectra of H and of the preconditioned H, then critical sharpness."""
-        return [
-            *_top_infos("", "H"),
-            MetricInfo(
-                "trace",
-                "mean over probes z of zᵀHz, z random ±1 (Hutchinson)",
-                "(−∞, ∞)",
-                "The sum of all eigenvalues, estimated; read it with trace_error.",
-            ),
-            MetricInfo(
-                "trace_error",
-                "s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1)",
-                "[0, ∞)",
-                "The standard error of trace: the truth lies within two of it most of the time.",
-            ),
-            MetricInfo(
-                "eigenvalue_rms",
-                "√(tr(H²)/n), n the number of parameters, by quadrature",
-                "[0, ∞)",
-                "The root mean square of all eigenvalues; far below sharpness: a few directions have the curvature.",
-            ),
-            MetricInfo(
-                "effective_directions",
-                "(Σ|λ|)²/Σλ² over all eigenvalues, by quadrature",
-                "[1, n]",
-                "How many directions share the curvature: m if m eigenvalues have one size and the rest are zero.",
-            ),
-            MetricInfo(
-                "negative_energy",
-                "Σ λ² over λ < 0 / Σ λ², by quadrature",
-                "[0, 1]",
-                "0: a convex valley; falls as training settles.",
-            ),
-            MetricInfo(
-                "density_grid",
-                "density_points even steps over the quadrature nodes and three steps beyond on either side",
-                "(−∞, ∞), ascending",
-                "The eigenvalues at which density is given.",
-            ),
-            MetricInfo(
-                "density",
-                "Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)",
-                "[0, ∞)",
-                "The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.",
-            ),
-            *_top_infos("preconditioned_", "P^(−1/2)·H·P^(−1/2), P = √v̂ + ε of Adam"),
-            MetricInfo(
-                "stability_ratio",
-                "SGD: sharpness/(2/η), with momentum μ and dampening τ sharpness/((2+2μ)/((1−τ)η)), with Nesterov "
-                "momentum sharpness/((2+2μ)/((1+2μ)η)); Adam and AdamW: preconditioned_sharpness/((2+2β₁)/((1−β₁)η))",
-                "(−∞, ∞)",
-                "Hovers about 1 at the edge of stability (arXiv 2103.00065, 2207.14484); the threshold is 38/η at "
-                "β₁ = 0.9. Left out for other optimizers and for parameter groups with different settings.",
-            ),
-            *critical_infos(),
-        ]
+        preconditioned = _of_spectrum("preconditioned_", "P^(−1/2)·H·P^(−1/2), P = √v̂ + ε of Adam")
+        return [*_of_spectrum("", "H"), *MOMENTS, *preconditioned, *STABILITY, *CRITICAL_SHARPNESS]
 
 
-def _top_infos(prefix: str, operator: str) -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            f"{prefix}sharpness",
-            f"largest eigenvalue of {operator}",
-            "(−∞, ∞)",
-            "The curvature along the steepest direction; a lower bound, good to the first of the residuals.",
-        ),
-        MetricInfo(
-            f"{prefix}eigenvalues",
-            f"the k largest Ritz values λ of {operator}",
-            "(−∞, ∞), descending",
-            "A few far above the rest are typical: about as many as there are classes.",
-        ),
-        MetricInfo(
-            f"{prefix}residuals",
-            f"‖Av − λv‖₂, v the Ritz vectors, A = {operator}",
-            "[0, ∞)",
-            "An eigenvalue lies within this distance of λ. Large: raise iterations.",
-        ),
-        MetricInfo(
-            f"{prefix}smallest_eigenvalue",
-            f"smallest Ritz value of {operator}",
-            "(−∞, ∞)",
-            "Below 0: there is a direction of negative curvature.",
-        ),
-    ]
+def _of_spectrum(prefix: str, operator: str) -> list[MetricInfo]:
+    return metric_table(f"""
+        {prefix}sharpness | largest eigenvalue of {operator} | (−∞, ∞)
+            | The curvature along the steepest direction; a lower bound, good to the first of the residuals.
+        {prefix}eigenvalues | the k largest Ritz values λ of {operator} | (−∞, ∞), descending
+            | A few far above the rest are typical: about as many as there are classes.
+        {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
+            | An eigenvalue lies within this distance of λ. Large: raise iterations.
+        {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
+            | Below 0: there is a direction of negative curvature.
+    """)
+
+
+MOMENTS = metric_table("""
+    trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
+        | The sum of all eigenvalues, estimated; read it with trace_error.
+    trace_error | s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1) | [0, ∞)
+        | The standard error of trace: the truth lies within two of it most of the time.
+    eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
+        | The root mean square of all eigenvalues; far below sharpness: a few directions have the curvature.
+    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature | [1, n]
+        | How many directions share the curvature: m if m eigenvalues have one size and the rest are zero.
+    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: a convex valley; falls as training settles.
+    density_grid | density_points even steps over the quadrature nodes and three steps beyond on either side
+        | (−∞, ∞), ascending
+        | The eigenvalues at which density is given.
+    density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
+        | [0, ∞)
+        | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
+""")
+STABILITY = metric_table("""
+    stability_ratio | SGD: sharpness/(2/η), with momentum μ and dampening τ sharpness/((2+2μ)/((1−τ)η)), with Nesterov
+        momentum sharpness/((2+2μ)/((1+2μ)η)); Adam and AdamW: preconditioned_sharpness/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
+        | Hovers about 1 at the edge of stability (arXiv 2103.00065, 2207.14484); the threshold is 38/η at β₁ = 0.9.
+        Left out for other optimizers and for parameter groups with different settings.
+""")

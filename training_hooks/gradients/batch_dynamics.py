@@ -1,6 +1,7 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from loopscope.errors import UnsuitableError, UsageError
@@ -13,6 +14,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from torch import Tensor
 
@@ -146,50 +148,34 @@ class BatchDynamics(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the lags, the windows and the rank; k is the number of gradients g at hand."""
-        return [
-            *(_describe_lag(lag) for lag in LAGS),
-            *(_describe_window(window) for window in WINDOWS),
-            MetricInfo(
-                "effective_rank",
-                "exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts as "
-                "0, ε the rounding error of their dtype",
-                "[1, k]",
-                "How many directions the gradients of successive batches have. Near k: each batch pulls its own way; "
-                "far below: they share a few directions. Compare at equal k.",
-            ),
-            MetricInfo(
-                "leading_share",
-                "max σ² / Σσ²",
-                "[1/k, 1]",
-                "The share of the gradients' energy along one direction. Near 1: every batch says the same.",
-            ),
-            MetricInfo(
-                "gradients",
-                "k",
-                "[2, history]",
-                "How many consecutive gradients the numbers of this step rest on.",
-            ),
-        ]
+        return [*chain.from_iterable(map(_of_lag, LAGS)), *chain.from_iterable(map(_of_window, WINDOWS)), *RANK]
 
 
-def _describe_lag(lag: int) -> MetricInfo:
-    if lag == 1:
-        contrast = "Negative: each step overshoots, and the next one pulls back."
-    else:
+def _of_lag(lag: int) -> list[MetricInfo]:
+    contrast = "Negative: each step overshoots, and the next one pulls back."
+    if lag > 1:
         contrast = f"Below lag 1: the gradient turns within {lag} steps. Negative: it swings back after so many."
-    return MetricInfo(
-        f"autocorrelation_lag_{lag}",
-        f"mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients",
-        "[−1, 1]",
-        f"About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}",
-    )
+    return metric_table(f"""
+        autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients
+            | [−1, 1]
+            | About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}
+    """)
 
 
-def _describe_window(window: int) -> MetricInfo:
-    return MetricInfo(
-        f"accumulation_efficiency_{window}",
-        f"‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients",
-        "[0, 1]",
-        f"1: all point one way. 1/√{window} = {window**-0.5:.2f}: they are orthogonal, as noise is, and accumulating "
-        "them averages it out. Below that: they cancel.",
-    )
+def _of_window(window: int) -> list[MetricInfo]:
+    return metric_table(f"""
+        accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1]
+            | 1: all point one way. 1/√{window} = {window**-0.5:.2f}: they are orthogonal, as noise is, and accumulating
+            them averages it out. Below that: they cancel.
+    """)
+
+
+RANK = metric_table("""
+    effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
+        as 0, ε the rounding error of their dtype | [1, k]
+        | How many directions the gradients of successive batches have. Near k: each batch pulls its own way; far below:
+        they share a few directions. Compare at equal k.
+    leading_share | max σ² / Σσ² | [1/k, 1]
+        | The share of the gradients' energy along one direction. Near 1: every batch says the same.
+    gradients | k | [2, history] | How many consecutive gradients the numbers of this step rest on.
+""")

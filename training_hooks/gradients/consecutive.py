@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+    metric_table,
+)
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -133,30 +142,15 @@ class Consecutive(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the agreement; ḡ is the mean gradient of the epoch, ḡ' that of the epoch before."""
-        return [
-            MetricInfo(
-                "cosine",
-                "ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before",
-                "[−1, 1]",
-                "Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0: "
-                "they contradict each other, as when overshooting a valley. NaN: one of the two is zero.",
-            ),
-            MetricInfo(
-                "norm_ratio",
-                "‖ḡ‖₂ / ‖ḡ'‖₂",
-                "[0, ∞]",
-                "Above 1: the gradient grows from epoch to epoch.",
-            ),
-            MetricInfo(
-                "relative_change",
-                "‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂",
-                "[0, ∞]",
-                "0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.",
-            ),
-            MetricInfo(
-                "parameter_cosine/<parameter>",
-                "ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs",
-                "[−1, 1]",
-                "Which layers still have a steady direction.",
-            ),
-        ]
+        return metric_table("""
+            cosine | ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before
+                | [−1, 1]
+                | Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0:
+                they contradict each other, as when overshooting a valley. NaN: one of the two is zero.
+            norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞] | Above 1: the gradient grows from epoch to epoch.
+            relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
+                | 0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.
+            parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both
+                epochs | [−1, 1]
+                | Which layers still have a steady direction.
+        """)

@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+    metric_table,
+)
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -91,50 +100,22 @@ class GradientProjection(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the projections onto the way d = θ_ref − θ and the route D = θ_ref − θ₀."""
-        return [
-            MetricInfo(
-                "gradient_cosine",
-                "cos(−ḡ, d), d = θ_ref − θ",
-                "[−1, 1]",
-                "Positive: descent along ḡ comes nearer to the reference. In n dimensions a direction without any "
-                "relation to d has a cosine of about 1/√n.",
-            ),
-            MetricInfo(
-                "gradient_projection",
-                "−ḡ·d / ‖d‖",
-                "(−∞, ∞)",
-                "The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.",
-            ),
-            MetricInfo("distance", "‖d‖₂", "[0, ∞)", "What remains, in a straight line."),
-            MetricInfo(
-                "relative_distance",
-                "‖d‖ / ‖D‖, D = θ_ref − θ₀",
-                "[0, ∞)",
-                "1 at the start, 0 at the reference. Above 1: further away than at the start.",
-            ),
-            MetricInfo(
-                "progress",
-                "(θ − θ₀)·D / ‖D‖²",
-                "(−∞, ∞)",
-                "The share of the route that is behind: 0 at the start, 1 level with the reference.",
-            ),
-            MetricInfo(
-                "orthogonal",
-                "‖(θ − θ₀) − progress·D‖ / ‖D‖",
-                "[0, ∞)",
-                "How far off the straight route, in its length: relative_distance² = (1 − progress)² + orthogonal². "
-                "High while progress stands still: the run goes elsewhere, to memorise for instance.",
-            ),
-            MetricInfo(
-                "displacement_cosine",
-                "cos(θ − θ₀, D)",
-                "[−1, 1]",
-                "The direction of all that was travelled. NaN while nothing has moved.",
-            ),
-            MetricInfo(
-                "parameter_progress/<parameter>",
-                "progress, over the elements of one parameter",
-                "(−∞, ∞)",
-                "Which layers are there first. NaN: the reference has not moved this parameter.",
-            ),
-        ]
+        return metric_table("""
+            gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1]
+                | Positive: descent along ḡ comes nearer to the reference. In n dimensions a direction without any
+                relation to d has a cosine of about 1/√n.
+            gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
+                | The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.
+            distance | ‖d‖₂ | [0, ∞) | What remains, in a straight line.
+            relative_distance | ‖d‖ / ‖D‖, D = θ_ref − θ₀ | [0, ∞)
+                | 1 at the start, 0 at the reference. Above 1: further away than at the start.
+            progress | (θ − θ₀)·D / ‖D‖² | (−∞, ∞)
+                | The share of the route that is behind: 0 at the start, 1 level with the reference.
+            orthogonal | ‖(θ − θ₀) − progress·D‖ / ‖D‖ | [0, ∞)
+                | How far off the straight route, in its length: relative_distance² = (1 − progress)² + orthogonal².
+                High while progress stands still: the run goes elsewhere, to memorise for instance.
+            displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
+                | The direction of all that was travelled. NaN while nothing has moved.
+            parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
+                | Which layers are there first. NaN: the reference has not moved this parameter.
+        """)

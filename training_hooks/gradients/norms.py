@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook, metric_table
 from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 
@@ -35,42 +35,17 @@ class Norms(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the norms of gradient and weights."""
-        return [
-            MetricInfo(
-                "total_grad_norm",
-                "‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters",
-                "[0, ∞)",
-                "The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, "
-                "so it lies below the mean norm of the steps' gradients.",
-            ),
-            MetricInfo(
-                "total_weight_norm",
-                "‖θ‖₂ over all trainable parameters, after the epoch",
-                "[0, ∞)",
-                "Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.",
-            ),
-            MetricInfo(
-                "grad_weight_ratio",
-                "‖ḡ‖₂ / ‖θ‖₂",
-                "[0, ∞)",
-                "The gradient relative to the weights; not the update ratio, which depends on the optimizer.",
-            ),
-            MetricInfo(
-                "max_abs_grad",
-                "max |ḡᵢ| over all elements",
-                "[0, ∞)",
-                "Near total_grad_norm: one element carries the gradient.",
-            ),
-            MetricInfo(
-                "grad_norm/<parameter>",
-                "‖ḡ_p‖₂ of one parameter",
-                "[0, ∞)",
-                "Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.",
-            ),
-            MetricInfo(
-                "weight_norm/<parameter>",
-                "‖θ_p‖₂ of one parameter",
-                "[0, ∞)",
-                "Which layers grow or decay.",
-            ),
-        ]
+        return metric_table("""
+            total_grad_norm | ‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters
+                | [0, ∞)
+                | The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so
+                it lies below the mean norm of the steps' gradients.
+            total_weight_norm | ‖θ‖₂ over all trainable parameters, after the epoch | [0, ∞)
+                | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
+            grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞)
+                | The gradient relative to the weights; not the update ratio, which depends on the optimizer.
+            max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
+            grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter | [0, ∞)
+                | Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.
+            weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Which layers grow or decay.
+        """)

@@ -15,6 +15,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from torch import Tensor
 
@@ -152,51 +153,25 @@ class SubspaceGradientInfo(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe spectrum and subspace; the rows of X are the newest k ≤ window gradients, λ those of XXᵀ."""
-        return [
-            MetricInfo(
-                "participation_ratio",
-                "(Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max λ counts as 0, "
-                "ε the rounding error of their dtype",
-                "[1, k]",
-                "How many dimensions the gradients fill evenly. 1: one direction; k: gradients of equal norm that are "
-                "orthogonal, as isotropic noise is.",
-            ),
-            MetricInfo(
-                "participation_ratio_centred",
-                "the same of the gradients minus their mean: of their covariance; from k = 3 on",
-                "[1, k − 1]",
-                "The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.",
-            ),
-            MetricInfo(
-                "dimension_90",
-                "the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ",
-                "1..k",
-                "How many directions hold 90 % of the gradients' energy.",
-            ),
-            MetricInfo(
-                "subspace_share",
-                "‖VVᵀg‖²/‖g‖², g the present gradient, V the top leading right singular vectors of the up to window "
-                "gradients before it; once top of them are there",
-                "[0, 1]",
-                "How much of a gradient is foreseen by the earlier ones. Near null_share: nothing; near 1: training "
-                "moves in a tiny subspace.",
-            ),
-            MetricInfo(
-                "null_share",
-                "subspace_dimension / n, n the number of trainable elements (projection, if that is set)",
-                "[0, 1)",
-                "The expectation of subspace_share for a gradient of random direction.",
-            ),
-            MetricInfo(
-                "subspace_dimension",
-                "columns of V: the smaller of top and the numerical rank of the earlier gradients",
-                "0..top",
-                "Below top: the earlier gradients span no more.",
-            ),
-            MetricInfo(
-                "gradients",
-                "k",
-                "[2, window]",
-                "How many gradients the spectrum rests on.",
-            ),
-        ]
+        return metric_table("""
+            participation_ratio | (Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max
+                λ counts as 0, ε the rounding error of their dtype | [1, k]
+                | How many dimensions the gradients fill evenly. 1: one direction; k: gradients of equal norm that are
+                orthogonal, as isotropic noise is.
+            participation_ratio_centred | the same of the gradients minus their mean: of their covariance; from k = 3 on
+                | [1, k − 1]
+                | The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.
+            dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k
+                | How many directions hold 90 % of the gradients' energy.
+            subspace_share | ‖VVᵀg‖²/‖g‖², g the present gradient, V the top leading right singular vectors of the up to
+                window gradients before it; once top of them are there | [0, 1]
+                | How much of a gradient is foreseen by the earlier ones. Near null_share: nothing; near 1: training
+                moves in a tiny subspace.
+            null_share | subspace_dimension / n, n the number of trainable elements (projection, if that is set)
+                | [0, 1)
+                | The expectation of subspace_share for a gradient of random direction.
+            subspace_dimension | columns of V: the smaller of top and the numerical rank of the earlier gradients
+                | 0..top
+                | Below top: the earlier gradients span no more.
+            gradients | k | [2, window] | How many gradients the spectrum rests on.
+        """)

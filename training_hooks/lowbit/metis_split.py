@@ -17,6 +17,7 @@ from loopscope.hooks import (
     RunInfo,
     StatePart,
     StepSchedule,
+    metric_table,
 )
 from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
@@ -100,28 +101,16 @@ class MetisSplit(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe a split; W the merged weight of a layer, R its residual."""
-        return [
-            MetricInfo("layers", "number of layers that were split", "1, 2, 3, …", "Which they are, the recipe says."),
-            MetricInfo(
-                "residual_share",
-                "Σ‖R‖²_F / Σ‖W‖²_F over the layers",
-                "[0, 1]",
-                "The energy outside the low-rank part. Near 1 − rank / width: the spectrum is flat, and the split "
-                "gains little; small: a few directions carry the weights, on which a direct cast spends its range.",
-            ),
-            MetricInfo(
-                "range_ratio",
-                "mean over layers of max|Rᵢ| / max|Wᵢ|",
-                "[0, ∞)",
-                "How much narrower the residual's range is than the weight's: its steps are as much finer.",
-            ),
-            MetricInfo(
-                "reconstruction_error",
-                "(Σ‖U·diag(s)·V + R − W‖²_F / Σ‖W‖²_F)^½",
-                "[0, ∞)",
-                "Rounding of the split itself: about 1e-8 in float32, 1e-3 in bfloat16. Much more is no split of W.",
-            ),
-        ]
+        return metric_table("""
+            layers | number of layers that were split | 1, 2, 3, … | Which they are, the recipe says.
+            residual_share | Σ‖R‖²_F / Σ‖W‖²_F over the layers | [0, 1]
+                | The energy outside the low-rank part. Near 1 − rank / width: the spectrum is flat, and the split gains
+                little; small: a few directions carry the weights, on which a direct cast spends its range.
+            range_ratio | mean over layers of max|Rᵢ| / max|Wᵢ| | [0, ∞)
+                | How much narrower the residual's range is than the weight's: its steps are as much finer.
+            reconstruction_error | (Σ‖U·diag(s)·V + R − W‖²_F / Σ‖W‖²_F)^½ | [0, ∞)
+                | Rounding of the split itself: about 1e-8 in float32, 1e-3 in bfloat16. Much more is no split of W.
+        """)
 
 
 def splittable(model: nn.Module) -> dict[str, BitLinear]:

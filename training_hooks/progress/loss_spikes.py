@@ -15,6 +15,7 @@ from loopscope.hooks import (
     RunDataContext,
     RunInfo,
     TrainingHook,
+    metric_table,
 )
 from torch import Tensor
 
@@ -142,19 +143,12 @@ class LossSpikes(TrainingHook):
 
 def _infos(prefix: str, label: str) -> list[MetricInfo]:
     """Describe the metrics of one signal x; mean and σ are those of its previous ``window`` values."""
-    return [
-        MetricInfo(
-            f"{prefix}_deviation",
-            f"(x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), the last being that of "
-            f"`step`; x the {label}, mean and population standard deviation σ those of the `window` steps before it",
-            "(−∞, ∞) each",
-            "Above `threshold`: a spike. The first `window` steps of a run have none; NaN: σ < 1e-10, or x is NaN.",
-        ),
-        MetricInfo(
-            f"{prefix}_spike_count",
-            "number of steps so far with x > mean + threshold·σ and σ ≥ 1e-10",
-            "0, 1, 2, …",
-            "Rising early and then no more: the warm-up is too short. Rising to the end: the learning rate is too high "
-            "or single batches are bad.",
-        ),
-    ]
+    return metric_table(f"""
+        {prefix}_deviation | (x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), the last
+            being that of `step`; x the {label}, mean and population standard deviation σ those of the `window` steps
+            before it | (−∞, ∞) each
+            | Above `threshold`: a spike. The first `window` steps of a run have none; NaN: σ < 1e-10, or x is NaN.
+        {prefix}_spike_count | number of steps so far with x > mean + threshold·σ and σ ≥ 1e-10 | 0, 1, 2, …
+            | Rising early and then no more: the warm-up is too short. Rising to the end: the learning rate is too high
+            or single batches are bad.
+    """)

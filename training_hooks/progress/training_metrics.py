@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook
+from loopscope.hooks import (
+    STEP_POINTS,
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    TrainingHook,
+    metric_table,
+)
 
 
 def present(**values: Any) -> dict[str, Any]:
@@ -45,35 +54,16 @@ class TrainingMetrics(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe loss, accuracies, learning rate and evaluation."""
-        return [
-            MetricInfo(
-                "loss",
-                "loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)",
-                "[0, ∞) for cross-entropy",
-                "Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.",
-            ),
-            MetricInfo(
-                "train_acc",
-                "`train_acc` of the experiment's evaluation",
-                "[0, 1]",
-                "Accuracy in eval mode; reported only where an evaluation was made.",
-            ),
-            MetricInfo(
-                "val_acc",
-                "`val_acc` of the experiment's evaluation",
-                "[0, 1]",
-                "Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.",
-            ),
-            MetricInfo(
-                "lr",
-                "learning rate of the first parameter group",
-                "[0, ∞)",
-                "The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.",
-            ),
-            MetricInfo(
-                "evaluation",
-                "the other numbers of the experiment's evaluation, by name",
-                "set by the experiment",
-                "For example `val_loss`; reported only where an evaluation was made.",
-            ),
-        ]
+        return metric_table("""
+            loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)
+                | [0, ∞) for cross-entropy
+                | Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.
+            train_acc | `train_acc` of the experiment's evaluation | [0, 1]
+                | Accuracy in eval mode; reported only where an evaluation was made.
+            val_acc | `val_acc` of the experiment's evaluation | [0, 1]
+                | Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.
+            lr | learning rate of the first parameter group | [0, ∞)
+                | The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.
+            evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
+                | For example `val_loss`; reported only where an evaluation was made.
+        """)

@@ -17,6 +17,7 @@ from loopscope.hooks import (
     RunDataContext,
     RunInfo,
     StepSchedule,
+    metric_table,
 )
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
@@ -259,7 +260,7 @@ class AdamDynamics(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics over all parameters, then those of each group, reported if there are several."""
-        whole_model = _infos()
+        whole_model = [*MOMENTS, *RATES, *SOLUTION]
         groups = [
             MetricInfo(
                 f"group_{info.name}",
@@ -276,93 +277,40 @@ def _moved(parameter: Tensor | None, state: Mapping[str, Any] | None) -> bool:
     return parameter is not None and parameter.grad is not None and bool(state)
 
 
-def _infos() -> list[MetricInfo]:
-    return [*_moment_infos(), *_share_infos(), *_solution_infos()]
-
-
-def _moment_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo("first_moment_norm", "‖m̂‖₂", "[0, ∞)", "The gradient that persists over about 1/(1−β₁) steps."),
-        MetricInfo(
-            "second_moment_norm", "‖√v̂‖₂", "[0, ∞)", "The root mean square gradient of about the last 1/(1−β₂) steps."
-        ),
-        MetricInfo(
-            "moment_ratio",
-            "‖m̂‖₂ / ‖√v̂‖₂",
-            "[0, ∞)",
-            "Near 1: gradients agree from step to step (always so at the first step). Near √((1−β₁)/(1+β₁)), 0.23 at "
-            "β₁ = 0.9: they are noise. Above 1: the gradients have just grown.",
-        ),
-        MetricInfo("update_norm", "‖Δθ‖₂", "[0, ∞)", "The length of the step, weight decay included."),
-        MetricInfo(
-            "update_gradient_cosine",
-            "cos(Δθ, −g)",
-            "[−1, 1]",
-            "Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.",
-        ),
-        MetricInfo(
-            "moment_gradient_cosine",
-            "cos(m̂, g)",
-            "[−1, 1]",
-            "Agreement of this batch with the average of those before it and itself.",
-        ),
-    ]
-
-
-def _share_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "below_eps_fraction",
-            "elements with √v̂ < ε / all elements",
-            "[0, 1]",
-            "There ε decides the size of the step, and Adam acts like SGD with momentum at rate η/ε. High: embedding "
-            "rows that are not drawn, dead units, or an ε that is too large.",
-        ),
-        MetricInfo(
-            "decay_share",
-            "‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator",
-            "[0, 1]",
-            "Above one half weight decay moves the weights more than the gradient does. Left out if no decay is "
-            "decoupled.",
-        ),
-        MetricInfo(
-            "coupled_decay_share",
-            "‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms",
-            "[0, 1]",
-            "How much of what enters the moments is weight decay. Left out unless a group has such decay.",
-        ),
-        *[
-            MetricInfo(
-                name,
-                f"{level:.0%} quantile over elements of η/(√v̂ + ε)",
-                "[0, ∞)",
-                "The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would "
-                "be SGD with momentum.",
-            )
-            for name, level in PERCENTILES.items()
-        ],
-    ]
-
-
-def _solution_infos() -> list[MetricInfo]:
-    return [
-        MetricInfo(
-            "update_solution_cosine",
-            "cos(Δθ, d), d = θ_ref − θ₋",
-            "[−1, 1]",
-            "Only with a reference solution. Positive: the step goes towards it.",
-        ),
-        MetricInfo(
-            "gradient_solution_cosine",
-            "cos(−g, d)",
-            "[−1, 1]",
-            "The same for a step of plain gradient descent; below update_solution_cosine: Adam finds the better way.",
-        ),
-        MetricInfo(
-            "solution_gain",
-            "Δθ·d / ‖d‖²",
-            "(−∞, ∞)",
-            "The share of the distance to the reference that the step covers; its inverse counts the steps that "
-            "remain at this pace.",
-        ),
-    ]
+MOMENTS = metric_table("""
+    first_moment_norm | ‖m̂‖₂ | [0, ∞) | The gradient that persists over about 1/(1−β₁) steps.
+    second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
+    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞)
+        | Near 1: gradients agree from step to step (always so at the first step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ =
+        0.9: they are noise. Above 1: the gradients have just grown.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, weight decay included.
+    update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
+        | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.
+    moment_gradient_cosine | cos(m̂, g) | [−1, 1]
+        | Agreement of this batch with the average of those before it and itself.
+    below_eps_fraction | elements with √v̂ < ε / all elements | [0, 1]
+        | There ε decides the size of the step, and Adam acts like SGD with momentum at rate η/ε. High: embedding rows
+        that are not drawn, dead units, or an ε that is too large.
+    decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1]
+        | Above one half weight decay moves the weights more than the gradient does. Left out if no decay is decoupled.
+    coupled_decay_share | ‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms | [0, 1]
+        | How much of what enters the moments is weight decay. Left out unless a group has such decay.
+""")
+RATES = [
+    info
+    for name, level in PERCENTILES.items()
+    for info in metric_table(f"""
+        {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞)
+            | The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would be
+            SGD with momentum.
+    """)
+]
+SOLUTION = metric_table("""
+    update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
+        | Only with a reference solution. Positive: the step goes towards it.
+    gradient_solution_cosine | cos(−g, d) | [−1, 1]
+        | The same for a step of plain gradient descent; below update_solution_cosine: Adam finds the better way.
+    solution_gain | Δθ·d / ‖d‖² | (−∞, ∞)
+        | The share of the distance to the reference that the step covers; its inverse counts the steps that remain at
+        this pace.
+""")

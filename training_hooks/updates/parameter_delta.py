@@ -4,7 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+    metric_table,
+)
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -83,42 +92,19 @@ class ParameterDelta(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the change; Δ = θ − θ', θ' the parameters at the last report or, before the first, the start."""
-        return [
-            MetricInfo(
-                "total_delta",
-                "‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)",
-                "[0, ∞)",
-                "The net movement. Far below the sum of the steps (path_length): the steps cancel.",
-            ),
-            MetricInfo(
-                "total_relative_delta",
-                "‖Δ‖₂ / ‖θ'‖₂",
-                "[0, ∞]",
-                "Movement relative to the weights; near 0: training has settled or the learning rate has run out.",
-            ),
-            MetricInfo(
-                "max_abs_delta",
-                "max |Δᵢ| over all elements",
-                "[0, ∞)",
-                "Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.",
-            ),
-            MetricInfo(
-                "changed_fraction",
-                "elements with Δᵢ ≠ 0 / all elements",
-                "[0, 1]",
-                "Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low "
-                "precision.",
-            ),
-            MetricInfo(
-                "delta/<parameter>", "‖Δ_p‖₂ of one parameter", "[0, ∞)", "Which layers move; 0: it stands still."
-            ),
-            MetricInfo(
-                "relative_delta/<parameter>",
-                "‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter",
-                "[0, ∞]",
-                "Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.",
-            ),
-            MetricInfo(
-                "max_abs/<parameter>", "max |Δᵢ| over the parameter's elements", "[0, ∞)", "Finds the outlier's layer."
-            ),
-        ]
+        return metric_table("""
+            total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one
+                SNAPSHOT) | [0, ∞)
+                | The net movement. Far below the sum of the steps (path_length): the steps cancel.
+            total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
+                | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
+            max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
+                | Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.
+            changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1]
+                | Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low
+                precision.
+            delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Which layers move; 0: it stands still.
+            relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
+                | Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.
+            max_abs/<parameter> | max |Δᵢ| over the parameter's elements | [0, ∞) | Finds the outlier's layer.
+        """)

@@ -15,6 +15,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from loopscope.state import trainable
 from torch import Tensor, nn
@@ -149,52 +150,25 @@ class PathLength(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the path; l are the legs, an interval is an epoch (step loop: from SNAPSHOT to SNAPSHOT)."""
-        return [
-            MetricInfo(
-                "path_length",
-                "Σ ‖l‖₂ over all legs since the strategy began",
-                "[0, ∞)",
-                "How far the parameters have gone, there and back included.",
-            ),
-            MetricInfo(
-                "displacement",
-                "‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began",
-                "[0, path_length]",
-                "How far they have got; small against ‖θ_0‖: the lazy regime.",
-            ),
-            MetricInfo(
-                "efficiency",
-                "displacement / path_length; NaN before anything has moved",
-                "[0, 1]",
-                "1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows: "
-                "wandering or oscillating.",
-            ),
-            MetricInfo("steps", "the optimizer steps on the path", "1, 2, …", "n = steps / every, for 1/√n."),
-            MetricInfo(
-                "interval_path",
-                "Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT",
-                "[0, ∞)",
-                "Follows the learning rate; rises without it: the steps grow.",
-            ),
-            MetricInfo(
-                "interval_displacement",
-                "‖θ_t − θ at the interval's beginning‖₂",
-                "[0, interval_path]",
-                "What remains of the interval's legs.",
-            ),
-            MetricInfo(
-                "interval_efficiency",
-                "interval_displacement / interval_path; NaN if nothing moved",
-                "[0, 1]",
-                "Near 1: the legs agree; near 1/√(legs of the interval): they are noise.",
-            ),
-            MetricInfo(
-                "path_per_step",
-                "interval_path / steps of the interval",
-                "[0, ∞)",
-                "The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.",
-            ),
-        ]
+        return metric_table("""
+            path_length | Σ ‖l‖₂ over all legs since the strategy began | [0, ∞)
+                | How far the parameters have gone, there and back included.
+            displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
+                | How far they have got; small against ‖θ_0‖: the lazy regime.
+            efficiency | displacement / path_length; NaN before anything has moved | [0, 1]
+                | 1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows:
+                wandering or oscillating.
+            steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
+            interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
+                | [0, ∞)
+                | Follows the learning rate; rises without it: the steps grow.
+            interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
+                | What remains of the interval's legs.
+            interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
+                | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
+            path_per_step | interval_path / steps of the interval | [0, ∞)
+                | The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.
+        """)
 
 
 def _distance(layout: FlatLayout, here: Tensor, there: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from loopscope.hooks import (
     RunInfo,
     StepSchedule,
     TrainingHook,
+    metric_table,
 )
 from loopscope.state import trainable
 
@@ -181,44 +182,22 @@ class WeightUpdates(TrainingHook):
 def _gradient_infos() -> list[MetricInfo]:
     """Describe the gradients; n_p is the norm of a parameter's gradient."""
     norm = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
-    return [
-        MetricInfo(
-            "grad_norm_median",
-            f"median of {norm}; of an even count the mean of the two middle values",
-            "[0, ∞]",
-            "The level of the gradients. Infinite from here on: half of the parameters have infinite or NaN gradients.",
-        ),
-        MetricInfo(
-            "grad_norm_p95",
-            f"the ⌈0.95·P⌉-th smallest of the P norms {norm}",
-            "[0, ∞]",
-            "Far above the median: a few layers get most of the gradient.",
-        ),
-        MetricInfo("grad_norm_min", f"min {norm}", "[0, ∞]", "Falling by orders of magnitude: a layer is cut off."),
-        MetricInfo(
-            "grad_norm_max", f"max {norm}; NaN counts as ∞", "[0, ∞]", "Rising steadily: the run may be diverging."
-        ),
-        MetricInfo(
-            "vanishing_count",
-            "parameters with n_p ≤ vanishing_grad_threshold",
-            "0, 1, 2, …",
-            "Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a "
-            "normalisation.",
-        ),
-        MetricInfo(
-            "exploding_count",
-            "parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN",
-            "0, 1, 2, …",
-            "Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens "
-            "instead of averaged raises it, too.",
-        ),
-        MetricInfo(
-            "nonfinite_count",
-            "parameters with n_p infinite or NaN; part of exploding_count",
-            "0, 1, 2, …",
-            "With a float16 loss scaler now and then at a skipped step, and no cause to warn; else the run is broken.",
-        ),
-    ]
+    return metric_table(f"""
+        grad_norm_median | median of {norm}; of an even count the mean of the two middle values | [0, ∞]
+            | The level of the gradients. Infinite from here on: half of the parameters have infinite or NaN gradients.
+        grad_norm_p95 | the ⌈0.95·P⌉-th smallest of the P norms {norm} | [0, ∞]
+            | Far above the median: a few layers get most of the gradient.
+        grad_norm_min | min {norm} | [0, ∞] | Falling by orders of magnitude: a layer is cut off.
+        grad_norm_max | max {norm}; NaN counts as ∞ | [0, ∞] | Rising steadily: the run may be diverging.
+        vanishing_count | parameters with n_p ≤ vanishing_grad_threshold | 0, 1, 2, …
+            | Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a
+            normalisation.
+        exploding_count | parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN | 0, 1, 2, …
+            | Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens
+            instead of averaged raises it, too.
+        nonfinite_count | parameters with n_p infinite or NaN; part of exploding_count | 0, 1, 2, …
+            | With a float16 loss scaler now and then at a skipped step, and no cause to warn; else the run is broken.
+    """)
 
 
 def _update_infos() -> list[MetricInfo]:
@@ -227,43 +206,20 @@ def _update_infos() -> list[MetricInfo]:
         "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
         "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
     )
-    return [
-        MetricInfo(
-            "update_ratio_median",
-            f"median of {ratio}; of an even count the mean of the two middle values",
-            "[0, ∞]",
-            "About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.",
-        ),
-        MetricInfo(
-            "update_ratio_p95",
-            f"the ⌈0.95·P⌉-th smallest of the P ratios {ratio}",
-            "[0, ∞]",
-            "Above 0.1: some parameters are rewritten rather than trained. Young biases are, and harmless.",
-        ),
-        MetricInfo("update_ratio_min", f"min {ratio}", "[0, ∞]", "0: at least one parameter stands still."),
-        MetricInfo(
-            "update_ratio_max",
-            f"max {ratio}; NaN counts as ∞",
-            "[0, ∞]",
-            "Mostly a small parameter that began at zero. Infinite: weights are no longer finite.",
-        ),
-        MetricInfo(
-            "frozen_count",
-            "parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row, except "
-            "those of low precision whose update was rounded away",
-            "0, 1, 2, …",
-            "Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.",
-        ),
-        MetricInfo(
-            "rounded_away_fraction",
-            "elements of parameters below float32 that have a gradient and did not change / those that have a gradient",
-            "[0, 1]",
-            "Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.",
-        ),
-        MetricInfo(
-            "topk_frozen/<parameter>",
-            "r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included)",
-            "[0, ∞]",
-            "Who moves least. At each check the names are those of then.",
-        ),
-    ]
+    return metric_table(f"""
+        update_ratio_median | median of {ratio}; of an even count the mean of the two middle values | [0, ∞]
+            | About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.
+        update_ratio_p95 | the ⌈0.95·P⌉-th smallest of the P ratios {ratio} | [0, ∞]
+            | Above 0.1: some parameters are rewritten rather than trained. Young biases are, and harmless.
+        update_ratio_min | min {ratio} | [0, ∞] | 0: at least one parameter stands still.
+        update_ratio_max | max {ratio}; NaN counts as ∞ | [0, ∞]
+            | Mostly a small parameter that began at zero. Infinite: weights are no longer finite.
+        frozen_count | parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row,
+            except those of low precision whose update was rounded away | 0, 1, 2, …
+            | Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.
+        rounded_away_fraction | elements of parameters below float32 that have a gradient and did not change / those
+            that have a gradient | [0, 1]
+            | Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.
+        topk_frozen/<parameter> | r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included) | [0, ∞]
+            | Who moves least. At each check the names are those of then.
+    """)

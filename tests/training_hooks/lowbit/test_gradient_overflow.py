@@ -14,7 +14,7 @@ from loopscope.lowbit import RECIPES, ROLES, find_recipe
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
 from loopscope.lowbit.casts.scaling import ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, FORMULAS
+from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, READINGS
 from torch import nn
 
 from tests.support import SpyHook, at, differences
@@ -445,4 +445,4 @@ def test_a_model_that_trains_nothing_and_quantises_nothing_is_refused():
 
 def test_every_reading_is_described_for_all_roles_and_for_each():
     names = {info.name for info in GradientOverflow().describe_metrics()}
-    assert {*FORMULAS} | {f"{name}_of/<parameter>" for name in FORMULAS} <= names
+    assert {*READINGS} | {f"{name}_of/<parameter>" for name in READINGS} <= names

@@ -8,7 +8,7 @@ import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import Ledger
-from loopscope.training_hooks.lowbit.overflow_readings import FORMULAS, readings
+from loopscope.training_hooks.lowbit.overflow_readings import READINGS, readings
 
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file
@@ -52,7 +52,7 @@ def test_readings_are_the_formulas_that_are_described():
         "scale_spread": 4.0,
         "upper_half_fraction": 0.3,
     }
-    assert found.keys() == FORMULAS.keys()
+    assert found.keys() == READINGS.keys()
 
 
 def test_nothing_counted_reads_as_nothing_measured():
