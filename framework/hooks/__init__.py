@@ -16,6 +16,7 @@ from .hook_points import (
 )
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .options import ConfiguredHook, build_hooks, refuse_idle_options
+from .remembered import Remembered, Remembering
 from .sapi import ModelDataContext
 from .selection import (
     GROUPS,
@@ -56,6 +57,8 @@ __all__ = [
     "ObserverServices",
     "OptimizerGroup",
     "PendingMetrics",
+    "Remembered",
+    "Remembering",
     "RunDataContext",
     "RunInfo",
     "Series",

@@ -11,16 +11,19 @@ from .commits import StatePart
 from .contexts import MetricInfo, RunDataContext, RunInfo
 from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
 from .metrics import Metrics
+from .remembered import Remembering
 from .taps import Tap
 
 if TYPE_CHECKING:
     from .sapi import ModelDataContext
 
 
-class TrainingHook(ABC):
+class TrainingHook(Remembering, ABC):
     """An observer: reads a frozen context and returns metrics; whatever else it does is undone or caught.
 
-    Options are keyword-only, annotated arguments of ``__init__``; ``--hook-config name.option=value`` sets them.
+    Options are keyword-only, annotated arguments of ``__init__``; ``--hook-config name.option=value`` sets them. What
+    the hook remembers are attributes declared as :class:`Remembered`; or it defines ``state_dict``,
+    ``load_state_dict`` and ``reset`` itself.
     """
 
     name: ClassVar[str]
@@ -55,28 +58,18 @@ class TrainingHook(ABC):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """List every metric that ``compute`` or ``intervene`` can return."""
 
-    def start(self, run: RunInfo) -> None:  # noqa: B027 - optional
+    def start(self, run: RunInfo) -> None:
         """Prepare for a strategy, before its first step; raise :class:`UnsuitableError` for a model of no use here."""
 
-    def end(self, status: str) -> None:  # noqa: B027 - optional
+    def end(self, status: str) -> None:
         """Finish a strategy, after its last step; ``status`` as in :meth:`MetricSink.close`."""
 
     def table(self) -> Mapping[str, Mapping[str, float]]:
         """Return what the strategy came to, numbers by row and column; shown at its end and kept in its summary."""
         return {}
 
-    def reset(self) -> None:  # noqa: B027 - optional
-        """Forget everything measured so far; called between strategies."""
-
-    def check(self, values: Mapping[str, Any], step: int) -> None:  # noqa: B027 - optional
+    def check(self, values: Mapping[str, Any], step: int) -> None:
         """Look at the host values of one fire, once they are there; the place for warnings by name and step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this hook remembers: tensors and plain values, readable without executing code."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
-        """Take back what :meth:`state_dict` returned."""
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Declare the gradients this hook wants to see, or to replace, while they flow, and the quantisers to count.
@@ -107,7 +100,7 @@ class InterventionHook(TrainingHook):
         raise NotImplementedError(f"Hook {self.name!r} observes at {ctx.hook_point.name} but defines no compute().")
 
     def intervenes_at(self, point: HookPoint) -> bool:
-        """Tell whether ``intervene`` rather than ``compute`` is called at ``point``."""
+        """Return whether ``intervene`` rather than ``compute`` is called at ``point``."""
         return self.intervention_points is None or point in self.intervention_points
 
 

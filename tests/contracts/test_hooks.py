@@ -203,6 +203,18 @@ def test_the_state_of_a_hook_survives_a_file_that_executes_no_code(name, case):
 
 
 @every_hook_and_case(QUIET + COMMITTING)
+def test_a_hook_that_was_reset_is_as_new(name, case):
+    if refusal(name, case):
+        return
+    hook = make(name)
+    train(case, [hook], audit=False, reference_weights=reference(case))
+    hook.reset()
+    assert described(hook.state_dict()) == described(make(name).state_dict())
+    again = train(case, [hook], audit=False, reference_weights=reference(case))
+    assert numbers(again, name) == numbers(alone(name, case, 3), name)
+
+
+@every_hook_and_case(QUIET + COMMITTING)
 def test_offloading_what_a_hook_remembers_changes_no_number_of_it(name, case):
     if refusal(name, case):
         return

@@ -12,6 +12,7 @@ from loopscope.hooks import (
     MetricInfo,
     Metrics,
     ModelDataContext,
+    Remembered,
     RunDataContext,
     RunInfo,
     StatePart,
@@ -46,6 +47,10 @@ class ModelSmoothing(InterventionHook):
     hook_points = frozenset({HookPoint.POST_STEP})
     mutates = False
     commits = frozenset({StatePart.PARAMETERS})
+    _copies = Remembered(ShadowCopies, merged=True)
+    _smoothings = Remembered(int)
+    _thawed = Remembered(list[str], saved=False)
+    _warned = Remembered(bool, saved=False)
 
     def __init__(self, *, update_interval: int = 1000, alpha: float = 0.5) -> None:
         try:
@@ -53,14 +58,6 @@ class ModelSmoothing(InterventionHook):
         except ValueError as error:
             raise UsageError(f"model_smoothing.{error}") from error
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=update_interval, warmup=update_interval - 1)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the buffer."""
-        self._copies = ShadowCopies()
-        self._smoothings = 0
-        self._thawed: list[str] = []
-        self._warned = False
 
     def start(self, run: RunInfo) -> None:
         """Copy the weights that the strategy begins with, unless it goes on from a checkpoint."""
@@ -105,15 +102,6 @@ class ModelSmoothing(InterventionHook):
                 "and so without a buffer.",
                 stacklevel=2,
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the buffer and the number of smoothings."""
-        return {**self._copies.state_dict(), "smoothings": self._smoothings}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the buffer of :meth:`state_dict`."""
-        self._copies.load_state_dict(state)
-        self._smoothings = state["smoothings"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe a smoothing; θ the smoothed parameters before it, b the buffer."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import listed
+from loopscope.hooks import Remembered, Remembering
 from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
@@ -20,13 +21,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **floating_buffers(model)}
 
 
-class ShadowCopies:
+class ShadowCopies(Remembering):
     """One copy of some of a model's tensors, by name; of a DTensor this rank's shard, as a plain tensor."""
 
-    def __init__(self) -> None:
-        self.shards: dict[str, Tensor] = {}
-        self._others: list[str] = []
-        """The parameters and buffers of floating-point numbers that have no copy."""
+    shards = Remembered(dict[str, Tensor], saved=False)
+    _others = Remembered(list[str])
+    """The parameters and buffers of floating-point numbers that have no copy."""
 
     def take(self, model: nn.Module, tensors: Mapping[str, Tensor], *, widen: bool = False) -> None:
         """Copy tensors of the model in their layout; with ``widen`` in float32 or wider."""
@@ -60,12 +60,12 @@ class ShadowCopies:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies, and the names of what has none."""
-        return {"copies": dict(self.shards), "others": list(self._others)}
+        return super().state_dict() | {"copies": dict(self.shards)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take copies of what :meth:`state_dict` returned; :meth:`fit` tells whether they suit a model."""
+        super().load_state_dict(state)
         self.shards = {name: tensor.clone() for name, tensor in state["copies"].items()}
-        self._others = list(state["others"])
 
 
 def _dtype(shard: Tensor, widen: bool) -> torch.dtype:

@@ -12,6 +12,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -57,6 +58,8 @@ class WeightAverage(TrainingHook):
 
     name = "weight_average"
     hook_points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
+    _snapshots = Remembered(int)
+    _averages = Remembered[dict[str, Average]](lambda hook: hook.fresh_averages(), by_options=True, saved=False)
 
     def __init__(
         self,
@@ -87,13 +90,11 @@ class WeightAverage(TrainingHook):
         self.kinds = [*KINDS] if averages == "both" else [averages]
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
         self._run: RunInfo | None = None
-        self.reset()
 
-    def reset(self) -> None:
-        """Forget the averages."""
-        self._snapshots = 0
+    def fresh_averages(self) -> dict[str, Average]:
+        """Return an average of each kind that has seen nothing yet."""
         decays = {"ema": self.decay, "swa": 1.0}
-        self._averages = {kind: Average(decays[kind]) for kind in self.kinds}
+        return {kind: Average(decays[kind]) for kind in self.kinds}
 
     def start(self, run: RunInfo) -> None:
         """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
@@ -159,12 +160,12 @@ class WeightAverage(TrainingHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, and the SNAPSHOTs so far."""
-        return {"snapshots": self._snapshots} | {kind: each.state_dict() for kind, each in self._averages.items()}
+        return super().state_dict() | {kind: each.state_dict() for kind, each in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the averages of :meth:`state_dict`, as far as they are kept."""
         self.reset()
-        self._snapshots = state.get("snapshots", 0)
+        super().load_state_dict({"snapshots": 0, **state})
         for kind, average in self._averages.items():
             if kind in state:
                 average.load_state_dict(state[kind])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from loopscope.hooks import Remembered, Remembering
 from loopscope.state import local_shards, trainable, whole
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from .shadow_copies import ShadowCopies, floating_buffers
 from .xla import step_markers
 
 
-class WeightAverage:
+class WeightAverage(Remembering):
     """The average of all weights seen so far, those of step i with the weight dᵗ⁻ⁱ, t the last step seen.
 
     d = 1 is the equal average of SWA (arXiv 1803.05407), d < 1 an exponential moving average with its bias corrected
@@ -23,13 +24,14 @@ class WeightAverage:
     DTensor it is this rank's shard.
     """
 
+    samples = Remembered(int)
+    last_step = Remembered(int)
+    _total = Remembered(float)
+    _copies = Remembered(ShadowCopies, merged=True)
+    _parameters = Remembered(dict[str, nn.Parameter], saved=False)
+
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.samples = 0
-        self.last_step = 0
-        self._total = 0.0
-        self._copies = ShadowCopies()
-        self._parameters: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
     def sample(self, model: nn.Module, step: int) -> None:
@@ -59,16 +61,10 @@ class WeightAverage:
         if self.samples:
             self._copies.fit(model, widen=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages and what they weigh."""
-        position = {"samples": self.samples, "last_step": self.last_step, "total": self._total}
-        return {**self._copies.state_dict(), **position}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the averages of :meth:`state_dict`; :meth:`fit` tells whether they suit a model."""
-        self._copies.load_state_dict(state)
+        super().load_state_dict(state)
         self._parameters = {}
-        self.samples, self.last_step, self._total = state["samples"], state["last_step"], state["total"]
 
 
 def _move(averages: list[Tensor], live: list[Tensor], weight: float) -> None:

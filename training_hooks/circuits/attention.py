@@ -11,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
@@ -71,6 +72,11 @@ class Attention(TrainingHook):
 
     name = "attention"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    _layers = Remembered(dict[str, AttentionLayer], saved=False)
+    _inputs = Remembered[Any](lambda: None, saved=False)
+    _calls = Remembered[Mapping[str, AttentionCall]](dict, saved=False)
+    _read_at = Remembered[int | None](lambda: None, saved=False)
+    _missed = Remembered(set[str], saved=False)
 
     def __init__(
         self, *, rows: int = 16, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
@@ -83,15 +89,6 @@ class Attention(TrainingHook):
         self._projections = projections
         self._entry = entry
         self._spectrum = spectrum
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the layers, the samples and the calls read from them."""
-        self._layers: dict[str, AttentionLayer] = {}
-        self._inputs: Any = None
-        self._calls: Mapping[str, AttentionCall] = {}
-        self._read_at: int | None = None
-        self._missed: set[str] = set()
 
     def start(self, run: RunInfo) -> None:
         """Find the layers; raises :class:`UnsuitableError` if there are none."""

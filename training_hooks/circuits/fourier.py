@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    Remembered,
+    RunDataContext,
+    RunInfo,
+    TrainingHook,
+)
 from loopscope.state import whole
 from torch import Tensor, nn
 
@@ -80,6 +89,10 @@ class Fourier(TrainingHook):
 
     name = "fourier"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    _since = Remembered[Tensor | None](lambda: None)
+    """The epoch since which each frequency is a key frequency, NaN for the others."""
+    _adds = Remembered[bool | None](lambda: None)
+    """Whether the training targets are sums; found out at the first SNAPSHOT."""
 
     def __init__(
         self,
@@ -107,9 +120,6 @@ class Fourier(TrainingHook):
         self._key_factor = key_factor
         self._rows = rows
         self._loop = "epoch"
-        self._since: Tensor | None = None
-        self._adds: bool | None = None
-        """Whether the training targets are sums; found out at the first SNAPSHOT."""
 
     def start(self, run: RunInfo) -> None:
         """Find the embedding; raises :class:`UnsuitableError` if there is none that fits the options."""
@@ -132,18 +142,6 @@ class Fourier(TrainingHook):
                 f"fourier.period is {self._period}, but {name!r} has {rows} rows; at least 2 are needed."
             )
         return length
-
-    def reset(self) -> None:
-        """Forget when frequencies were acquired, and what kind of data there is."""
-        self._since = self._adds = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return since when each frequency is a key frequency, and whether the targets are sums."""
-        return {"since": self._since, "adds": self._adds}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        self._since, self._adds = state["since"], state["adds"]
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the spectra of the weights after an epoch, those of the neurons and the losses at SNAPSHOT."""

@@ -1,10 +1,11 @@
 """Clipping thresholds that follow the history of the gradient's own norms: ZClip and AdaGC."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from loopscope.hooks import Remembered, Remembering
 from torch import Tensor
 
 
@@ -106,13 +107,12 @@ class AdaGC:
         )
 
 
-class Gammas:
+class Gammas(Remembering):
     """The history of AdaGC: γ of every parameter that has had a gradient, and the steps taken in."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.values = torch.zeros(0, dtype=torch.float64)
-        self.taken = torch.zeros((), dtype=torch.int64)
+    names = Remembered(list[str])
+    values = Remembered(lambda: torch.zeros(0, dtype=torch.float64))
+    taken = Remembered(lambda: torch.zeros((), dtype=torch.int64))
 
     def take(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return γ of these parameters, infinite for new ones, and keep everything on ``device``."""
@@ -135,11 +135,3 @@ class Gammas:
     def _places(self, names: Sequence[str]) -> Tensor:
         places = {name: place for place, name in enumerate(self.names)}
         return torch.tensor([places[name] for name in names], device=self.values.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return names, γ and the number of steps."""
-        return {"names": list(self.names), "values": self.values, "taken": self.taken}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self.names, self.values, self.taken = list(state["names"]), state["values"], state["taken"]

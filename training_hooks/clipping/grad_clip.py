@@ -13,6 +13,7 @@ from loopscope.hooks import (
     MetricInfo,
     Metrics,
     ModelDataContext,
+    Remembered,
     RunDataContext,
     StatePart,
     metric_table,
@@ -99,6 +100,9 @@ class GradClip(InterventionHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
+    _history = Remembered(lambda: torch.zeros(3, dtype=torch.float64), saved=False)
+    _calls = Remembered(int, saved=False)
+    _gammas = Remembered(Gammas, saved=False)
 
     def __init__(
         self,
@@ -140,13 +144,6 @@ class GradClip(InterventionHook):
             "zclip": self._by_zclip,
             "adagc": self._by_adagc,
         }[method]
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the history."""
-        self._history = torch.zeros(3, dtype=torch.float64)
-        self._calls = 0
-        self._gammas = Gammas()
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Ask for the clipped gradients and return what that does to them; nothing where there is no gradient."""

@@ -11,6 +11,7 @@ from loopscope.hooks import (
     MetricInfo,
     Metrics,
     ModelDataContext,
+    Remembered,
     RunDataContext,
     RunInfo,
     StatePart,
@@ -48,6 +49,9 @@ class OutputProjectionClip(InterventionHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
+    _clipper = Remembered[OutputProjectionClipper | None](lambda: None, saved=False)
+    _history = Remembered[Mapping[str, Any]](dict, saved=False)
+    """What a checkpoint had of the history, until the clipper is made."""
 
     def __init__(
         self,
@@ -60,8 +64,6 @@ class OutputProjectionClip(InterventionHook):
     ) -> None:
         self.options = ClipOptions(window_size=window_size, scale_factor=scale_factor, scope=scope)
         self._wanted = embedding, projection
-        self._clipper: OutputProjectionClipper | None = None
-        self._history: Mapping[str, Any] = {}
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
@@ -86,13 +88,6 @@ class OutputProjectionClip(InterventionHook):
         if self.options.scope == "weight" and decision.threshold is not None:
             model_ctx.add_to_gradients({name: decision.output}, decision.change)
         return decision.metrics()
-
-    def reset(self) -> None:
-        """Forget the history."""
-        self._history = {}
-        if self._clipper is not None:
-            self._clipper.history.load_state_dict({})
-            self._clipper.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history."""

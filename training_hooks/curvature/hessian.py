@@ -12,6 +12,7 @@ from loopscope.hooks import (
     MetricInfo,
     Metrics,
     ModelDataContext,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -68,6 +69,8 @@ class Hessian(InterventionHook):
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
     needs_prev_step_grads = True
     uses_reference_weights = True
+    _departure = Remembered[Departure | None](lambda: None, saved=False)
+    _trail = Remembered(Trail, saved=False)
 
     def __init__(
         self,
@@ -91,8 +94,6 @@ class Hessian(InterventionHook):
         )
         self.epsilon = epsilon
         self.method: Method = method
-        self._departure: Departure | None = None
-        self._trail = Trail()
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
@@ -159,10 +160,6 @@ class Hessian(InterventionHook):
             curvature = preconditioned_curvature(update, product, preconditioner)
             metrics["preconditioned_curvature"] = curvature
         return metrics if threshold is None else metrics | {"stability_ratio": curvature / threshold}
-
-    def reset(self) -> None:
-        """Forget the burst under way."""
-        self._departure, self._trail = None, Trail()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of a burst needs; empty between bursts."""

@@ -1,9 +1,8 @@
 """A learning-rate range test from the present state, which the run then never had."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
-from typing import Any
 
 import torch
 from loopscope.data import Batch, Loader
@@ -16,6 +15,7 @@ from loopscope.hooks import (
     Metrics,
     ModelDataContext,
     OptimizerGroup,
+    Remembered,
     RunDataContext,
     metric_table,
 )
@@ -104,6 +104,7 @@ class LrProbe(InterventionHook):
 
     name = "lr_probe"
     hook_points = frozenset({HookPoint.SNAPSHOT})
+    _snapshots = Remembered(int)
 
     def __init__(
         self,
@@ -135,7 +136,6 @@ class LrProbe(InterventionHook):
         self.every = every
         self.smoothing = smoothing
         self.rates = growing_rates(lr_min, lr_max, steps)
-        self._snapshots = 0
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Run the test at every ``every``-th snapshot."""
@@ -154,18 +154,6 @@ class LrProbe(InterventionHook):
         rates = torch.tensor(self.rates, device=means.device)
         found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
         return {**found, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}
-
-    def reset(self) -> None:
-        """Count snapshots from the beginning."""
-        self._snapshots = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many snapshots have passed."""
-        return {"snapshots": self._snapshots}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting snapshots."""
-        self._snapshots = state["snapshots"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the test; s is the smoothed loss."""

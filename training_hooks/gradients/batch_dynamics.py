@@ -1,8 +1,7 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import (
@@ -10,6 +9,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -82,6 +82,8 @@ class BatchDynamics(TrainingHook):
 
     name = "batch_dynamics"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    _history = Remembered(lambda hook: GradientHistory(hook.history, hook.projection), by_options=True)
+    _step = Remembered(int)
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
         if history < 2:
@@ -92,10 +94,10 @@ class BatchDynamics(TrainingHook):
                 f"({history})."
             )
         check_dimensions("batch_dynamics.projection", projection)
+        self.history = history
+        self.projection = projection
         self.memory = memory
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=history)
-        self._history = GradientHistory(history, projection)
-        self._step = 0
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run without two steps in a row, and a model whose gradients exceed the memory."""
@@ -107,31 +109,17 @@ class BatchDynamics(TrainingHook):
             )
         refuse_above(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
 
-    def reset(self) -> None:
-        """Forget the gradients."""
-        self._history.clear()
-        self._step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the gradients of the burst under way and its last step."""
-        return {"history": self._history.state_dict(), "step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
-        self._history.load_state_dict(state["history"])
-        self._step = state["step"]
-
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Keep this step's gradient; return what the burst so far says, at the steps at which it reports."""
         if ctx.step != self._step + 1:
-            self._history.clear()
+            self._history.reset()
         self._history.append(ctx.model)
         self._step = ctx.step
         last = not self.step_schedule.is_due(ctx.step + 1)
         count = self._history.count
         metrics = self._measured() if count > 1 and (last or count in LENGTHS or count % INTERVAL == 0) else {}
         if last:
-            self._history.clear()
+            self._history.reset()
         return metrics
 
     def _measured(self) -> Metrics:

@@ -1,7 +1,6 @@
 """How much the gradient of one epoch agrees with that of the epoch before."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
@@ -10,6 +9,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
@@ -58,20 +58,15 @@ class Consecutive(TrainingHook):
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_BACKWARD})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
     needs_grads = True
+    _memory = Remembered(FlatMemory)
+    _owners = Remembered(dict[str, list[str]])
+    """By vector of the memory: the parameters that had a gradient."""
+    _summed = Remembered(int)
 
     def __init__(self, *, interval: int = 0) -> None:
         if interval < 0:
             raise UsageError(f"consecutive.interval is {interval}; it must be 0 (one pass over the data) or more.")
         self._interval = interval
-        self._memory = FlatMemory()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the last mean gradient, and the sum towards the next."""
-        self._memory.clear()
-        self._spare: FlatVector | None = None
-        self._owners: dict[str, list[str]] = {}
-        self._summed = 0
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run that has no two epochs to compare; raises :class:`UnsuitableError`."""
@@ -91,7 +86,7 @@ class Consecutive(TrainingHook):
             self.reset()
             return {}
         layout = self._layout(ctx)
-        now = layout.copy(ctx.accumulated_grads, self._spare or layout.zeros())
+        now = layout.copy(ctx.accumulated_grads, self._memory.work(layout))
         return self._compare(layout, now, [name for name in layout.names if name in ctx.accumulated_grads])
 
     def _layout(self, ctx: RunDataContext) -> FlatLayout:
@@ -106,7 +101,7 @@ class Consecutive(TrainingHook):
         """Return how a mean gradient agrees with the last one, which it replaces; ``owners`` had a gradient."""
         before = self._memory.vectors.get("before")
         shared = [name for name in owners if name in self._owners.get("before", ())]
-        self._memory.vectors, self._owners, self._spare = {"before": now}, {"before": owners}, before
+        self._memory.vectors, self._owners, self._memory.spare = {"before": now}, {"before": owners}, before
         return {} if before is None else agreement(layout, now.data, before.data, shared)
 
     def _gather(self, ctx: RunDataContext) -> Metrics:
@@ -114,8 +109,8 @@ class Consecutive(TrainingHook):
         layout = self._memory.layout(ctx.model) if self._summed else self._layout(ctx)
         vectors, gradients = self._memory.vectors, layout.gradients()
         if not self._summed:
-            vectors["sum"] = layout.copy({}, self._spare or layout.zeros())
-            self._spare, self._owners["sum"] = None, []
+            vectors["sum"] = layout.copy({}, self._memory.work(layout))
+            self._memory.spare, self._owners["sum"] = None, []
         layout.add(gradients, vectors["sum"])
         self._owners["sum"] += [name for name in gradients if name not in self._owners["sum"]]
         self._summed += 1
@@ -128,17 +123,6 @@ class Consecutive(TrainingHook):
             return {}
         vectors["sum"].data.div_(steps)
         return self._compare(layout, vectors["sum"], self._owners["sum"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last mean gradient and the sum towards the next, with the parameters that had a gradient."""
-        return {"memory": self._memory.state_dict(), "owners": self._owners, "summed": self._summed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self.reset()
-        self._memory.load_state_dict(state["memory"])
-        self._owners = {name: list(owners) for name, owners in state["owners"].items()}
-        self._summed = state["summed"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the agreement; ḡ is the mean gradient of the epoch, ḡ' that of the epoch before."""

@@ -14,6 +14,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -80,6 +81,10 @@ class GradientFlow(TrainingHook):
 
     name = "gradient_flow"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    _squares = Remembered(dict[str, Tensor], saved=False)
+    _vanishing = Remembered(list[str])
+    _amplifying = Remembered(list[str])
+    """Blocks that were warned of and are not over it."""
 
     def __init__(
         self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
@@ -95,13 +100,6 @@ class GradientFlow(TrainingHook):
         self._vanishing_gain = vanishing_gain
         self._amplifying_gain = amplifying_gain
         self._chains: list[Chain] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the gradients seen and what was warned of."""
-        self._squares: dict[str, Tensor] = {}
-        self._vanishing: set[str] = set()
-        self._amplifying: set[str] = set()
 
     def start(self, run: RunInfo) -> None:
         """Find the blocks; raises :class:`UnsuitableError` if there are none, or none for one of several patterns."""
@@ -164,14 +162,6 @@ class GradientFlow(TrainingHook):
         over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
         self._amplifying = _told(self._amplifying, amplifying, over, step, f"is amplified: gains of at least {high:g}")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was warned of and is not over."""
-        return {"vanishing": sorted(self._vanishing), "amplifying": sorted(self._amplifying)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        self._vanishing, self._amplifying = set(state["vanishing"]), set(state["amplifying"])
-
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe norms and gains; ``<parameter>`` stands for a block's name, in total_gain for a chain's."""
         return metric_table("""
@@ -198,9 +188,9 @@ def _gain(item: tuple[str, float]) -> float:
     return item[1]
 
 
-def _told(told: set[str], found: Mapping[str, float], over: set[str], step: int, what: str) -> set[str]:
+def _told(told: Sequence[str], found: Mapping[str, float], over: set[str], step: int, what: str) -> list[str]:
     """Warn if blocks are found that the user has not been told of, note if none is left; return who is now."""
-    now = {*found} | (told - over)
+    now = sorted({*found} | ({*told} - over))
     if found.keys() - told:
         named = listed([f"{block} ({gain:.2g})" for block, gain in found.items()], LISTED)
         warnings.warn(f"Step {step:,}: on its way backward the gradient {what} in {named}.", stacklevel=3)

@@ -1,10 +1,8 @@
 """The newest gradients of a run as rows of a matrix, their inner products, and what those say of the rows' span."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from loopscope.errors import UnsuitableError
+from loopscope.hooks import Remembered, Remembering
 from loopscope.state import gradients, trainable
 from torch import Tensor, nn
 
@@ -30,12 +28,18 @@ def row_products(some: Tensor, rows: Tensor) -> Tensor:
     return total
 
 
-class GradientHistory:
+class GradientHistory(Remembering):
     """A ring of the newest gradients, each one row, and their Gram matrix, which grows by a row with every gradient.
 
     Memory: ``capacity`` × width × 4 bytes (8 for float64 gradients), the width being the number of trainable elements,
     or ``projection`` if that is not 0. Parameters without a gradient count as zeros; sharded ones are gathered.
     """
+
+    _rows = Remembered[Tensor | None](lambda: None)
+    _gram = Remembered(lambda new: torch.zeros(new.capacity, new.capacity, dtype=torch.float64), by_options=True)
+    count = Remembered(int)
+    """Gradients taken since the last :meth:`reset`, those overwritten since included."""
+    _waiting = Remembered(int)
 
     def __init__(self, capacity: int, projection: int = 0) -> None:
         """Make room for ``capacity`` gradients; none is taken before the first one comes.
@@ -46,15 +50,6 @@ class GradientHistory:
         """
         self.capacity = capacity
         self.projection = projection
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every gradient and give their memory back."""
-        self._rows: Tensor | None = None
-        self._gram = torch.zeros(self.capacity, self.capacity, dtype=torch.float64)
-        self.count = 0
-        """Gradients taken since the last :meth:`clear`, those overwritten since included."""
-        self._waiting = 0
 
     def __len__(self) -> int:
         return min(self.count, self.capacity)
@@ -65,7 +60,7 @@ class GradientHistory:
         if self.projection:
             row = count_sketch(row, self.projection)
         if self._rows is None or self._rows.shape[1] != len(row):
-            self.clear()
+            self.reset()
             self._rows = row.new_zeros(self.capacity, len(row))
         self._rows = self._rows.to(row.device)
         self._rows[self.count % self.capacity] = row
@@ -100,15 +95,6 @@ class GradientHistory:
         self._gram[places, : len(self)] = products
         self._gram[: len(self), places] = products.T
         self._waiting = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rows, their products and how many there are."""
-        return {"rows": self._rows, "gram": self._gram, "count": self.count, "waiting": self._waiting}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
-        self._rows, self._gram = state["rows"], state["gram"]
-        self.count, self._waiting = state["count"], state["waiting"]
 
 
 def width_of(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from loopscope.data import micro_batches, rows
@@ -11,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     StepSchedule,
     TrainingHook,
@@ -89,8 +90,9 @@ class GradientNoiseScale(TrainingHook):
 
     name = "gradient_noise_scale"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
-    _sums: Tensor
-    _weight: float
+    _sums = Remembered(lambda: torch.zeros(2, dtype=torch.float64))
+    """Of signal and noise, weighted."""
+    _weight = Remembered(float)
 
     def __init__(self, *, every_n_steps: int = 100, parts: int = 2, decay: float = 0.9) -> None:
         if parts < 2:
@@ -100,7 +102,6 @@ class GradientNoiseScale(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
         self.parts = parts
         self.decay = decay
-        self.reset()
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return this step's estimates and the averages; nothing for a batch of one row."""
@@ -125,19 +126,6 @@ class GradientNoiseScale(TrainingHook):
         self._sums = self.decay * self._sums.to(estimates.device) + estimates
         self._weight = self.decay * self._weight + 1
         return self._sums / self._weight
-
-    def reset(self) -> None:
-        """Forget the averages."""
-        self._sums = torch.zeros(2, dtype=torch.float64)
-        self._weight = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the weighted sums of signal and noise, and their weight."""
-        return {"sums": self._sums, "weight": self._weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on averaging from :meth:`state_dict`."""
-        self._sums, self._weight = state["sums"], state["weight"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the estimates; B_big = B rows in n parts, B_small = B/n."""

@@ -1,7 +1,6 @@
 """How the gradient and the way made so far lie to the straight line from the parameters to a reference solution."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from loopscope.hooks import (
@@ -9,6 +8,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
@@ -63,13 +63,8 @@ class GradientProjection(TrainingHook):
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_reference_weights = True
-
-    def __init__(self) -> None:
-        self._memory = FlatMemory()
-
-    def reset(self) -> None:
-        """Forget the parameters that the last strategy began with."""
-        self._memory.clear()
+    _memory = Remembered(FlatMemory, merged=True)
+    """The parameters that the strategy began with."""
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
@@ -89,14 +84,6 @@ class GradientProjection(TrainingHook):
             gradient = layout.copy(ctx.accumulated_grads, layout.zeros()).data
             metrics |= downhill(layout, gradient, way)
         return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters that the strategy began with."""
-        return self._memory.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self._memory.load_state_dict(state)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the projections onto the way d = θ_ref − θ and the route D = θ_ref − θ₀."""

@@ -1,6 +1,6 @@
 """How many dimensions the recent gradients span, and how much of a new one lies in them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -88,6 +89,7 @@ class SubspaceGradientInfo(TrainingHook):
 
     name = "subspace_gradient_info"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    _history = Remembered(lambda hook: GradientHistory(hook.window + 1, hook.projection), by_options=True, merged=True)
 
     def __init__(
         self, *, window: int = 20, top: int = 10, every: int = 100, projection: int = 0, memory: int = 1024
@@ -100,9 +102,9 @@ class SubspaceGradientInfo(TrainingHook):
         check_dimensions("subspace_gradient_info.projection", projection)
         self.window = window
         self.top = top
+        self.projection = projection
         self.memory = memory
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
-        self._history = GradientHistory(window + 1, projection)
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run of fewer than two gradients, and a model too small for the subspace or too large to keep."""
@@ -119,18 +121,6 @@ class SubspaceGradientInfo(TrainingHook):
                 "with --hook-config subspace_gradient_info.top=N."
             )
         refuse_above(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
-
-    def reset(self) -> None:
-        """Forget the gradients."""
-        self._history.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the gradients and their products."""
-        return self._history.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
-        self._history.load_state_dict(state)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Take the gradient and return the spectrum; the share once ``top`` earlier gradients are there."""

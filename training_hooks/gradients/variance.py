@@ -12,6 +12,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -21,7 +22,7 @@ from loopscope.hooks import (
 from loopscope.state import trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory
 
 
 @dataclass
@@ -120,6 +121,9 @@ class Variance(TrainingHook):
 
     name = "variance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    _memory = Remembered(FlatMemory)
+    _chunks = Remembered(list[Chunk], saved=False)
+    _last_step = Remembered(int)
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:
         if window < 2:
@@ -132,15 +136,6 @@ class Variance(TrainingHook):
         self._length = min(window, every)
         apart = StepSchedule(mode="burst", every_n_steps=every, burst_length=window) if every > window else None
         self.step_schedule = apart or EVERY_STEP
-        self._memory = FlatMemory()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the gradients seen."""
-        self._memory.clear()
-        self._spare: FlatVector | None = None
-        self._chunks: list[Chunk] = []
-        self._last_step = 0
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run that is shorter than a window; raises :class:`UnsuitableError`."""
@@ -179,7 +174,7 @@ class Variance(TrainingHook):
         """Add the step's gradient to the newest chunk, a new one if that is full."""
         layout = self._layout(ctx)
         gradients = layout.gradients()
-        now = layout.copy(gradients, self._spare or layout.zeros())
+        now = layout.copy(gradients, self._memory.work(layout))
         chunk = self._chunks[-1] = self._chunks[-1].on(layout.device)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
         previous = self._memory.vectors.get("previous")
@@ -188,20 +183,17 @@ class Variance(TrainingHook):
             change = torch.sub(now.data, previous.data, out=work.data)
             (chunk.changes if chunk.count else chunk.link).add_(layout.dot(change, change))
         extend(chunk, layout, now.data, work.data)
-        self._memory.vectors["previous"], self._spare = now, work
+        self._memory.vectors["previous"], self._memory.spare = now, work
         return layout
 
     def state_dict(self) -> dict[str, Any]:
         """Return the newest gradient and the moments of the windows under way."""
-        chunks = [dict(vars(chunk)) for chunk in self._chunks]
-        return {"memory": self._memory.state_dict(), "chunks": chunks, "last_step": self._last_step}
+        return super().state_dict() | {"chunks": [dict(vars(chunk)) for chunk in self._chunks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self.reset()
-        self._memory.load_state_dict(state["memory"])
+        """Take back what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
         self._chunks = [Chunk(**{**chunk, "owners": list(chunk["owners"])}) for chunk in state["chunks"]]
-        self._last_step = state["last_step"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the moments of the W gradients g_t of a window, with mean ḡ."""

@@ -1,9 +1,9 @@
 """What the pages of a ledger are told as: metrics, warnings and the table at the end of a run."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from loopscope.hooks import Remembered, Remembering
 
 from ..measures import Conditions
 from .overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
@@ -49,7 +49,7 @@ def values_by_role(page: Page, top_k: int) -> Values:
     return found
 
 
-class Alarm:
+class Alarm(Remembering):
     """Tells when layers begin to overflow, or their gradients to drown in noise, and when that is over.
 
     Args:
@@ -57,17 +57,16 @@ class Alarm:
         least_ratio: the ratio of gradient to noise below which a gradient drowns.
     """
 
+    _conditions = Remembered(lambda alarm: Conditions(alarm.phrases, noun="cast"), by_options=True, merged=True)
+
     def __init__(self, most_overflow: float, least_ratio: float) -> None:
         self._most_overflow = most_overflow
         self._least_ratio = least_ratio
         above, below = f"in more than {most_overflow:.3g} of", f"a gradient-to-noise ratio below {least_ratio:.3g}"
-        self._conditions = Conditions(
-            {
-                OVERFLOW: (f"overflows {above} its elements", f"overflow {above} their elements"),
-                NOISE: (f"has {below}", f"have {below}"),
-            },
-            noun="cast",
-        )
+        self.phrases = {
+            OVERFLOW: (f"overflows {above} its elements", f"overflow {above} their elements"),
+            NOISE: (f"has {below}", f"have {below}"),
+        }
 
     def see(self, page: Page, step: int) -> None:
         """Take note of a page."""
@@ -90,14 +89,6 @@ class Alarm:
     def tell(self, step: int) -> None:
         """Warn of what is new up to ``step``."""
         self._conditions.tell(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was told of."""
-        return self._conditions.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
-        self._conditions.load_state_dict(state)
 
 
 def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:

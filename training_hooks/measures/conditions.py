@@ -2,15 +2,15 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from loopscope.errors import RunNotice, listed
+from loopscope.hooks import Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
 
 
-class Conditions:
+class Conditions(Remembering):
     """Remembers which parameters are in which condition, and queues a sentence for every change.
 
     Args:
@@ -18,13 +18,14 @@ class Conditions:
         noun: what they are called that are in it.
     """
 
+    counts = Remembered[dict[str, int]](lambda new: dict.fromkeys(new.phrases, 0), by_options=True)
+    """How many parameters were in each condition when it was last looked at."""
+    _told = Remembered[dict[str, list[str]]](lambda new: {condition: [] for condition in new.phrases}, by_options=True)
+    _news = Remembered(list[tuple[int, bool, str]])
+
     def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
-        self._phrases = dict(phrases)
+        self.phrases = dict(phrases)
         self._noun = noun
-        self.counts = dict.fromkeys(self._phrases, 0)
-        """How many parameters were in each condition when it was last looked at."""
-        self._told: dict[str, list[str]] = {condition: [] for condition in self._phrases}
-        self._news: list[tuple[int, bool, str]] = []
 
     def see(self, condition: str, found: Mapping[str, str], *, step: int, checked: int) -> None:
         """Take in that of ``checked`` parameters these, the worst first, each with a measured value, are in it.
@@ -32,7 +33,7 @@ class Conditions:
         It is news if one of them was not among those told of since the condition appeared, and if none is left.
         """
         told = self._told[condition]
-        one, several = self._phrases[condition]
+        one, several = self.phrases[condition]
         if found.keys() - told:
             worst = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
             says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"
@@ -52,14 +53,3 @@ class Conditions:
         self._news = [news for news in self._news if news[0] > step]
         for _, trouble, sentence in due:
             warnings.warn(sentence, UserWarning if trouble else RunNotice, stacklevel=3)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that is remembered."""
-        told = {condition: list(names) for condition, names in self._told.items()}
-        return {"counts": dict(self.counts), "told": told, "news": [list(news) for news in self._news]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
-        self.counts |= state["counts"]
-        self._told |= {condition: list(names) for condition, names in state["told"].items()}
-        self._news = [(step, trouble, sentence) for step, trouble, sentence in state["news"]]

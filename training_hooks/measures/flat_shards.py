@@ -7,6 +7,7 @@ from itertools import compress
 from typing import Any
 
 import torch
+from loopscope.hooks import Remembered, Remembering
 from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
@@ -135,18 +136,19 @@ class FlatLayout:
         return over_ranks(values, self._meshes, largest=largest)
 
 
-class FlatMemory:
+class FlatMemory(Remembering):
     """What a hook remembers from step to step: flat vectors by name, over the parameters it began with."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        """Of the parameters; none before the beginning."""
-        self.vectors: dict[str, FlatVector] = {}
-        self._layout: FlatLayout | None = None
+    names = Remembered(list[str])
+    """Of the parameters; none before the beginning."""
+    vectors = Remembered(dict[str, FlatVector], saved=False)
+    spare = Remembered[FlatVector | None](lambda: None, saved=False)
+    """A vector to work in, which is not needed any more."""
+    _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> FlatLayout:
         """Forget everything and begin anew with these parameters."""
-        self.clear()
+        self.reset()
         self._layout = FlatLayout(parameters)
         self.names = self._layout.names
         return self._layout
@@ -159,18 +161,18 @@ class FlatMemory:
                 self._layout.adopt(vector)
         return self._layout
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.names, self.vectors, self._layout = [], {}, None
+    def work(self, layout: FlatLayout) -> FlatVector:
+        """Return the spare vector to be written over, a new one if there is none."""
+        return self.spare or layout.zeros()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the parameters and the vectors' elements."""
-        return {"names": self.names, "vectors": {name: vector.data for name, vector in self.vectors.items()}}
+        return super().state_dict() | {"vectors": {name: vector.data for name, vector in self.vectors.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
-        self.clear()
-        self.names = list(state["names"])
+        self.reset()
+        super().load_state_dict(state)
         self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}
 
 

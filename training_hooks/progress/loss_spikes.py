@@ -12,6 +12,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
@@ -72,8 +73,9 @@ class LossSpikes(TrainingHook):
     hook_points = frozenset(EPOCH_END)
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_step_series = True
-    _previous: Tensor
-    _counts: Tensor
+    _previous = Remembered(lambda: torch.zeros(len(SIGNALS), 0, dtype=torch.float64))
+    """The newest ``window`` values of each signal."""
+    _counts = Remembered(lambda: torch.zeros(len(SIGNALS), dtype=torch.int64))
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
         if window < 2:
@@ -82,7 +84,6 @@ class LossSpikes(TrainingHook):
             raise UsageError(f"loss_spikes.threshold is {threshold}; it must be a positive number.")
         self.window = window
         self.threshold = threshold
-        self.reset()
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run that ends before the window is full."""
@@ -122,19 +123,6 @@ class LossSpikes(TrainingHook):
                     f"{self.threshold:g}).",
                     stacklevel=2,
                 )
-
-    def reset(self) -> None:
-        """Forget the window and the counts."""
-        self._previous = torch.zeros(len(SIGNALS), 0, dtype=torch.float64)
-        self._counts = torch.zeros(len(SIGNALS), dtype=torch.int64)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the window and the counts."""
-        return {"previous": self._previous, "counts": self._counts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the window and the counts of :meth:`state_dict`."""
-        self._previous, self._counts = state["previous"], state["counts"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics of the loss and of the gradient norm."""

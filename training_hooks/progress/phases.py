@@ -1,11 +1,19 @@
 """The phases of grokking (memorisation, circuit formation, clean-up) from the train/test gap and the weight norm."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook, metric_table
+from loopscope.hooks import (
+    HookPoint,
+    HookRegistry,
+    MetricInfo,
+    Metrics,
+    Remembered,
+    RunDataContext,
+    TrainingHook,
+    metric_table,
+)
 from loopscope.state import norm, trainable
 from torch import Tensor
 
@@ -43,6 +51,11 @@ class Phases(TrainingHook):
     name = "phases"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
+    _epochs = Remembered(dict[str, int])
+    """When the transitions were, by metric."""
+    _widest_gap = Remembered(float)
+    _largest_norm = Remembered[Tensor | None](lambda: None)
+    _cleanup_epoch = Remembered[Tensor | None](lambda: None)
 
     def __init__(
         self, *, memorised: float = 0.95, closed: float = 0.05, gap_share: float = 0.5, norm_drop: float = 0.005
@@ -57,30 +70,6 @@ class Phases(TrainingHook):
         self._closed = closed
         self._gap_share = gap_share
         self._norm_drop = norm_drop
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the phases of the run before."""
-        self._epochs: dict[str, int] = {}
-        self._widest_gap = 0.0
-        self._largest_norm: Tensor | None = None
-        self._cleanup_epoch: Tensor | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the dates of the transitions, the widest gap and the largest norm."""
-        return {
-            "epochs": dict(self._epochs),
-            "widest_gap": self._widest_gap,
-            "largest_norm": self._largest_norm,
-            "cleanup_epoch": self._cleanup_epoch,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self._epochs = dict(state["epochs"])
-        self._widest_gap = state["widest_gap"]
-        self._largest_norm = state["largest_norm"]
-        self._cleanup_epoch = state["cleanup_epoch"]
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the phase, the gap, the weight norm and the dates so far; nothing without an evaluation.

@@ -11,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -76,9 +77,11 @@ class TrainingDiagnostics(TrainingHook):
         "step": AROUND_THE_UPDATE | {HookPoint.SNAPSHOT},
     }
     needs_step_series = True
-    _steps: Tensor
-    _ratios: list[Tensor]
-    _before: dict[str, Tensor] | None
+    _steps = Remembered(lambda: torch.zeros(2, 0, dtype=torch.float64))
+    """Losses and gradient norms of the window, shape (2, n)."""
+    _ratios = Remembered(list[Tensor])
+    _before = Remembered(dict[str, Tensor])
+    """The weights before the optimizer's step, between PRE_UPDATE and POST_STEP."""
 
     def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
         if window < 2:
@@ -95,7 +98,6 @@ class TrainingDiagnostics(TrainingHook):
         self._most_ratios = -(-window // update_every)
         self._updates = StepSchedule(mode="stride", every_n_steps=update_every)
         self.point_schedules = dict.fromkeys(AROUND_THE_UPDATE, self._updates)
-        self.reset()
 
     def start(self, run: RunInfo) -> None:
         """Refuse a run of one step."""
@@ -118,11 +120,11 @@ class TrainingDiagnostics(TrainingHook):
         return self._reduced()
 
     def _finish_update(self, ctx: RunDataContext) -> Metrics:
-        if self._before is None:
+        if not self._before:
             return {}
         after = trainable(ctx.model)
         before = {name: value.to(after[name].device) for name, value in self._before.items()}
-        self._before = None
+        self._before = {}
         ratio = update_ratio(before, after)
         self._ratios = [*self._ratios, ratio][-self._most_ratios :]
         return {"update_ratio": ratio}
@@ -145,21 +147,9 @@ class TrainingDiagnostics(TrainingHook):
             ).mean()
         return metrics
 
-    def reset(self) -> None:
-        """Forget all steps."""
-        self._steps = torch.zeros(2, 0, dtype=torch.float64)
-        self._ratios = []
-        self._before = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the window, the update ratios within it and, between PRE_UPDATE and POST_STEP, the weights before."""
-        state: dict[str, Any] = {"steps": self._steps, "ratios": list(self._ratios)}
-        return state if self._before is None else {**state, "before": self._before}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
-        self._steps, self._ratios = state["steps"], list(state["ratios"])
-        self._before = state.get("before")
+        """Go on from :meth:`state_dict`, which used to leave out the weights where there were none."""
+        super().load_state_dict({"before": {}, **state})
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics; L and ‖g‖ are the n losses and gradient norms in the window."""

@@ -14,6 +14,7 @@ from loopscope.hooks import (
     MetricInfo,
     Metrics,
     ModelDataContext,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -182,14 +183,14 @@ class AdamDynamics(InterventionHook):
     intervention_points = frozenset({HookPoint.POST_STEP})
     mutates = False
     uses_reference_weights = True
+    _step = Remembered(int)
+    _settings = Remembered(list[Settings], saved=False)
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
         if sample < 1:
             raise UsageError(f"adam_dynamics.sample is {sample}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
         self.sample = sample
-        self._step = 0
-        self._settings: list[Settings] = []
 
     def start(self, run: RunInfo) -> None:
         """Refuse an optimizer that is no Adam."""
@@ -245,17 +246,13 @@ class AdamDynamics(InterventionHook):
             del metrics["coupled_decay_share"]
         return metrics | (solution_metrics(sums) if solution else {})
 
-    def reset(self) -> None:
-        """Forget the settings of the step in progress."""
-        self._step, self._settings = 0, []
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings of the last step that was due."""
-        return {"step": self._step, "settings": [asdict(settings) for settings in self._settings]}
+        """Return the last step that was due, and its settings as plain values."""
+        return super().state_dict() | {"settings": [asdict(settings) for settings in self._settings]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called."""
-        self._step = state["step"]
+        super().load_state_dict(state)
         self._settings = [Settings(**settings) for settings in state["settings"]]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:

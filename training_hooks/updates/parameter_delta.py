@@ -1,7 +1,6 @@
 """How much the parameters change over an epoch, as a whole and one by one."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from loopscope.hooks import (
@@ -9,6 +8,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
@@ -17,7 +17,7 @@ from loopscope.hooks import (
 from loopscope.state import trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory, FlatVector
+from ..measures import FlatLayout, FlatMemory
 
 
 def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]:
@@ -54,15 +54,8 @@ class ParameterDelta(TrainingHook):
     name = "parameter_delta"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
-
-    def __init__(self) -> None:
-        self._memory = FlatMemory()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the parameters kept."""
-        self._memory.clear()
-        self._spare: FlatVector | None = None
+    _memory = Remembered(FlatMemory, merged=True)
+    """The parameters at the last report."""
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
@@ -77,18 +70,9 @@ class ParameterDelta(TrainingHook):
             self._memory.vectors = {"before": self._memory.begin(trained).values()}
             return {}
         layout = self._memory.layout(ctx.model)
-        now, before = layout.copy(layout.parameters, self._spare or layout.zeros()), self._memory.vectors["before"]
-        self._memory.vectors, self._spare = {"before": now}, before
+        now, before = layout.copy(layout.parameters, self._memory.work(layout)), self._memory.vectors["before"]
+        self._memory.vectors, self._memory.spare = {"before": now}, before
         return change(layout, before.data, now.data)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters at the last report."""
-        return self._memory.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self.reset()
-        self._memory.load_state_dict(state)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the change; Δ = θ − θ', θ' the parameters at the last report or, before the first, the start."""

@@ -1,6 +1,6 @@
 """The path that the parameters take: its length, how far it leads, and how straight it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -23,6 +24,11 @@ from torch import Tensor, nn
 from ..measures import FlatLayout, FlatMemory
 
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up
+
+
+def zero() -> Tensor:
+    """Return a length to begin with: zero-dimensional, float64."""
+    return torch.zeros((), dtype=torch.float64)
 
 
 @HookRegistry.register
@@ -49,21 +55,19 @@ class PathLength(TrainingHook):
         "epoch": frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),
     }
+    _memory = Remembered(FlatMemory)
+    _squares = Remembered(list[Tensor])
+    """Of the legs that are not yet added up."""
+    _path = Remembered(zero)
+    _interval_path = Remembered(zero)
+    _steps = Remembered(int)
+    _interval_steps = Remembered(int)
+    _done = Remembered[int | None](lambda: None)
 
     def __init__(self, *, every: int = 4) -> None:
         if every < 1:
             raise UsageError(f"path_length.every is {every}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
-        self._memory = FlatMemory()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the path."""
-        self._memory.clear()
-        self._squares: list[Tensor] = []
-        self._path = self._interval_path = torch.zeros((), dtype=torch.float64)
-        self._steps = self._interval_steps = 0
-        self._done: int | None = None
 
     def start(self, run: RunInfo) -> None:
         """Note where the path begins, unless it goes on from a checkpoint."""
@@ -127,26 +131,6 @@ class PathLength(TrainingHook):
         vectors["interval"].data.copy_(newest)
         self._interval_path, self._interval_steps = torch.zeros_like(path), 0
         return metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters kept, the legs not yet added up, and the sums."""
-        return {
-            "memory": self._memory.state_dict(),
-            "squares": self._squares,
-            "path": self._path,
-            "interval_path": self._interval_path,
-            "steps": self._steps,
-            "interval_steps": self._interval_steps,
-            "done": self._done,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the path back."""
-        self._memory.load_state_dict(state["memory"])
-        self._squares = list(state["squares"])
-        self._path, self._interval_path = state["path"], state["interval_path"]
-        self._steps, self._interval_steps = state["steps"], state["interval_steps"]
-        self._done = state["done"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the path; l are the legs, an interval is an epoch (step loop: from SNAPSHOT to SNAPSHOT)."""

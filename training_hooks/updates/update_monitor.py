@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from loopscope.errors import UsageError
+from loopscope.hooks import Remembered, Remembering
 from loopscope.state import trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,7 +66,7 @@ class UpdateDiagnostics:
 
 
 @dataclass(kw_only=True)
-class WeightUpdateMonitor:
+class WeightUpdateMonitor(Remembering):
     """Checks gradients after backward, and weights around the optimizer's step, in any training loop.
 
     :meth:`check_gradients`, after ``backward()`` and before clipping and step, also keeps the weights;
@@ -88,9 +89,12 @@ class WeightUpdateMonitor:
     exploding_grad_threshold: float = 1e2
     frozen_update_ratio_threshold: float = 1e-12
     frozen_patience_steps: int = 3
-    _watched: WatchedElements = field(init=False, repr=False)
-    _frozen: dict[str, int] = field(default_factory=dict, init=False, repr=False)
-    _checked: Named = field(default_factory=dict, init=False, repr=False)
+    _watched = Remembered(
+        lambda new: WatchedElements(None if new.exact else new.sample_size), by_options=True, saved=False
+    )
+    _frozen = Remembered(dict[str, int])
+    """Checks in a row without movement."""
+    _checked = Remembered[Named](dict, saved=False)
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
@@ -104,12 +108,6 @@ class WeightUpdateMonitor:
                 f"vanishing_grad_threshold is {self.vanishing_grad_threshold} and exploding_grad_threshold "
                 f"{self.exploding_grad_threshold}; the first must be the smaller one."
             )
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the weights kept, and how long parameters have not moved."""
-        self._watched = WatchedElements(None if self.exact else self.sample_size)
-        self._frozen, self._checked = {}, {}
 
     @property
     def bytes(self) -> int:
@@ -224,11 +222,12 @@ class WeightUpdateMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how long parameters have not moved and, between the two checks of a step, the weights kept."""
-        return {"frozen": dict(self._frozen), "before": self._watched.state_dict()}
+        return super().state_dict() | {"before": self._watched.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self._frozen, self._checked = dict(state["frozen"]), {}
+        super().load_state_dict(state)
+        self._checked = {}
         self._watched.load_state_dict(state["before"])
 
 

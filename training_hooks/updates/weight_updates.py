@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
@@ -10,6 +11,7 @@ from loopscope.hooks import (
     HookRegistry,
     MetricInfo,
     Metrics,
+    Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
@@ -57,6 +59,10 @@ class WeightUpdates(TrainingHook):
 
     name = "weight_updates"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
+    monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
+    _conditions = Remembered(lambda: Conditions(CONDITIONS))
+    _kept_at = Remembered(int)
+    _checks = Remembered(int)
 
     def __init__(
         self,
@@ -74,28 +80,22 @@ class WeightUpdates(TrainingHook):
             raise UsageError(f"weight_updates.interval is {interval}; it must be at least 1.")
         if topk < 0:
             raise UsageError(f"weight_updates.topk is {topk}; it must be at least 0.")
+        self.new_monitor = partial(
+            WeightUpdateMonitor,
+            sample_size=sample_size,
+            exact=exact,
+            vanishing_grad_threshold=vanishing_grad_threshold,
+            exploding_grad_threshold=exploding_grad_threshold,
+            frozen_update_ratio_threshold=frozen_update_ratio_threshold,
+            frozen_patience_steps=frozen_patience_steps,
+        )
         try:
-            self.monitor = WeightUpdateMonitor(
-                sample_size=sample_size,
-                exact=exact,
-                vanishing_grad_threshold=vanishing_grad_threshold,
-                exploding_grad_threshold=exploding_grad_threshold,
-                frozen_update_ratio_threshold=frozen_update_ratio_threshold,
-                frozen_patience_steps=frozen_patience_steps,
-            )
+            self.monitor = self.new_monitor()
         except UsageError as error:
             raise UsageError(f"weight_updates.{error}") from error
         self.interval = interval
         self.topk = topk
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was kept, counted and warned of."""
-        self.monitor.reset()
-        self._conditions = Conditions(CONDITIONS)
-        self._kept_at = 0
-        self._checks = 0
 
     def start(self, run: RunInfo) -> None:
         """Say what is watched; refuse a model without trained parameters."""
@@ -158,21 +158,6 @@ class WeightUpdates(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Warn of what is new up to ``step``."""
         self._conditions.tell(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the monitor remembers, and what was warned of."""
-        return {
-            "monitor": self.monitor.state_dict(),
-            "conditions": self._conditions.state_dict(),
-            "kept_at": self._kept_at,
-            "checks": self._checks,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
-        self.monitor.load_state_dict(state["monitor"])
-        self._conditions.load_state_dict(state["conditions"])
-        self._kept_at, self._checks = state["kept_at"], state["checks"]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe both checks."""

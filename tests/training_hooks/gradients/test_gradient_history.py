@@ -118,10 +118,10 @@ def test_a_history_continues_from_its_state_with_waiting_gradients_and_after_goi
     np.testing.assert_allclose(history.gram().numpy(), numpy_gram(gradients[5:]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_cleared_history_holds_no_memory():
+def test_a_reset_history_holds_no_memory():
     history = GradientHistory(4)
     history.append(Vector(3).with_gradient(torch.ones(3)))
-    history.clear()
+    history.reset()
     assert history.state_dict()["rows"] is None
     assert len(history) == 0
 
