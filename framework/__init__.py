@@ -15,10 +15,12 @@ if TYPE_CHECKING:
         MetricInfo,
         MetricSink,
         ModelDataContext,
+        Remembered,
         RunDataContext,
         StatePart,
         StepSchedule,
         TrainingHook,
+        metric_table,
     )
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
@@ -34,10 +36,12 @@ _ROOMS = {
         "MetricInfo",
         "MetricSink",
         "ModelDataContext",
+        "Remembered",
         "RunDataContext",
         "StatePart",
         "StepSchedule",
         "TrainingHook",
+        "metric_table",
     ),
     "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
@@ -59,6 +63,7 @@ __all__ = [
     "MetricInfo",
     "MetricSink",
     "ModelDataContext",
+    "Remembered",
     "RunDataContext",
     "StateMutationError",
     "StatePart",
@@ -67,6 +72,7 @@ __all__ = [
     "TrainingHook",
     "UsageError",
     "fixed_order",
+    "metric_table",
     "random_order",
 ]
 
