@@ -87,7 +87,7 @@ class Remembering:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned; raises :class:`UsageError` if a part of it is missing."""
+        """Resume from what :meth:`state_dict` returned; raises :class:`UsageError` if a part of it is missing."""
         for entry in self._saved():
             if not entry.merged and entry.key not in state:
                 raise UsageError(f"its state has no {entry.key!r}, so it is that of another version")

@@ -25,7 +25,7 @@ from tests.benchmarks.loader_cost import every_batch, first_batches, skipping
 from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loop
 from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
-from tests.benchmarks.overflow_cost import counting, what_if
+from tests.benchmarks.overflow_cost import counting, hypothetical_casts
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
@@ -51,7 +51,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
-    "overflow": ("Overflow of narrow formats", (what_if, counting)),
+    "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
     "each": ("Each hook", (each_hook,)),
 }
 

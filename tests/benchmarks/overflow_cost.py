@@ -29,7 +29,7 @@ WARM_UP = 6
 """Steps before the first that is measured; in the first of them the casts are compiled."""
 
 
-def what_if(effort: Effort) -> Iterator[Row]:
+def hypothetical_casts(effort: Effort) -> Iterator[Row]:
     """Compare what the hook takes at every other step of a model of 10M parameters with the steps between."""
     subject = language_model() if effort.share > 0 else language_model(**SMALL)
     size = f"{sum(each.numel() for each in subject.task.model.parameters()) / 1e6:.0f}M parameters"

@@ -63,7 +63,7 @@ class ShadowCopies(Remembering):
         return super().state_dict() | {"copies": dict(self.shards)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take copies of what :meth:`state_dict` returned; :meth:`fit` tells whether they suit a model."""
+        """Copy what :meth:`state_dict` returned; :meth:`fit` refuses copies of another model."""
         super().load_state_dict(state)
         self.shards = {name: tensor.clone() for name, tensor in state["copies"].items()}
 

@@ -17,7 +17,7 @@ BLOCK = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothingConfig:
-    """How often, and how far.
+    """How often weights are smoothed, and how far.
 
     Args:
         update_interval: steps from one smoothing to the next.
@@ -136,7 +136,7 @@ class ModelSmoother:
         return due
 
     def smooth(self) -> None:
-        """Smooth now."""
+        """Blend buffers and weights now, whatever the step."""
         live = {name: parameter for name, parameter in self._live.items() if parameter.requires_grad}
         blend_buffers(live, self._copies.like(live), self.config.alpha, write_back=True)
 
@@ -145,7 +145,7 @@ class ModelSmoother:
         return self._copies.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the buffers of a checkpoint; raises ``ValueError`` if they are of another model."""
+        """Resume with the buffers of a checkpoint; raises ``ValueError`` if they are of another model."""
         loaded = ShadowCopies()
         loaded.load_state_dict(state)
         loaded.fit(self._model)

@@ -115,7 +115,7 @@ class WeightAverage(TrainingHook):
             raise UsageError(f"Hook 'weight_average' cannot go on from its checkpoint. {error}") from error
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Take in the weights after a step; at SNAPSHOT compare the averages with the live weights."""
+        """Include the weights after a step; at SNAPSHOT compare the averages with the live weights."""
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return self._compared(ctx)
         for kind, average in self._averages.items():
@@ -159,11 +159,11 @@ class WeightAverage(TrainingHook):
                     save_tensors(state, run.output_dir / average_name(run.strategy, kind))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages, and the SNAPSHOTs so far."""
+        """Return the averages, and how many SNAPSHOTs there were."""
         return super().state_dict() | {kind: each.state_dict() for kind, each in self._averages.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the averages of :meth:`state_dict`, as far as they are kept."""
+        """Resume with those averages of :meth:`state_dict` that this hook keeps."""
         self.reset()
         super().load_state_dict({"snapshots": 0, **state})
         for kind, average in self._averages.items():

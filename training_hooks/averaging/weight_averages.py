@@ -35,7 +35,7 @@ class WeightAverage(Remembering):
 
     @torch.no_grad()
     def sample(self, model: nn.Module, step: int) -> None:
-        """Take in the weights after ``step``."""
+        """Include the weights after ``step`` in the average."""
         buffers = floating_buffers(model)
         self._total = self._total * self.decay ** (step - self.last_step) + 1
         self.samples, self.last_step = self.samples + 1, step
@@ -62,7 +62,7 @@ class WeightAverage(Remembering):
             self._copies.fit(model, widen=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the averages of :meth:`state_dict`; :meth:`fit` tells whether they suit a model."""
+        """Resume with the averages of :meth:`state_dict`; :meth:`fit` refuses those of another model."""
         super().load_state_dict(state)
         self._parameters = {}
 

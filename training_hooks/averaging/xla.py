@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def on_xla(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether any of the tensors lies on an XLA device."""
+    """Return whether any of the tensors lies on an XLA device."""
     return any(tensor.device.type == "xla" for tensor in tensors)
 
 

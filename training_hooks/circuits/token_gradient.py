@@ -17,8 +17,7 @@ from loopscope.hooks import (
 from loopscope.state import whole
 from torch import Tensor
 
-from ..measures import participation_ratio
-from .concentration import gini
+from ..measures import gini, participation_ratio
 from .embeddings import first_embedding, first_name, matrix_named
 
 

@@ -72,7 +72,7 @@ class EmbeddingProvenance(TrainingHook):
         ]
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return norms, means, ratio and cosine."""
+        """Return norms and means of both gradients, their ratio and their cosine."""
         if self._pair is None:
             return {}
         weight = ctx.model.get_submodule(self._pair.embedding).get_parameter("weight")
@@ -87,11 +87,11 @@ class EmbeddingProvenance(TrainingHook):
         return metrics(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
 
     def reset(self) -> None:
-        """Forget what was seen of a step."""
+        """Forget the gradients that were seen of a step."""
         self._gradients.forget()
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe norms, means, ratio and cosine."""
+        """Describe norms and means of both gradients, their ratio and their cosine."""
         return [
             *_of_path("embedding_grad", "g_in", "through the input embedding"),
             *_of_path("output_proj_grad", "g_out", "through the output projection"),

@@ -208,7 +208,7 @@ class GradClip(InterventionHook):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the history of :meth:`state_dict`; that of another rule is of no use and left."""
+        """Resume with the history of :meth:`state_dict`, unless it is that of another rule."""
         self.reset()
         if state.get("method") != self.method:
             return

@@ -49,18 +49,18 @@ class NormHistory:
     norms: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def add(self, norm: Tensor) -> None:
-        """Take in a norm (zero-dimensional), unless it is infinite or NaN."""
+        """Append a norm (zero-dimensional), unless it is infinite or NaN."""
         if not self.norms.numel():
             self.norms = torch.full((self.size,), torch.nan, dtype=norm.dtype, device=norm.device)
         kept = self.norms.to(norm)
         self.norms = torch.where(norm.isfinite(), torch.cat((kept[1:], norm[None])), kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the norms."""
+        """Return the norms in the window."""
         return {"norms": self.norms}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with the norms of :meth:`state_dict`; with none of them anew.
+        """Resume with the norms of :meth:`state_dict`; an empty state is a fresh start.
 
         Raises :class:`UsageError` for a window of another size.
         """
@@ -106,7 +106,7 @@ class OutputProjectionClipper:
         return watched
 
     def forget(self) -> None:
-        """Begin a step."""
+        """Forget the gradients of the last step."""
         self._gradients.forget()
         self._logits = []
 
@@ -152,7 +152,7 @@ class OutputProjectionClipper:
 
 
 class TiedGradientClipping:
-    """The same in somebody's own loop, on any model with a tied matrix; to be switched on and off.
+    """Clips the gradient through a tied output projection in a training loop of your own; can be switched on and off.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
     >>> model[1].weight = model[0].weight
@@ -201,7 +201,7 @@ class TiedGradientClipping:
         return self.clipper.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with a history."""
+        """Resume with the history of :meth:`state_dict`."""
         self.clipper.history.load_state_dict(state)
 
 

@@ -73,7 +73,7 @@ class OutputProjectionClip(InterventionHook):
         self._clipper.history.load_state_dict(self._history)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
-        """Watch both uses of the matrix."""
+        """Watch both uses of the tied matrix."""
         return [] if self._clipper is None else self._clipper.taps()
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
@@ -90,11 +90,11 @@ class OutputProjectionClip(InterventionHook):
         return decision.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history."""
+        """Return the history of norms."""
         return dict(self._history) if self._clipper is None else self._clipper.history.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the history of :meth:`state_dict`."""
+        """Resume with the history of :meth:`state_dict`."""
         self._history = state
         if self._clipper is not None:
             self._clipper.history.load_state_dict(state)

@@ -140,7 +140,7 @@ class TiedGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step."""
+        """Forget the gradients of the last step."""
         self.output: Tensor | None = None
         """The sum of g_out so far, scaled like the loss."""
         self._owned = False
@@ -148,7 +148,7 @@ class TiedGradients:
         self._measured: Tensor | None = None
 
     def see_output(self, gradient: Tensor) -> None:
-        """Take a part of g_out: the function of a tap."""
+        """Add to g_out what a tap has seen of it."""
         self._seen[1] += 1
         if self.output is None:
             self.output = gradient
@@ -158,7 +158,7 @@ class TiedGradients:
             self.output, self._owned = self.output + gradient, True
 
     def see_input(self, gradient: Tensor) -> None:
-        """Take a part of g_in: the function of a tap."""
+        """Add to g_in what a tap has seen of it."""
         self._seen[0] += 1
         self._measured = self._sums(gradient, self.output) if self._seen == [1, 1] and self.output is not None else None
 

@@ -78,7 +78,7 @@ def ordering_split(gram: Tensor) -> dict[str, Tensor]:
 
 
 def solution_alignment(gram: Tensor) -> dict[str, Tensor]:
-    """Tell whether observed epoch, content and ordering lead to a reference solution.
+    """Return how well observed epoch, content and ordering point to a reference solution.
 
     ``gram`` has shape (K + 2, K + 2): the inner products of g, c₁…c_K and, at the end, of the way d from the parameters
     before the epoch to the reference. Gradients point uphill, hence cos(−·, d).

@@ -94,7 +94,7 @@ class Trail:
     length: Tensor | None = None
 
     def add(self, change: Vector) -> dict[str, Tensor]:
-        """Take the next entanglement, which is kept; return how it agrees with those before, from the second on."""
+        """Record an entanglement; from the second on, return how it agrees with those before."""
         last, total = placed_like(change, self.last), placed_like(change, self.total)
         length = norm(change)
         self.last, self.total = change, accumulate(total, change)

@@ -166,7 +166,7 @@ class Hessian(InterventionHook):
         return {} if self._departure is None else {**vars(self._departure), "trail": dict(vars(self._trail))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the burst in which :meth:`state_dict` was called."""
+        """Resume the burst in which :meth:`state_dict` was called."""
         kept = dict(state)
         self._trail = Trail(**kept.pop("trail", {}))
         self._departure = Departure(**kept) if kept else None

@@ -53,7 +53,7 @@ class PartNorms:
         self._squares: list[Tensor] = []
 
     def add(self, gradient: Vector, count: int) -> None:
-        """Take the mean gradient of ``count`` rows."""
+        """Include the mean gradient of ``count`` rows."""
         self._sum = accumulate(self._sum, gradient, count)
         self._squares.append(count * dot(gradient, gradient).double())
         self.rows += count

@@ -123,7 +123,7 @@ class SubspaceGradientInfo(TrainingHook):
         refuse_above(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Take the gradient and return the spectrum; the share once ``top`` earlier gradients are there."""
+        """Record the gradient and return the spectrum, and the share once ``top`` earlier gradients are there."""
         self._history.append(ctx.model)
         gram, resolution = self._history.gram(), self._history.resolution
         metrics: dict[str, Any] = {}

@@ -146,7 +146,7 @@ class Variance(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Take a step's gradient in; return the metrics of a window that it completes."""
+        """Record a step's gradient; return the metrics of the window that it completes."""
         if ctx.step != self._last_step + 1:
             self.reset()
         layout = self._extend(ctx)
@@ -191,7 +191,7 @@ class Variance(TrainingHook):
         return super().state_dict() | {"chunks": [dict(vars(chunk)) for chunk in self._chunks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._chunks = [Chunk(**{**chunk, "owners": list(chunk["owners"])}) for chunk in state["chunks"]]
 

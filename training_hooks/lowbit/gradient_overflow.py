@@ -23,10 +23,10 @@ from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_module
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn
 
+from .hypothetical_casts import SUBJECTS, HypotheticalCasts, label
 from .overflow_ledger import Ledger
 from .overflow_readings import infos
 from .overflow_report import Alarm, Values, summary, values_by_role, values_together
-from .what_if import SUBJECTS, WhatIf, label
 
 QUANTIZERS = "quantizers"
 
@@ -99,7 +99,7 @@ class GradientOverflow(TrainingHook):
         self._interval = interval
         self._count_interval = count_interval
         self._asks_always = bool(formats.strip())
-        self._what_if = WhatIf(
+        self._casts = HypotheticalCasts(
             [
                 Cast(format_name, rule)
                 for format_name in _several("formats", formats.strip() or "e2m1", "format", FormatRegistry.names())
@@ -117,8 +117,8 @@ class GradientOverflow(TrainingHook):
         """Forget what was counted and warned of."""
         self._counts = self._asks = False
         self._step = 0
-        self._what_if.reset()
-        self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._what_if.subjects)}
+        self._casts.reset()
+        self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._casts.subjects)}
         self._alarms = {subject: Alarm(*self._thresholds) for subject in self._ledgers}
 
     def start(self, run: RunInfo) -> None:
@@ -126,12 +126,12 @@ class GradientOverflow(TrainingHook):
         if self._plain_schedule is not None:
             self.step_schedule, self._plain_schedule = self._plain_schedule, None
         ledgers = {QUANTIZERS: Ledger(quantizing(run.model), ROLES, shared=True)}
-        ledgers |= {subject: self._what_if.ledger(subject, run.model) for subject in self._what_if.subjects}
+        ledgers |= {subject: self._casts.ledger(subject, run.model) for subject in self._casts.subjects}
         self._counts = bool(ledgers[QUANTIZERS].layers)
         self._asks = self._asks_always or not self._counts
         if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
             raise UnsuitableError(
-                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(self._what_if.subjects)} of "
+                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(self._casts.subjects)} of "
                 "parameters that are trained; the model has neither."
             )
         for subject, ledger in ledgers.items():
@@ -153,13 +153,13 @@ class GradientOverflow(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def _announce(self) -> None:
-        """Say what is counted and asked."""
+        """Announce what is counted, and which casts are hypothetical."""
         if self._counts:
             layers = counted(len(self._ledgers[QUANTIZERS].layers), "quantised layer")
             often = _often(self.step_schedule.every_n_steps)
             warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=3)
         if self._asks:
-            ways, subjects = ", ".join(map(label, self._what_if.casts)), ", ".join(self._what_if.subjects)
+            ways, subjects = ", ".join(map(label, self._casts.casts)), ", ".join(self._casts.subjects)
             often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
             warnings.warn(
                 f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=3
@@ -168,7 +168,7 @@ class GradientOverflow(TrainingHook):
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Tap the quantisers, and the inputs of the layers whose activations are asked about."""
         found: list[Tap] = [QuantizationTap(layer, counts) for layer, counts in self._ledgers[QUANTIZERS].open.items()]
-        if self._asks and "activations" in self._what_if.subjects:
+        if self._asks and "activations" in self._casts.subjects:
             layers = self._ledgers["activations"].layers
             found += [GradientTap(layer, "input", partial(self._see, layer)) for layer in layers]
         return found
@@ -176,10 +176,10 @@ class GradientOverflow(TrainingHook):
     def _see(self, layer: str, values: Tensor) -> None:
         """Ask about an activation; numbers of tokens are none."""
         if values.is_floating_point() and self._asks_at(self._step):
-            self._what_if.ask("activations", {layer: values}, self._ledgers["activations"])
+            self._casts.ask("activations", {layer: values}, self._ledgers["activations"])
 
     def _asks_at(self, step: int) -> bool:
-        """Tell whether what if is asked at a step at which the hook fires."""
+        """Return whether the hypothetical casts are made at a step at which the hook fires."""
         return self._asks and (not self._counts or (step - 1) % self._interval == 0)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
@@ -193,8 +193,8 @@ class GradientOverflow(TrainingHook):
         if self._counts:
             metrics |= self._turn(QUANTIZERS, ctx)
         if self._asks_at(ctx.step):
-            for subject in self._what_if.subjects:
-                self._what_if.ask_all(subject, ctx.model, self._ledgers[subject])
+            for subject in self._casts.subjects:
+                self._casts.ask_all(subject, ctx.model, self._ledgers[subject])
                 metrics |= self._turn(subject, ctx)
         return metrics
 
@@ -209,7 +209,7 @@ class GradientOverflow(TrainingHook):
         return together | values_by_role(page, self._top_k)
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn of what is new up to ``step``."""
+        """Give the warnings that have come up by ``step``."""
         for alarm in self._alarms.values():
             alarm.tell(step)
 
@@ -225,16 +225,16 @@ class GradientOverflow(TrainingHook):
         return {
             "ledgers": {subject: ledger.state_dict() for subject, ledger in self._ledgers.items()},
             "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
-            "histories": self._what_if.state_dict(),
+            "histories": self._casts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned, as far as it is of what this hook counts and asks."""
+        """Resume from what :meth:`state_dict` returned of the subjects that this hook counts."""
         for subject, ledger in self._ledgers.items():
             if subject in state["ledgers"]:
                 ledger.load_state_dict(state["ledgers"][subject])
                 self._alarms[subject].load_state_dict(state["alarms"][subject])
-        self._what_if.load_state_dict(state["histories"])
+        self._casts.load_state_dict(state["histories"])
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""

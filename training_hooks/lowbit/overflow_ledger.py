@@ -43,7 +43,7 @@ class Page:
         return readings(self.run_sums.sum((0, 1)), np.zeros(len(MAXIMA)))
 
     def of_the_run_by_role(self) -> dict[str, Any]:
-        """Return the same by role."""
+        """Return the readings of the run so far by role; those of maxima are not among them."""
         return readings(self.run_sums.sum(0), np.zeros((len(self.roles), len(MAXIMA))))
 
     def worst(self, reading: str, role: int, *, largest: bool) -> list[tuple[str, float]]:
@@ -54,7 +54,7 @@ class Page:
 
 
 class Ledger:
-    """Takes counts in on their device, and hands out pages of them, each with one transfer to the host.
+    """Adds up counts on their device, and hands out pages of them, each with one transfer to the host.
 
     Args:
         layers: the names of the layers or tensors.
@@ -78,7 +78,7 @@ class Ledger:
             counts.clear()
 
     def add(self, layer: str, role: str, counts: Counts) -> None:
-        """Take in what one quantisation lost."""
+        """Add what one quantisation lost."""
         known = self.open[layer].get(role)
         self.open[layer][role] = counts if known is None else joined(known, counts)
 
@@ -134,7 +134,7 @@ class Ledger:
         return {"layers": self.layers, "roles": self.roles, "steps": self.steps, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, unless it is of other layers or roles: then the counts begin anew."""
+        """Resume from :meth:`state_dict`; counts of other layers or roles are left, and begin anew."""
         if self.layers and (self.layers, self.roles) != (state["layers"], state["roles"]):
             return
         if not self.layers:
@@ -146,7 +146,7 @@ class Ledger:
 
 
 def joined(one: Counts, other: Counts) -> Counts:
-    """Return both together; neither is changed."""
+    """Return the sum of two counts; neither is changed."""
     return Counts(one.sums + other.sums, torch.maximum(one.maxima, other.maxima))
 
 

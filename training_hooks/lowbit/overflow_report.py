@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from loopscope.hooks import Remembered, Remembering
 
-from ..measures import Conditions
+from ..measures import Alerts
 from .overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
 from .overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
 
@@ -21,7 +21,7 @@ HYSTERESIS = 2.0
 
 
 def of_gradients(role: str) -> bool:
-    """Tell whether what is quantised in a role is a gradient."""
+    """Return whether what is quantised in a role is a gradient."""
     return role == "output_grad" or role.startswith("gradients/")
 
 
@@ -50,14 +50,14 @@ def values_by_role(page: Page, top_k: int) -> Values:
 
 
 class Alarm(Remembering):
-    """Tells when layers begin to overflow, or their gradients to drown in noise, and when that is over.
+    """Warns when layers begin to overflow, or their gradients to drown in noise, and when that is over.
 
     Args:
         most_overflow: the share of a layer's elements in a role above which it overflows.
         least_ratio: the ratio of gradient to noise below which a gradient drowns.
     """
 
-    _conditions = Remembered(lambda alarm: Conditions(alarm.phrases, noun="cast"), by_options=True, merged=True)
+    _alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
 
     def __init__(self, most_overflow: float, least_ratio: float) -> None:
         self._most_overflow = most_overflow
@@ -69,7 +69,7 @@ class Alarm(Remembering):
         }
 
     def see(self, page: Page, step: int) -> None:
-        """Take note of a page."""
+        """Note the layers that overflow, and those whose gradients drown in noise, on a page."""
         values = readings(page.sums, page.maxima)
         overflow, noise = values[OVERFLOW], values[NOISE].copy()
         noise[:, [not of_gradients(role) for role in page.roles]] = np.nan
@@ -78,17 +78,17 @@ class Alarm(Remembering):
 
     def _note(self, condition: str, page: Page, values: Any, begins: float, ends: float, step: int) -> None:
         """Find the casts with values below ``begins``, and of those told of already the ones below ``ends``."""
-        told, found = self._conditions.told(condition), {}
+        told, found = self._alerts.told(condition), {}
         for layer, role in np.argwhere(values < ends).tolist():
             name, value = f"{page.layers[layer]} {page.roles[role]}", float(values[layer, role])
             if value < begins or name in told:
                 found[name] = value
         texts = {name: f"{abs(value):.3g}" for name, value in sorted(found.items(), key=lambda item: item[1])}
-        self._conditions.see(condition, texts, step=step, checked=int((~np.isnan(values)).sum()))
+        self._alerts.see(condition, texts, step=step, checked=int((~np.isnan(values)).sum()))
 
     def tell(self, step: int) -> None:
-        """Warn of what is new up to ``step``."""
-        self._conditions.tell(step)
+        """Give the warnings that have come up by ``step``."""
+        self._alerts.tell(step)
 
 
 def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:

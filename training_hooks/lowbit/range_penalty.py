@@ -93,7 +93,7 @@ class RangePenaltyReport(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
 
     def start(self, run: RunInfo) -> None:
-        """Refuse a model without such matrices."""
+        """Refuse a model without matrices whose range is penalised."""
         matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
         if not (matrices and penalised(run.model, self._pattern)):
             raise UnsuitableError(

@@ -1,17 +1,19 @@
 """Mathematics that several rooms of hooks share."""
 
-from .conditions import Conditions
+from .alerts import Alerts
 from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, meshes_of, over_ranks
 from .flat_vectors import FlatSpace
-from .spectra import effective_rank, leading_share, participation_ratio, stable_rank
+from .spectra import effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, stable_rank
 
 __all__ = [
-    "Conditions",
+    "Alerts",
     "FlatLayout",
     "FlatMemory",
     "FlatSpace",
     "FlatVector",
     "effective_rank",
+    "entropy_of_shares",
+    "gini",
     "laid_out_like",
     "leading_share",
     "meshes_of",

@@ -170,7 +170,7 @@ class FlatMemory(Remembering):
         return super().state_dict() | {"vectors": {name: vector.data for name, vector in self.vectors.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         self.reset()
         super().load_state_dict(state)
         self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}

@@ -1,4 +1,4 @@
-"""Singular values and the numbers that sum a spectrum up: effective rank, stable rank, leading share."""
+"""Singular values, and the numbers that say how evenly a spectrum or any other total is spread."""
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ def effective_rank(values: Tensor) -> Tensor:
     >>> effective_rank(torch.ones(4)).item()
     4.0
     """
-    entropy: Tensor = torch.special.entr(values / values.sum()).sum()
-    return entropy.exp()
+    return entropy_of_shares(values / values.sum()).exp()
 
 
 def stable_rank(values: Tensor) -> Tensor:
@@ -58,3 +57,23 @@ def participation_ratio(eigenvalues: Tensor) -> Tensor:
     2.0
     """
     return eigenvalues.sum().square() / eigenvalues.square().sum()
+
+
+def gini(values: Tensor) -> Tensor:
+    """Return the Gini coefficient of n non-negative values: 0 if all are equal, 1 − 1/n if one has everything.
+
+    Σᵢ (2i − n − 1)·xᵢ / (n·Σᵢ xᵢ) over the values in ascending order, i from 1; NaN if all are zero.
+
+    >>> gini(torch.tensor([1.0, 0.0, 0.0, 0.0])).item()
+    0.75
+    """
+    count = values.numel()
+    ranks = torch.arange(1, count + 1, device=values.device, dtype=values.dtype)
+    differences: Tensor = ((2 * ranks - count - 1) * values.sort().values).sum()
+    return differences / (count * values.sum())
+
+
+def entropy_of_shares(fractions: Tensor) -> Tensor:
+    """Return the entropy −Σ f ln f of fractions that add up to 1, in nats, with 0·ln 0 = 0."""
+    terms: Tensor = torch.special.entr(fractions)
+    return terms.sum()

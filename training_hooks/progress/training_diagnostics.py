@@ -148,7 +148,7 @@ class TrainingDiagnostics(TrainingHook):
         return metrics
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, which used to leave out the weights where there were none."""
+        """Resume from :meth:`state_dict`, which used to leave out the weights where there were none."""
         super().load_state_dict({"before": {}, **state})
 
     def describe_metrics(self) -> Sequence[MetricInfo]:

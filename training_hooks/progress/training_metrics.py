@@ -43,7 +43,7 @@ class TrainingMetrics(TrainingHook):
     }
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return what exists at this point."""
+        """Return those of the metrics that exist at this point."""
         if ctx.hook_point in STEP_POINTS:
             return present(loss=ctx.loss, lr=ctx.lr)
         others = {name: value for name, value in ctx.evaluation.items() if name not in ("train_acc", "val_acc")}

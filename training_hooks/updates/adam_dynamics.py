@@ -193,7 +193,7 @@ class AdamDynamics(InterventionHook):
         self.sample = sample
 
     def start(self, run: RunInfo) -> None:
-        """Refuse an optimizer that is no Adam."""
+        """Refuse an optimizer that is not Adam or AdamW."""
         if not issubclass(run.optimizer_class, torch.optim.Adam):
             raise UnsuitableError(
                 "Hook 'adam_dynamics' needs torch.optim.Adam or AdamW, whose moments it reads; the run's optimizer is "
@@ -251,7 +251,7 @@ class AdamDynamics(InterventionHook):
         return super().state_dict() | {"settings": [asdict(settings) for settings in self._settings]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called."""
+        """Resume from what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._settings = [Settings(**settings) for settings in state["settings"]]
 

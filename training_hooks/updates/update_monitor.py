@@ -35,7 +35,7 @@ class GradientDiagnostics:
 
     @property
     def is_finite(self) -> bool:
-        """Tell whether every element that was looked at is finite."""
+        """Whether every element that was looked at is finite."""
         return math.isfinite(self.l2_norm)
 
 
@@ -225,7 +225,7 @@ class WeightUpdateMonitor(Remembering):
         return super().state_dict() | {"before": self._watched.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Resume from what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._checked = {}
         self._watched.load_state_dict(state["before"])

@@ -20,7 +20,7 @@ from loopscope.hooks import (
 )
 from loopscope.state import trainable
 
-from ..measures import Conditions
+from ..measures import Alerts
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
 
 CONDITIONS = {
@@ -60,7 +60,7 @@ class WeightUpdates(TrainingHook):
     name = "weight_updates"
     hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_STEP})
     monitor = Remembered[WeightUpdateMonitor](lambda hook: hook.new_monitor(), by_options=True)
-    _conditions = Remembered(lambda: Conditions(CONDITIONS))
+    _conditions = Remembered(lambda: Alerts(CONDITIONS))
     _kept_at = Remembered(int)
     _checks = Remembered(int)
 
@@ -156,11 +156,11 @@ class WeightUpdates(TrainingHook):
         return self.monitor.aggregate_update_stats(updates) | named
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn of what is new up to ``step``."""
+        """Give the warnings that have come up by ``step``."""
         self._conditions.tell(step)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe both checks."""
+        """Describe the checks of gradients and of updates."""
         return [*_gradient_infos(), *_update_infos()]
 
 

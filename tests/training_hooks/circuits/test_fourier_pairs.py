@@ -14,7 +14,6 @@ from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.circuits import Fourier, fourier
-from loopscope.training_hooks.circuits.concentration import gini
 from loopscope.training_hooks.circuits.embeddings import feed_forward_inputs, output_projection
 from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra
 from loopscope.training_hooks.circuits.modular_addition import (
@@ -25,6 +24,7 @@ from loopscope.training_hooks.circuits.modular_addition import (
     waves,
 )
 from loopscope.training_hooks.circuits.periodograms import data_stride, one_sided_power, stride_harmonics
+from loopscope.training_hooks.measures.spectra import gini
 from torch import nn
 from torch.nn import functional
 

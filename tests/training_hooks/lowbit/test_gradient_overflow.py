@@ -153,7 +153,7 @@ def test_the_output_gradients_of_a_float16_run_are_counted_as_scaled():
 
 
 @pytest.mark.parametrize("subject", ["gradients", "weights", "activations"])
-def test_what_if_counts_are_those_of_brute_force(subject):
+def test_counts_of_hypothetical_casts_are_those_of_brute_force(subject):
     recorder, gradients = Recorder(), {}
     keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.update({ctx.step: copies(ctx.model)}))
     hook = GradientOverflow(**ALWAYS, formats="e2m1,e4m3", rules="tensor, nvfp4, mx_floor", of=subject)
@@ -191,7 +191,7 @@ def test_a_delayed_rule_scales_by_the_firings_before():
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_what_if_sees_the_gradients_of_the_whole_batch_without_the_scale_of_the_loss(parts):
+def test_hypothetical_casts_see_the_gradients_of_the_whole_batch_without_the_scale_of_the_loss(parts):
     def asked(**options: Any) -> dict[str, Any]:
         hook = GradientOverflow(**ALWAYS)
         return LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": parts, **options}).train().values(1)
@@ -201,7 +201,7 @@ def test_what_if_sees_the_gradients_of_the_whole_batch_without_the_scale_of_the_
     assert scaled["total_quantizations_of/gradients/e2m1/tensor"] == 4
 
 
-def test_what_if_adds_up_the_activations_of_micro_batches():
+def test_hypothetical_casts_add_up_the_activations_of_micro_batches():
     hook = GradientOverflow(**ALWAYS, of="activations", rules="block")
     run = LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": 3}).train()
     whole = LowBitRun(network(), [GradientOverflow(**ALWAYS, of="activations", rules="block")], steps=1).train()
@@ -237,7 +237,7 @@ def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradi
     assert found["total_elements_of/weights/e2m1/block"] == 1 + 0 + 21 + 120 + 9 + 3
 
 
-def test_quantised_models_are_asked_what_if_only_on_request_and_plain_ones_always():
+def test_casts_are_hypothetical_in_quantised_models_only_on_request_and_in_plain_ones_always():
     both = LowBitRun(network("nvfp4"), [GradientOverflow(formats="e4m3", interval=2)]).train()
     assert not any("gradients/" in name for name in both.values(2))
     assert any("gradients/e4m3/nvfp4" in name for name in both.values(3))

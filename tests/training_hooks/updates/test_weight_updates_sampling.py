@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.training_hooks.updates.element_samples import fnv1a, sample_indices, splitmix64
-from loopscope.training_hooks.updates.part_norms import norms
 from loopscope.training_hooks.updates.update_monitor import distribution
-from loopscope.training_hooks.updates.watched_elements import WatchedElements
+from loopscope.training_hooks.updates.watched_elements import WatchedElements, norms
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

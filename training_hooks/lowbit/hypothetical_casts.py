@@ -33,7 +33,7 @@ def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
     return found
 
 
-class WhatIf:
+class HypotheticalCasts:
     """Casts tensors in several ways, keeps what was lost and throws the results away.
 
     Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
@@ -79,15 +79,15 @@ class WhatIf:
             self.ask(subject, tensors_of(model, subject), ledger)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the largest magnitudes of the past."""
+        """Return the largest magnitudes of the last steps, for the rules with a history."""
         return dict(self._histories)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back, of whatever length the histories are by now."""
+        """Resume from what :meth:`state_dict` returned, leaving out histories of another length."""
         self._histories = {name: history for name, history in state.items() if len(history) == self._delay}
 
     def reset(self) -> None:
-        """Forget the past."""
+        """Forget the largest magnitudes of the last steps."""
         self._histories.clear()
 
 

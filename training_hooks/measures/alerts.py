@@ -1,4 +1,4 @@
-"""Tells the user when parameters get into a condition, and when they are out of it; in between there is silence."""
+"""Warnings that come once: when parameters get into a condition, and when none is in it any more."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ NAMED = 5
 """Parameters that a warning names."""
 
 
-class Conditions(Remembering):
+class Alerts(Remembering):
     """Remembers which parameters are in which condition, and queues a sentence for every change.
 
     Args:
         phrases: for each condition what one parameter is said to do, and what several are.
-        noun: what they are called that are in it.
+        noun: what stands in a condition, in the singular.
     """
 
-    counts = Remembered[dict[str, int]](lambda new: dict.fromkeys(new.phrases, 0), by_options=True)
+    counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
     """How many parameters were in each condition when it was last looked at."""
-    _told = Remembered[dict[str, list[str]]](lambda new: {condition: [] for condition in new.phrases}, by_options=True)
+    _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
     _news = Remembered(list[tuple[int, bool, str]])
 
     def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
@@ -28,7 +28,7 @@ class Conditions(Remembering):
         self._noun = noun
 
     def see(self, condition: str, found: Mapping[str, str], *, step: int, checked: int) -> None:
-        """Take in that of ``checked`` parameters these, the worst first, each with a measured value, are in it.
+        """Note which of ``checked`` parameters are in a condition, the worst first, each with a measured value.
 
         It is news if one of them was not among those told of since the condition appeared, and if none is left.
         """
@@ -48,7 +48,7 @@ class Conditions(Remembering):
         return frozenset(self._told[condition])
 
     def tell(self, step: int) -> None:
-        """Warn of what is new up to ``step``; that a condition has ended is a notice."""
+        """Give the warnings that have come up by ``step``; that a condition has ended is a notice."""
         due = [news for news in self._news if news[0] <= step]
         self._news = [news for news in self._news if news[0] > step]
         for _, trouble, sentence in due:
