@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from loopscope.training_hooks.updates import power_law
 from loopscope.training_hooks.updates.power_law import fit_power_law
@@ -18,16 +18,19 @@ def pareto(exponent: float, shape: tuple[int, ...], seed: int, start: float = 1.
     return (start * uniform ** (-1 / (exponent - 1))).sort(dim=-1, descending=True).values
 
 
-def slow_fit(sample: np.ndarray, min_tail: int) -> tuple[float, float, int]:
-    """Try every start, with the exponent from scipy's fit and the distance from scipy's test of a Pareto law."""
-    best = (math.nan, math.inf, 0)
+def slow_fits(sample: np.ndarray, min_tail: int) -> dict[int, tuple[float, float]]:
+    """Return exponent and distance of the best fits by length of the tail; several where they are equally good.
+
+    Every start is tried, with the exponent from scipy's fit and the distance from scipy's test of a Pareto law.
+    """
+    fits = {}
     for start in np.unique(sample[sample > 0]):
         tail = sample[sample >= start]
         if len(tail) >= min_tail and tail.max() > start:
             shape, _, _ = stats.pareto.fit(tail, floc=0, fscale=start)
-            distance = stats.kstest(tail, stats.pareto(shape, scale=start).cdf).statistic
-            best = min(best, (1 + shape, distance, len(tail)), key=lambda fit: fit[1])
-    return best
+            fits[len(tail)] = 1 + shape, stats.kstest(tail, stats.pareto(shape, scale=start).cdf).statistic
+    least = min((distance for _, distance in fits.values()), default=math.nan)
+    return {count: fit for count, fit in fits.items() if fit[1] <= least * (1 + 1e-9)}
 
 
 @pytest.mark.parametrize("exponent", [1.5, 2.0, 3.0, 4.5])
@@ -49,6 +52,7 @@ def test_the_tail_starts_where_a_planted_law_does():
 
 
 @settings(deadline=None, max_examples=25)
+@example(20, 2, "ties", 44)
 @given(
     st.integers(2, 40), st.sampled_from([2, 5, 10]), st.sampled_from(["pareto", "normal", "ties"]), st.integers(0, 99)
 )
@@ -57,11 +61,11 @@ def test_every_fit_is_that_of_the_slow_search(size, min_tail, kind, seed):
     normal = torch.randn(size, dtype=torch.float64, generator=generator).square()
     draws = {"pareto": pareto(2.2, (size,), seed), "normal": normal, "ties": (normal * 3).ceil()}
     sample = draws[kind].sort(descending=True).values
-    exponent, distance, count = slow_fit(sample.numpy(), min_tail)
-    assume(math.isfinite(exponent))
+    best = slow_fits(sample.numpy(), min_tail)
+    assume(best)
     fit = fit_power_law(sample[None], min_tail)
+    exponent, distance = best[int(fit.count)]
     assert fit.distance.item() == pytest.approx(distance, rel=1e-6)
-    assert fit.count.item() == count
     assert fit.exponent.item() == pytest.approx(exponent, rel=1e-5)
 
 
