@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import main as command
+from . import cli
 from .cli import without_traceback
 
 PACKAGES = ("loopscope.experiments", "loopscope.sinks", "loopscope.training_hooks")
@@ -10,7 +10,7 @@ PACKAGES = ("loopscope.experiments", "loopscope.sinks", "loopscope.training_hook
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    return command(packages=PACKAGES)
+    return cli.main(packages=PACKAGES)
 
 
 sys.excepthook = without_traceback(sys.excepthook)  # scripts that define hooks import this module first

@@ -1,4 +1,4 @@
-"""The words after ``loopscope``."""
+"""The words after ``loopscope``; importing this room brings in neither torch nor anything else that takes time."""
 
 from .main import main, without_traceback
 

@@ -11,12 +11,7 @@ import torch
 from ..checkpoints import Parting, differing, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
 from ..runs import CHECKPOINTS, CONFIG, require, weights_name
-
-DIFF_USAGE = """usage: loopscope diff RUN_A RUN_B
-
-  Compares two runs, folders of one strategy each, bit for bit: the checkpoints that both have, the metrics in their
-  JSONL files, their final weights. Says at which step and in which tensor they part, and ends with status 1 if they do.
-"""
+from .parser import CommandParser
 
 
 class DifferentRunsError(LoopscopeError):
@@ -25,8 +20,15 @@ class DifferentRunsError(LoopscopeError):
 
 def diff(words: Sequence[str], show: Callable[[str], None]) -> None:
     """Compare two runs; raises :class:`DifferentRunsError` if they differ, :class:`UsageError` if nothing compares."""
-    require(len(words) == 2, f"loopscope diff takes the folders of two runs, but got {len(words)}.")
-    a, b = map(Path, words)
+    parser = CommandParser(
+        "diff RUN RUN",
+        "Compare two runs bit for bit: the checkpoints that both have, the metrics in their JSONL files, their final "
+        "weights. Say at which step and in which tensor they part, and end with status 1 if they do.",
+    )
+    parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
+    runs = parser.parse(words)["RUN"]
+    require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}.")
+    a, b = map(Path, runs)
     recorded = [_recorded(run) for run in (a, b)]
     for line in _other_options(*recorded):
         show(f"{line}\n")

@@ -1,163 +1,136 @@
-"""The options of ``loopscope run EXPERIMENT``: from its config class, the run's flags, the sinks and YAML files."""
+"""A parser of one command's words: typed options, short help, and every refusal in one sentence."""
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentError, Namespace
+from docstring_parser import parse as parse_docstring
 
-from ..errors import unknown
-from ..hooks import MetricSink, SinkRegistry
-from ..runs import ExperimentRunner, RunFlags
-from .config_file import read_config
-from .errors import refusal
-from .help import HelpfulParser
+from ..errors import UsageError, nearest, unknown
+from ..runs import alternatives, choices
+from .values import NAMES, dashed, typed
 
-Experiment = type[ExperimentRunner[Any]]
-NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf|nan)")
+PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+FEW = 10
+"""So many options are listed where an unknown one is refused."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandFlags(RunFlags):
-    """Options of the run.
+class HelpFormatter(argparse.HelpFormatter):
+    """A formatter that shows switches without the value that they may have."""
 
-    Args:
-        device: where to train; by default the accelerator if there is one.
-        live: show progress, results and the newest metrics on the whole screen.
-        silent: show one progress bar, and at the end what was warned of.
-        no_console_output: show nothing at all.
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return "" if action.const is True else super()._format_args(action, default_metavar)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command with their types, defaults and help.
+
+    It takes no abbreviations, and dashes and underscores for one another.
     """
 
-    device: str | None = None
-    live: bool = False
-    silent: bool = False
-    no_console_output: bool = False
+    def __init__(self, usage: str, description: str, *, add_help: bool = True) -> None:
+        super().__init__(
+            usage=f"loopscope {usage}",
+            description=description,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+            exit_on_error=False,
+            add_help=add_help,
+        )
+        # argparse takes -1 and -0.5 for values, but -1e-3 (until Python 3.14) and -inf for options.
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+        self.types: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
 
+    def add(
+        self,
+        name: str,
+        annotation: Any,
+        text: str,
+        *,
+        default: Any = None,
+        group: argparse._ArgumentGroup | None = None,
+        **settings: Any,
+    ) -> None:
+        """Add an option: a switch (``bool``) may do without a value, ``NAMES`` may be several.
 
-class Collect(argparse.Action):
-    """Adds up the values of a repeated flag; together they replace what a config file says."""
+        The default stands in the help; ``MISSING`` is that of an option that must be given. ``settings`` are those of
+        :meth:`argparse.ArgumentParser.add_argument`.
+        """
+        self.types[name] = annotation
+        if default is not MISSING:
+            self.defaults[name] = default
+        if default is not False and default not in (None, [], MISSING):
+            text += f" (default: {default})"
+        words = choices(annotation)
+        kinds = [PLACEHOLDERS[kind] for kind in alternatives(annotation) if kind in PLACEHOLDERS]
+        settings.setdefault("metavar", f"{{{','.join(words)}}}" if words else (*kinds, "VALUE")[0])
+        if annotation == NAMES:
+            settings |= {"nargs": "+", "action": "extend"}
+        elif annotation is bool:
+            settings |= {"nargs": "?", "const": True}
+        flag, text = dashed(name), text.replace("%", "%%")
+        (group or self).add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
-        super().__init__(option_strings, dest, **settings)
-        self._collected: list[str] = []
+    def add_fields(
+        self, options: type[Any], defaults: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Add an option for each field of a dataclass, under the first paragraph of its docstring as heading.
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Take the values of one occurrence."""
-        self._collected += values
-        setattr(namespace, self.dest, list(self._collected))
+        ``defaults`` win over those of the fields, whose help is in the docstring, too; ``settings`` are those of
+        :meth:`add`, by field.
+        """
+        documented = [parse_docstring(base.__doc__ or "") for base in reversed(options.__mro__)]
+        texts = {param.arg_name: param.description or "" for found in documented for param in found.params}
+        heading = " ".join((options.__doc__ or "").partition("\n\n")[0].replace("``", "").split()).rstrip(".")
+        width = shutil.get_terminal_size().columns - 3
+        group = self.add_argument_group(textwrap.fill(heading, width, subsequent_indent="  "))
+        types = get_type_hints(options)
+        for field in fields(options):
+            text = " ".join(texts.get(field.name, "").split()).rstrip(".")
+            own = field.default if field.default_factory is MISSING else field.default_factory()
+            default = defaults.get(field.name, own)
+            self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
 
+    def parse(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return what is given, by name, as values of the options' types; defaults are left out.
 
-def parse_run(experiment: Experiment, words: Sequence[str]) -> tuple[HelpfulParser, Namespace]:
-    """Parse the words after the experiment's name; raises :class:`UsageError` with one sentence.
+        Raises :class:`UsageError` for an unknown option, a missing value and one of another type.
+        """
+        dashes = [re.sub(r"^--\w[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
+        try:
+            found, rest = self.parse_known_intermixed_args(dashes)
+        except argparse.ArgumentError as error:
+            alone = ["/".join(action.option_strings) for action in self._actions if action.nargs == 0]
+            takes = "takes no" if error.argument_name in alone else "needs a"
+            raise UsageError(f"{error.argument_name} {takes} value.") from error
+        if rest and not rest[0].startswith("--"):
+            raise UsageError(f"Unexpected word {rest[0]!r}; options begin with two dashes, --help lists them.")
+        if rest:
+            flag = rest[0].partition("=")[0]
+            known = [word for action in self._actions for word in action.option_strings if word.startswith("--")]
+            if len(known) <= FEW:
+                raise unknown("option", flag, known)
+            raise UsageError(f"Unknown option {flag!r}.{nearest(flag, known)} --help lists all of them.")
+        given = vars(found)
+        return given | self.typed({name: given[name] for name in self.types if name in given})
 
-    Flags win over config files wherever they stand, later files over earlier ones, and files over the preset.
-    """
-    words = spelled(words)
-    types = option_types(experiment)
-    source = ""
-    try:
-        files, preset = _files_and_preset(words)
-        content: dict[str, Any] = {}
-        for file in files:
-            content |= read_config(Path(file), types)
-        preset = _known_preset(experiment, preset or content.get("preset"))
-        parser = run_parser(experiment, preset)
-        source = f" in the config file {' or '.join(files)}"
-        options = parser.parse_object({**content, "preset": preset})
-        source = ""
-        return parser, parser.parse_args(words, namespace=options)
-    except ArgumentError as error:
-        raise refusal(str(error), types, source) from error
+    def typed(self, values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
+        """Return values of options, by name; the names may be spelled with dashes.
 
-
-def parse_recorded(experiment: Experiment, options: Mapping[str, Any]) -> tuple[HelpfulParser, Namespace]:
-    """Parse the options that a run has recorded; raises :class:`UsageError` where this version knows them no more."""
-    try:
-        parser = run_parser(experiment, _known_preset(experiment, options.get("preset")))
-        return parser, parser.parse_object(dict(options))
-    except ArgumentError as error:
-        raise refusal(str(error), option_types(experiment), " in the recorded options") from error
-
-
-def option_types(experiment: Experiment) -> dict[str, Any]:
-    """Return the options that flags and config files may set, with their types."""
-    lists = dict.fromkeys(("strategy", "hooks", "hook_config"), list[str])
-    sinks = {flag_name(sink): str if sink.option else bool for sink in SinkRegistry if sink.flag}
-    return {"preset": str, **lists, **sinks, **get_type_hints(CommandFlags), **get_type_hints(experiment.config_class)}
-
-
-def run_parser(experiment: Experiment, preset: str | None) -> HelpfulParser:
-    """Build the parser for an experiment, with the preset's values as defaults."""
-    parser = HelpfulParser(
-        usage=f"loopscope run {experiment.name} [options]", description=(experiment.__doc__ or "").partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file of options; flags win over it; may be repeated")
-    add("--print_config", action="store_true", help="show the options as a config file, and exit")
-    add("--preset", metavar="NAME", help=f"{' or '.join(experiment.presets) or 'none'}: a named set of options")
-    names: dict[str, Any] = {"nargs": "+", "action": Collect, "default": [], "metavar": "NAME"}
-    add("--strategy", **names, help=f"{', '.join(experiment.strategies)}, or all (the default)")
-    add("--hooks", **names, help="hooks by name, as loopscope hooks lists them; also all, observers, with_debug")
-    add("--hook_config", **names | {"action": "extend", "metavar": "H.O=V"}, help="options of hooks: hook.option=value")
-    for sink in SinkRegistry:
-        if sink.flag:
-            first_line = (sink.__doc__ or "").partition("\n")[0]
-            kind: dict[str, Any] = {"type": bool, "nargs": "?", "const": True, "default": False}
-            if sink.option:
-                kind = {"type": str | None, "default": None, "metavar": sink.option.upper()}
-            add(f"--{flag_name(sink)}", **kind, help=first_line)
-    parser.add_options(CommandFlags)
-    parser.add_options(experiment.config_class)
-    parser.let_do_without_value("save_checkpoints", 1 if experiment.loop == "epoch" else 100)
-    if preset is not None:
-        parser.set_defaults(dict(experiment.presets[preset]))
-    return parser
-
-
-def print_config(parser: HelpfulParser, options: Namespace) -> str:
-    """Return the options as the text of a config file; those that are null are left out."""
-    shown = options.clone()
-    for command in ("config", "print_config"):
-        shown.pop(command)
-    return str(parser.dump(shown))
-
-
-def flag_name(sink: type[MetricSink]) -> str:
-    """Return the name of the option that asks for a sink."""
-    return (sink.flag or "").strip("-").replace("-", "_")
-
-
-def spelled(words: Sequence[str]) -> list[str]:
-    """Spell options as the parser does, and tie negative numbers to theirs.
-
-    >>> spelled(["--train-size", "9", "--lr", "-1e-3", "--strategy", "fixed-random"])
-    ['--train_size', '9', '--lr=-1e-3', '--strategy', 'fixed-random']
-    """
-    result: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            result.append("--" + name[2:].replace("-", "_") + equals + value)
-        elif NEGATIVE_NUMBER.match(word) and result and result[-1].startswith("--") and "=" not in result[-1]:
-            result[-1] += f"={word}"
-        else:
-            result.append(word)
-    return result
-
-
-def _files_and_preset(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Find what must be known before the others are parsed."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--config", action="append", default=[])
-    first.add_argument("--preset")
-    known, _ = first.parse_known_args(words)
-    return known.config, known.preset
-
-
-def _known_preset(experiment: Experiment, preset: str | None) -> str | None:
-    if preset is not None and preset not in experiment.presets:
-        raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
-    return preset
+        Raises :class:`UsageError` for an unknown name and for a value of another type; ``source`` says in it where
+        they come from, beginning with a space.
+        """
+        found = {}
+        for key, value in values.items():
+            name = str(key).replace("-", "_")
+            if name not in self.types:
+                hint = nearest(name, sorted(self.types))
+                raise UsageError(f"Unknown key {str(key)!r}{source}.{hint} Its keys are the options that --help lists.")
+            found[name] = typed(f"{dashed(name)}{source}", value, self.types[name])
+        return found

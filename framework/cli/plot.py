@@ -1,60 +1,67 @@
 """``loopscope plot RUN... --metrics PATTERN...``: draws recorded metrics against steps."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import UsageError, listed, require_package
-from ..report import (
-    WANTED,
-    Look,
-    Picture,
-    RecordedRun,
-    file_stem,
-    matcher,
-    metric_picture,
-    provenance_picture,
-    read_run,
-)
+from ..report import WANTED, Look, Picture, file_stem, matcher, metric_picture, provenance_picture, read_run
 from ..runs import require, run_folders
-from .words import Words, parted
+from .parser import CommandParser
+from .values import NAMES
 
 SUFFIXES = (".png", ".svg", ".pdf")
-PLOT_USAGE = """usage: loopscope plot RUN... --metrics PATTERN... [options]
-       loopscope plot RUN... --provenance [options]
-
-  draws metrics of runs against steps, from the record that --hook-jsonl or --hook-csv wrote
-
-  RUN                   the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies
-  --metrics PATTERN...  metrics by their full names, or by patterns in quotes: 'norms/*'
-  --provenance          the two gradients of a tied embedding: norms, ratio, clip threshold, cosine
-  --overlay             draw all metrics in one panel, instead of each in its own
-  --smooth N            draw the mean of the N points around each, the curve itself faintly behind it
-  --log-x               a logarithmic axis of steps
-  --log-y, --linear-y   vertical axes; by default logarithmic where positive values span more than three decades
-  --out FILE            where to write, as .png, .svg or .pdf; by default a PNG in the present folder
-"""
-SWITCHES = ("provenance", "overlay", "log-x", "log-y", "linear-y")
+SWITCHES = {
+    "--provenance": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
+    "--overlay": "draw all metrics in one panel, instead of each in its own",
+    "--log-x": "a logarithmic axis of steps",
+    "--log-y": "logarithmic vertical axes; by default only where positive values span more than three decades",
+    "--linear-y": "linear vertical axes",
+}
 
 
 def plot(words: Sequence[str], show: Callable[[str], None]) -> None:
-    """Run the command; raises :class:`UsageError` before anything is written."""
-    given = parted(words, switches=SWITCHES, values=("smooth", "out"), lists=("metrics",))
-    patterns = given.lists.get("metrics", [])
+    """Draw what the words ask for; raises :class:`UsageError` before anything is written."""
+    parser = _parser()
+    given = parser.defaults | parser.parse(words)
     _check(given)
-    look = _look(given)
-    out = _out(given)
+    log_y = True if given["log_y"] else False if given["linear_y"] else None
     require_package("matplotlib", "loopscope plot", "plot")
-    wanted = WANTED.__contains__ if "provenance" in given.switches else matcher(patterns)
-    runs = [read_run(folder, wanted) for folder in _folders(given.plain)]
-    if "provenance" in given.switches:
+    wanted = WANTED.__contains__ if given["provenance"] else matcher(given["metrics"])
+    folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
+    runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    if given["provenance"]:
         picture = provenance_picture(runs)
     else:
-        picture = metric_picture(runs, _named(patterns, runs), overlay="overlay" in given.switches)
-    path = out or default_name(picture)
+        known = dict.fromkeys(name for run in runs for name in run.names)
+        there = listed(list(known)) or "none"
+        require(
+            bool(given["metrics"]), f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
+        )
+        picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
+    path = given["out"] or default_name(picture)
     _check_writable(path)
-    _write(picture, look, path)
+    picture.save(Look(given["smooth"], given["log_x"], log_y), path)
     show("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
+        "Draw metrics of runs against steps, from the record that --hook-jsonl or --hook-csv wrote.",
+    )
+    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies"
+    parser.add_argument("RUN", nargs="*", help=run)
+    metrics = "metrics by their full names, or by patterns in quotes: 'norms/*'"
+    parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
+    for switch, text in SWITCHES.items():
+        parser.add_argument(switch, action="store_true", help=text)
+    smooth = "draw the mean of the N points around each, the curve itself faintly behind it"
+    parser.add("smooth", int, smooth, default=1)
+    out = "where to write, as .png, .svg or .pdf; by default a PNG in the present folder"
+    parser.add("out", Path | None, out, metavar="FILE")
+    return parser
 
 
 def default_name(picture: Picture) -> Path:
@@ -62,58 +69,20 @@ def default_name(picture: Picture) -> Path:
     return Path(file_stem([*picture.title.split("/"), picture.subject]) + SUFFIXES[0])
 
 
-def _write(picture: Picture, look: Look, path: Path) -> None:
-    from ..report import figure_of, save
-
-    save(figure_of(picture, look), path)
-
-
-def _folders(paths: Sequence[str]) -> list[Path]:
-    """Return the folders of runs, each once."""
-    folders = [folder for path in paths for folder in run_folders(Path(path), "plot")]
-    return list({folder.resolve(): folder for folder in folders}.values())
-
-
-def _check(given: Words) -> None:
-    """Refuse words that do not go together."""
-    switches = given.switches
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse words that do not go together, and values out of range."""
     require(
-        bool(given.plain),
+        bool(given["RUN"]),
         "loopscope plot needs RUN, the folder of a run, before its options: loopscope plot RUN... --metrics PATTERN...",
     )
     require(
-        not ("provenance" in switches and ("overlay" in switches or given.lists)),
+        not (given["provenance"] and (given["overlay"] or given["metrics"])),
         "--provenance draws its own panels, and goes with neither --metrics nor --overlay.",
     )
-    require(not {"log-y", "linear-y"} <= switches, "--log-y and --linear-y exclude each other.")
-
-
-def _named(patterns: Sequence[str], runs: Sequence[RecordedRun]) -> Sequence[str]:
-    """Return the patterns; raises :class:`UsageError` that names what could be drawn if there are none."""
-    known = list(dict.fromkeys(name for run in runs for name in run.names))
-    require(
-        bool(patterns),
-        f"loopscope plot needs --metrics PATTERN... or --provenance; there are {listed(known) or 'none'}.",
-    )
-    return patterns
-
-
-def _look(given: Words) -> Look:
-    log_y = {"log-y": True, "linear-y": False}
-    text = given.values.get("smooth", "1")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--smooth is {text!r}; it must be a whole number of points, 1 or more.")
-    chosen = [wanted for switch, wanted in log_y.items() if switch in given.switches]
-    return Look(int(text), "log-x" in given.switches, chosen[0] if chosen else None)
-
-
-def _out(given: Words) -> Path | None:
-    text = given.values.get("out")
-    if text is None:
-        return None
-    path = Path(text)
-    require(path.suffix.lower() in SUFFIXES, f"--out is {text!r}; it must end in {', '.join(SUFFIXES[:-1])} or .pdf.")
-    return path
+    require(not (given["log_y"] and given["linear_y"]), "--log-y and --linear-y exclude each other.")
+    require(given["smooth"] >= 1, f"--smooth is {given['smooth']}; it must be a whole number of points, 1 or more.")
+    out = given["out"]
+    require(out is None or out.suffix.lower() in SUFFIXES, f"--out is {str(out)!r}; it must end in .png, .svg or .pdf.")
 
 
 def _check_writable(path: Path) -> None:

@@ -1,7 +1,6 @@
-"""What a finished run shows: curves and pictures."""
+"""What a finished run shows: curves and pictures; only ``drawing.py``, which nothing else needs, imports matplotlib."""
 
-from .curves import RecordedRun, read_run
-from .drawing import figure_of, save
+from .curves import read_run
 from .naming import file_stem
 from .panels import Look, Picture, matcher, metric_picture
 from .provenance import WANTED, provenance_picture
@@ -10,12 +9,9 @@ __all__ = [
     "WANTED",
     "Look",
     "Picture",
-    "RecordedRun",
-    "figure_of",
     "file_stem",
     "matcher",
     "metric_picture",
     "provenance_picture",
     "read_run",
-    "save",
 ]

@@ -31,10 +31,8 @@ class Curve:
         >>> Curve.of_points([2, 1, 2], [5, 6, 7])
         Curve(steps=array([1., 2.]), values=array([6., 7.]))
         """
-        at = np.array(steps, dtype=np.float64)
-        order = np.argsort(at, kind="stable")
-        last = np.append(at[order][:-1] < at[order][1:], [True] * len(at[:1]))
-        return cls(at[order][last], np.array(values, dtype=np.float64)[order][last])
+        at, last = np.unique(np.array(steps[::-1], dtype=np.float64), return_index=True)
+        return cls(at, np.array(values[::-1], dtype=np.float64)[last])
 
     @property
     def finite(self) -> NDArray[np.bool_]:
@@ -124,10 +122,9 @@ class _Points:
                 self.take(name, at, item)
 
     def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
-        if not values:
-            return
-        self.names[name] = None
-        if self._wanted(name):
+        if values:
+            self.names[name] = None
+        if values and self._wanted(name):
             at, numbers = self.found.setdefault(name, ([], []))
             at.extend(steps)
             numbers.extend(values)

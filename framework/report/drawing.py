@@ -1,8 +1,7 @@
 """Pictures drawn with matplotlib: without a window, without pyplot, whatever the user's matplotlibrc says."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator, StrMethodFormatter
 
 from ..checkpoints import write_whole
-from .curves import Curve
+from .curves import Curve, Floats
 from .naming import wrapped
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
-from .smoothing import running_mean
 
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
@@ -38,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "loopscope",
     "pdf.fonttype": 42,
 }
+STYLE: Sequence[str | dict[str, Any]] = ["default", SETTINGS]
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 GREY = "#666666"
 FAINT = 0.25
@@ -51,19 +50,14 @@ NOISE = 1e-9
 """Values that differ by less than this, relatively, are shown as constant."""
 CHARACTER = 0.075
 """Width of a character of the legend, in inches."""
+MARKS = ((np.isnan, "x", 0.02), (np.isposinf, "^", 0.98), (np.isneginf, "v", 0.02))
+"""Values that are not finite, with their marks and the heights of these in the panel."""
 MANY_STEPS = 1_000_000
-
-
-@contextmanager
-def house_style() -> Iterator[None]:
-    """Draw with the settings of this module, and put back those there were."""
-    with matplotlib.style.context(["default", SETTINGS]):
-        yield
 
 
 def figure_of(picture: Picture, look: Look) -> Figure:
     """Draw a picture."""
-    with house_style():
+    with matplotlib.style.context(STYLE):
         rows, columns = layout(len(picture.panels))
         width, height = (7.2, 4.0) if columns == 1 else (4.2 * columns, 2.6 * rows)
         keys = _legend_columns(picture.legend, width)
@@ -86,7 +80,7 @@ def figure_of(picture: Picture, look: Look) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure, whole or not at all, in the format that the name's suffix says."""
     kind = path.suffix[1:].lower()
-    with house_style():
+    with matplotlib.style.context(STYLE):
         write_whole(path, lambda file: figure.savefig(file, format=kind, metadata=UNDATED[kind]))
 
 
@@ -151,44 +145,56 @@ def _plain_numbers(axis: Axis) -> None:
 
 def _draw_trace(ax: Axes, trace: Trace, smooth: int, *, log_y: bool) -> None:
     """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
-    colour, dashes = appearance(trace.style)
+    line = line_of(trace.style)
+    steps, values = trace.curve.steps, trace.curve.values
     if smooth > 1:
-        ax.plot(trace.curve.steps, trace.curve.values, color=colour, linewidth=0.8, alpha=FAINT)
-        _plot(ax, running_mean(trace.curve, smooth, geometric=log_y), colour, dashes)
-    else:
-        _plot(ax, trace.curve, colour, dashes)
-    values = trace.curve.values
-    for found, marker, height in (
-        (np.isnan(values), "x", 0.02),
-        (values == np.inf, "^", 0.98),
-        (values == -np.inf, "v", 0.02),
-    ):
-        if found.any():
-            ax.plot(
-                trace.curve.steps[found],
-                np.full(found.sum(), height),
-                color=colour,
-                linestyle="none",
-                marker=marker,
-                markersize=4,
-                transform=ax.get_xaxis_transform(),
-            )
-
-
-def _plot(ax: Axes, curve: Curve, colour: str, dashes: Any) -> None:
-    """Plot what is finite; points that no line would show get a dot."""
-    values = np.where(curve.finite, curve.values, np.nan)
-    dots = _without_neighbours(curve.finite) if len(values) > FEW_POINTS else list(range(len(values)))
+        ax.plot(steps, values, color=line["color"], linewidth=0.8, alpha=FAINT)
+    curve = running_mean(trace.curve, smooth, geometric=log_y) if smooth > 1 else trace.curve
+    # Points that no line would show get a dot: those between gaps, and all of a short curve.
+    gaps = np.pad(~curve.finite, 1, constant_values=True)
+    lone = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()
     width = 0.9 if len(values) > MANY_POINTS else 1.5
-    ax.plot(
-        curve.steps, values, color=colour, linestyle=dashes, linewidth=width, marker="o", markersize=2.5, markevery=dots
-    )
+    shown = np.where(curve.finite, curve.values, np.nan)
+    ax.plot(steps, shown, **line, linewidth=width, marker="o", markersize=2.5, markevery=lone)
+    for is_marked, marker, height in MARKS:
+        at = steps[is_marked(values)]
+        if len(at):
+            edge = ax.get_xaxis_transform()
+            ax.plot(at, np.full(len(at), height), marker, color=line["color"], markersize=4, transform=edge)
 
 
-def _without_neighbours(finite: Any) -> list[int]:
-    """Return the indices of finite points between points that are not."""
-    padded = np.concatenate([[False], finite, [False]])
-    return np.flatnonzero(padded[1:-1] & ~padded[:-2] & ~padded[2:]).tolist()
+def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:
+    """Return the mean of the ``window`` values around each point: of those there are, at the ends and in gaps.
+
+    An odd window lies evenly around its point, an even one has one value more before it. Where the value is not
+    finite, there is no mean either. A geometric mean, which lies in the middle of a curve on a logarithmic axis, is
+    of the values above 0.
+
+    >>> running_mean(Curve.of_points([1, 2, 3, 4], [1.0, 3.0, float("nan"), 5.0]), 3).values
+    array([ 2.,  2., nan,  5.])
+    """
+    shown = curve.finite & (curve.values > 0) if geometric else curve.finite
+    logs = np.log(curve.values, where=shown, out=np.zeros_like(curve.values)) if geometric else curve.values
+    values = np.where(shown, logs, 0.0)
+    window = min(window, 2 * len(shown) + 1)
+    sums, counts = _window_sums(values, window), _window_sums(shown.astype(np.float64), window)
+    means = np.full_like(sums, np.nan)
+    np.divide(sums, counts, out=means, where=curve.finite & (counts > 0))
+    return Curve(curve.steps, np.exp(means) if geometric else means)
+
+
+def _window_sums(values: Floats, window: int) -> Floats:
+    """Return the sum of the ``window`` values around each one.
+
+    Sums run from both ends of blocks as long as the window, each window being the end of a block and the beginning of
+    the next: the time does not depend on the window, and nothing is subtracted, so that a spike leaves no rounding
+    error behind (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
+    """
+    before, first = window // 2, np.arange(len(values))
+    after = -(len(values) + before) % window + window
+    blocks = np.pad(values, (before, after)).reshape(-1, window)
+    from_left, from_right = blocks.cumsum(axis=1).ravel(), blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
+    return from_left[first + window - 1] + np.where(first % window, from_right[first], 0.0)
 
 
 def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look) -> None:
@@ -211,7 +217,7 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look) ->
 
 def _add_legend(figure: Figure, entries: Sequence[tuple[str, Style]], columns: int) -> None:
     """Explain the styles below the panels."""
-    handles = [Line2D([], [], **_line(style)) for _, style in entries]
+    handles = [Line2D([], [], **line_of(style)) for _, style in entries]
     legend = figure.legend(
         handles, [label for label, _ in entries], loc="outside lower center", ncols=columns, frameon=False
     )
@@ -227,11 +233,6 @@ def _legend_columns(entries: Sequence[tuple[str, Style]], width: float) -> int:
     return math.ceil(len(entries) / max(1, rows))
 
 
-def appearance(style: Style) -> tuple[str, Any]:
-    """Return the colour and the dashes of a style."""
-    return GREY if style.colour is None else COLOURS[style.colour], DASHES[style.dashes]
-
-
-def _line(style: Style) -> Mapping[str, Any]:
-    colour, dashes = appearance(style)
-    return {"color": colour, "linestyle": dashes}
+def line_of(style: Style) -> dict[str, Any]:
+    """Return the colour and the dashes of a style, as arguments of matplotlib."""
+    return {"color": GREY if style.colour is None else COLOURS[style.colour], "linestyle": DASHES[style.dashes]}

@@ -1,5 +1,6 @@
 """How runs, metrics and files of pictures are called."""
 
+import posixpath
 import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
@@ -39,12 +40,12 @@ def near_names(pattern: str, names: Iterable[str]) -> list[str]:
     word = re.sub(r"[*?\[\]]", "", pattern)
 
     def nearness(name: str) -> float:
-        candidates = {name, name.rpartition("/")[2], name.partition("/")[0]}
+        parts = (name, name.rpartition("/")[2], name.partition("/")[0])
         inside = 0.9 if word and word in name else 0.0
-        return max(inside, *(SequenceMatcher(None, word, candidate).ratio() for candidate in candidates))
+        return max(inside, *(SequenceMatcher(None, word, part).ratio() for part in parts))
 
-    ranked = sorted(((nearness(name), name) for name in names), key=lambda pair: (-pair[0], pair[1]))
-    return [name for value, name in ranked[:NEAREST] if value >= 0.6]
+    nearest = sorted(names, key=lambda name: (-nearness(name), name))[:NEAREST]
+    return [name for name in nearest if nearness(name) >= 0.6]
 
 
 def shared_beginning(names: Sequence[str]) -> str:
@@ -53,13 +54,7 @@ def shared_beginning(names: Sequence[str]) -> str:
     >>> shared_beginning(["norms/grad_norm/a", "norms/grad_norm/b"]), shared_beginning(["a/b", "a/b/c"])
     ('norms/grad_norm', 'a')
     """
-    parents = [name.split("/")[:-1] for name in names]
-    shared: list[str] = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "/".join(shared)
+    return posixpath.commonpath([posixpath.dirname(name) for name in names])
 
 
 def wrapped(name: str, width: int) -> str:

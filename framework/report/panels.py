@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import UsageError, listed
+from ..runs import require
 from .curves import Curve, RecordedRun
 from .naming import near_names, run_labels, shared_beginning
 
@@ -81,6 +83,13 @@ class Picture:
     legend: Sequence[tuple[str, Style]]
     sentences: Sequence[str] = ()
 
+    def save(self, look: Look, path: Path) -> None:
+        """Draw the picture and write it, whole or not at all, in the format that the name's suffix says."""
+        # Here, since matplotlib is an extra that nothing else may need.
+        from .drawing import figure_of, save
+
+        save(figure_of(self, look), path)
+
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Return what tells whether a metric was asked for, by its full name or by a pattern; ``*`` matches slashes, too.
@@ -97,15 +106,20 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
     Raises :class:`UsageError` for a pattern that matches nothing to draw, and for more than can be told apart.
     """
     metrics = _chosen(runs, patterns)
-    if len(runs) > MOST_CURVES:
-        raise UsageError(f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel.")
+    require(
+        len(runs) <= MOST_CURVES, f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
+    )
     labels = run_labels([run.folder.resolve() for run in runs])
     sentences = _left_out(runs, labels, metrics, matcher(patterns))
     if overlay and len(metrics) > 1:
         panels, legend = _overlaid(runs, labels, metrics)
     else:
-        _refuse_many(metrics)
-        panels = [_panel(runs, metric) for metric in metrics]
+        require(
+            len(metrics) <= MOST_PANELS,
+            f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
+            f"patterns. They match {listed(metrics)}.",
+        )
+        panels = [Panel(metric, styled(runs, {metric: 0}, lambda run, _: Style.numbered(run))) for metric in metrics]
         legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
     subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
     return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
@@ -142,14 +156,6 @@ def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> Usag
     return UsageError(f"No metric matches {pattern!r}; {hint}.")
 
 
-def _refuse_many(metrics: Sequence[str]) -> None:
-    if len(metrics) > MOST_PANELS:
-        raise UsageError(
-            f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
-            f"patterns. They match {listed(metrics)}."
-        )
-
-
 def _left_out(
     runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str], matches: Callable[[str], bool]
 ) -> list[str]:
@@ -162,52 +168,43 @@ def _left_out(
     return sentences
 
 
-def _panel(runs: Sequence[RecordedRun], metric: str) -> Panel:
-    """Show a metric of all runs."""
-    return Panel(metric, styled(runs, {metric: 0}, Style.numbered, lambda index, _: Style.numbered(index)))
-
-
 def _overlaid(
     runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str]
 ) -> tuple[list[Panel], list[tuple[str, Style]]]:
-    """Show all metrics in one panel: by colour, or, those of several runs, by dashes."""
-    if len(runs) == 1 and len(metrics) > MOST_CURVES:
-        raise UsageError(
-            f"--metrics matches {len(metrics)} metrics, and at most {MOST_CURVES} can be told apart in a panel; "
-            f"narrow the patterns. They match {listed(metrics)}."
-        )
-    if len(runs) > 1 and (len(metrics) > len(DASHES) or len(runs) > len(COLOURS)):
-        raise UsageError(
-            f"--overlay tells at most {len(COLOURS)} runs apart by colour and {len(DASHES)} metrics by dashes, but "
-            f"these are {len(runs)} runs and {len(metrics)} metrics; leave out --overlay, or narrow the patterns."
-        )
-    order = {metric: index for index, metric in enumerate(metrics)}
+    """Show all metrics in one panel: those of one run by colour, those of several by dashes."""
+    require(
+        len(runs) > 1 or len(metrics) <= MOST_CURVES,
+        f"--metrics matches {len(metrics)} metrics, and at most {MOST_CURVES} can be told apart in a panel; "
+        f"narrow the patterns. They match {listed(metrics)}.",
+    )
+    require(
+        len(runs) == 1 or (len(metrics) <= len(DASHES) and len(runs) <= len(COLOURS)),
+        f"--overlay tells at most {len(COLOURS)} runs apart by colour and {len(DASHES)} metrics by dashes, but "
+        f"these are {len(runs)} runs and {len(metrics)} metrics; leave out --overlay, or narrow the patterns.",
+    )
     shared = shared_beginning(metrics)
-    names = [metric.removeprefix(f"{shared}/") for metric in metrics]
-    return [Panel(shared, styled(runs, order, Style.numbered, Style))], legend_of(labels, names)
+    names = {metric.removeprefix(f"{shared}/"): (Style.numbered(i), i) for i, metric in enumerate(metrics)}
+    style = Style if len(runs) > 1 else lambda _, number: Style.numbered(number)
+    traces = styled(runs, {metric: index for index, metric in enumerate(metrics)}, style)
+    return [Panel(shared, traces)], legend_of(labels, names)
 
 
-def styled(
-    runs: Sequence[RecordedRun],
-    metrics: Mapping[str, int],
-    alone: Callable[[int], Style],
-    together: Callable[[int, int], Style],
-) -> list[Trace]:
-    """Return the curves of metrics, each with its number: styled by it in a lone run, else by the run's and by it."""
+def styled(runs: Sequence[RecordedRun], metrics: Mapping[str, int], style: Callable[[int, int], Style]) -> list[Trace]:
+    """Return the curves of metrics, each with its number, in the ``style`` for the run's number and its own."""
     return [
-        Trace(run.curves[metric], alone(number) if len(runs) == 1 else together(index, number))
+        Trace(run.curves[metric], style(index, number))
         for index, run in enumerate(runs)
         for metric, number in metrics.items()
         if metric in run.curves
     ]
 
 
-def legend_of(labels: Sequence[str], metrics: Sequence[str]) -> list[tuple[str, Style]]:
-    """Explain the styles of metrics in a lone run, or those of several runs and, in grey, of their metrics."""
+def legend_of(labels: Sequence[str], names: Mapping[str, tuple[Style, int]]) -> list[tuple[str, Style]]:
+    """Explain what is drawn of a lone run by its style, or several runs by colour and, in grey, the rest by dashes."""
     if len(labels) == 1:
-        return [(metric, Style.numbered(index)) for index, metric in enumerate(metrics)]
+        return [(name, style) for name, (style, _) in names.items()]
     by_run = [(label, Style(index)) for index, label in enumerate(labels)]
-    return by_run + [(metric, Style(None, index)) for index, metric in enumerate(metrics)]
+    return by_run + [(name, Style(None, dashes)) for name, (_, dashes) in names.items()]
 
 
 def is_logarithmic(panel: Panel, look: Look) -> bool:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import UsageError, listed
+from ..errors import listed
+from ..runs import require
 from .curves import RecordedRun
 from .naming import run_labels
-from .panels import COLOURS, Panel, Picture, Style, common_title, styled
+from .panels import COLOURS, Panel, Picture, Style, common_title, legend_of, styled
 
 PROVENANCE = "embedding_provenance"
 CLIP = "output_projection_clip"
@@ -59,20 +60,22 @@ WANTED = frozenset({CLIPPED, *(metric for layout in LAYOUTS for metric in layout
 def provenance_picture(runs: Sequence[RecordedRun]) -> Picture:
     """Show norms, ratio, clip threshold and cosine, those there are; raises :class:`UsageError` for none."""
     labels = run_labels([run.folder.resolve() for run in runs])
-    if len(runs) > len(COLOURS):
-        raise UsageError(f"These are {len(runs)} runs; --provenance tells at most {len(COLOURS)} apart.")
+    require(len(runs) <= len(COLOURS), f"These are {len(runs)} runs; --provenance tells at most {len(COLOURS)} apart.")
     drawn = [layout for layout in LAYOUTS if any(metric in run.curves for run in runs for metric in layout.metrics)]
-    if not drawn:
-        raise UsageError(
-            f"{listed([str(run.folder) for run in runs])} holds no metric of {PROVENANCE} or {CLIP}; the hooks that "
-            "--provenance draws are switched on with --hooks."
-        )
+    require(
+        bool(drawn),
+        f"{listed([str(run.folder) for run in runs])} holds no metric of {PROVENANCE} or {CLIP}; the hooks that "
+        "--provenance draws are switched on with --hooks.",
+    )
     panels = [_panel(runs, labels, layout) for layout in drawn]
-    return Picture("provenance", common_title(runs), panels, _legend(labels, drawn), _missing(runs, labels))
+    used = sorted({what for layout in drawn for what in layout.metrics.values()} - {ALONE})
+    legend = legend_of(labels, {LEGEND[what]: (Style(what), DASHES_OF[what]) for what in used})
+    return Picture("provenance", common_title(runs), panels, legend, _missing(runs, labels))
 
 
 def _panel(runs: Sequence[RecordedRun], labels: Sequence[str], layout: Layout) -> Panel:
-    traces = styled(runs, layout.metrics, Style, lambda run, what: Style(run, DASHES_OF[what]))
+    alone = len(runs) == 1
+    traces = styled(runs, layout.metrics, lambda run, what: Style(what) if alone else Style(run, DASHES_OF[what]))
     remark = _clipped(runs, labels) if THRESHOLD in layout.metrics.values() else ""
     return Panel(layout.title, traces, layout.y_label, layout.log_y, layout.baseline, remark)
 
@@ -86,15 +89,6 @@ def _clipped(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     ]
     texts = [f"{share:.0%}" if len(runs) == 1 else f"{label} {share:.0%}" for label, share in shares]
     return f"clipped: {', '.join(texts)}" if texts else ""
-
-
-def _legend(labels: Sequence[str], drawn: Sequence[Layout]) -> list[tuple[str, Style]]:
-    """Explain what of the paths is drawn, and the colours of several runs."""
-    used = sorted({what for layout in drawn for what in layout.metrics.values()} - {ALONE})
-    if len(labels) == 1:
-        return [(LEGEND[what], Style(what)) for what in used]
-    by_run = [(label, Style(index)) for index, label in enumerate(labels)]
-    return by_run + [(LEGEND[what], Style(None, DASHES_OF[what])) for what in used]
 
 
 def _missing(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:

@@ -1,12 +1,11 @@
 """From options to a finished folder."""
 
-from .config import ExperimentConfig, RunFlags, RunOptions, field_names, require
+from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words, require
 from .display import Display
-from .records import CHECKPOINTS, CONFIG, average_name, versions, weights_name
+from .records import CHECKPOINTS, CONFIG, average_name, weights_name
 from .replay import RecordSink, ReplaySink, RunDescription, run_folders, status_of
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .session import Session, check_device
-from .value_types import alternatives, choices, in_words
 
 __all__ = [
     "CHECKPOINTS",
@@ -32,6 +31,5 @@ __all__ = [
     "require",
     "run_folders",
     "status_of",
-    "versions",
     "weights_name",
 ]

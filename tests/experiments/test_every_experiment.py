@@ -5,10 +5,10 @@ from typing import Any, get_type_hints
 
 import pytest
 from loopscope import experiments, training_hooks
-from loopscope.cli.parser import parse_run, run_parser
+from loopscope.cli.options import parse_run, run_parser
 from loopscope.hooks import ExperimentRegistry, HookRegistry
 from loopscope.runs import ExperimentConfig, ExperimentRunner
-from loopscope.runs.value_types import fits
+from loopscope.runs.config import fits
 
 FILLED = (experiments, training_hooks)
 EXPERIMENTS = list(ExperimentRegistry)
@@ -31,7 +31,7 @@ def test_an_experiment_says_what_it_is(experiment: type[ExperimentRunner[Any]]) 
 def test_every_preset_makes_a_config_and_the_command_takes_it(experiment: type[ExperimentRunner[Any]]) -> None:
     for name, preset in experiment.presets.items():
         config = experiment.config_class(**preset)
-        _, options = parse_run(experiment, ["--preset", name])
+        options = parse_run(experiment, ["--preset", name])
         assert {field.name: options[field.name] for field in fields(config)} == {
             field.name: getattr(config, field.name) for field in fields(config)
         }

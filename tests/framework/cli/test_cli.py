@@ -10,13 +10,14 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli.parser import parse_run
+from loopscope.cli.options import parse_run
 from loopscope.hooks import ExperimentRegistry, HookRegistry
 
 from tests.docs.markdown import ROOT
 from tests.framework.runs.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered
 
 FILLED = (experiments, sinks, training_hooks)
+COMMANDS = ("run", "resume", "diff", "plot", "replay", "list", "hooks")
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +40,34 @@ def shown(words: Sequence[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def options(*words: str) -> dict[str, Any]:
-    return vars(parse_run(Small, words)[1])
+    return parse_run(Small, words)
 
 
 # What it shows
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"], ["list", "--help"], ["hooks", "-h"]])
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
 def test_help_names_every_command(words: list[str], capfd) -> None:
     text = shown(words, capfd)
-    assert all(f"loopscope {command}" in text for command in ("run EXPERIMENT", "list", "hooks", "--version"))
+    assert all(f"loopscope {command}" in text for command in (*COMMANDS, "run EXPERIMENT", "--version"))
+
+
+@pytest.mark.parametrize("help_word", ["--help", "-h"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_of_its_own_that_fits_the_terminal(command: str, help_word: str, capfd) -> None:
+    text = shown([command, help_word], capfd)
+    assert text.startswith(f"usage: loopscope {command}")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", [["--help"], [], ["--version"]])
+def test_help_and_version_import_nothing_that_takes_time(words: list[str]) -> None:
+    script = "import sys; from loopscope.__main__ import main; main(); sys.exit(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert done.stdout.startswith(("usage: loopscope", "loopscope "))
+    assert "sys" in loaded
+    assert not loaded & {"torch", "numpy", "jsonargparse", "rich", "yaml", "docstring_parser", "argparse"}
 
 
 def test_the_version_is_that_of_the_project(capfd) -> None:
@@ -180,7 +199,7 @@ def test_options_of_hooks_may_be_a_list_or_a_mapping_in_a_file(text: str, tmp_pa
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing\n")
-    assert options("--config", f"{tmp_path}/a.yaml") | {"config": None} == options()
+    assert options("--config", f"{tmp_path}/a.yaml") | {"config": None} == options() | {"config": None}
 
 
 def test_a_printed_config_is_a_config_file_of_the_same_options(tmp_path: Path, capfd) -> None:

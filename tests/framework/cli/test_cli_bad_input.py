@@ -1,6 +1,7 @@
 """Bad input: one sentence on standard error that names the value and what would do, status 2, nothing written."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, HookRegistry, InterventionHook, StatePart, TrainingHook
 
-from tests.framework.runs.small_experiment import Small, contents, registered
+from tests.framework.runs.small_experiment import Small, SmallConfig, contents, registered
 
 assert experiments.__all__
 assert training_hooks.__all__
@@ -101,6 +102,9 @@ COMMANDS = [
     (["runn"], ["'runn'", "Did you mean 'run'?"]),
     (["--verison"], ["'--verison'"]),
     (["list", "more"], ["'more'"]),
+    (["list", "--more"], ["'--more'"]),
+    (["resume", "--silnt", "run"], ["'--silnt'"]),
+    (["run", "small", "--help=3"], ["--help takes no value"]),
     (["hooks", "norm"], ["'norm'", "Did you mean 'norms'?"]),
     (["hooks", "norms", "fourier"], ["'fourier'"]),
     (["run"], ["name of an experiment", "mod_arithmetic", "small"]),
@@ -195,7 +199,7 @@ FILES: list[tuple[str | bytes, list[str]]] = [
     ("with_hooks: 3", ["--with-hooks", "'3'", "text"]),
     ("hook_config: {fourier: {topk: 3}}\nhooks: fourier", ["'topk'", "Did you mean 'top_k'?"]),
     ("hook_config: {fourier: 3}\nhooks: fourier", ["'fourier=3'", "hook.option=value"]),
-    ("hook_config: 3", ["hook_config", "3"]),
+    ("hook_config: 3", ["--hook-config", "bad.yaml", "'3'", "a list of names"]),
     ("p: [1\n : {", ["bad.yaml", "not YAML", "line 1"]),
     ("just words", ["bad.yaml", "'just words'", "mapping"]),
     ("- a\n- b", ["bad.yaml", "mapping"]),
@@ -216,6 +220,28 @@ def test_a_bad_config_file_is_refused(text: str | bytes, fragments: list[str], t
 def test_a_config_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path, capfd) -> None:
     (tmp_path / "folder").mkdir()
     assert name in refused(["run", "small", "--config", f"{tmp_path}/{name}"], tmp_path, capfd)
+
+
+def test_the_file_that_holds_the_bad_value_is_named(tmp_path: Path, capfd) -> None:
+    for name, text in (("a.yaml", "seed: 1"), ("b.yaml", "lr: fast"), ("c.yaml", "lr: 0.1")):
+        (tmp_path / name).write_text(text)
+    files = [word for name in "abc" for word in ("--config", f"{tmp_path}/{name}.yaml")]
+    assert f"--lr in the config file {tmp_path}/b.yaml is 'fast'" in refused(["run", "small", *files], tmp_path, capfd)
+
+
+def test_an_option_without_a_default_must_be_given(tmp_path: Path, capfd) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Sized(SmallConfig):
+        width: int
+
+    class Needy(Small):
+        name = "needy"
+        config_class = Sized
+
+    with registered(Needy):
+        assert "loopscope run needy needs --width." in refused(["run", "needy"], tmp_path, capfd)
+        assert main(["run", "needy", "--width", "3", "--print-config"]) == 0
+        assert "width: 3\n" in capfd.readouterr().out
 
 
 P = [("1", "p is 1"), ("0", "p is 0"), ("-3", "p is -3"), ("2.5", "'2.5'"), ("abc", "'abc'"), ("", "''")]

@@ -1,5 +1,6 @@
 """``loopscope resume``: from the folder alone, wherever it lies now."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -73,3 +74,17 @@ def test_what_cannot_go_on_is_refused_in_a_sentence(tmp_path: Path, capsys: pyte
     for words in (["resume"], ["resume", str(tmp_path / "small/plain")], ["resume", "a", "b"]):
         assert main(words) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_recorded_options_that_this_version_does_not_know_are_refused(tmp_path: Path, capsys) -> None:
+    interrupted(tmp_path, "plain")
+    path = tmp_path / "small/plain/experiment_config.json"
+    recorded = json.loads(path.read_text())
+    for name, value, sentence in (
+        ("epoch", 3, "Unknown key 'epoch' in the recorded options. Did you mean 'epochs'?"),
+        ("seed", "one", "--seed in the recorded options is 'one'; it must be an integer."),
+    ):
+        path.write_text(json.dumps({**recorded, "options": {**recorded["options"], name: value}}))
+        capsys.readouterr()
+        assert main(["resume", str(path.parent)]) == 2
+        assert sentence in capsys.readouterr().err

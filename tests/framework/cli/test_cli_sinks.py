@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli.parser import parse_run
-from loopscope.cli.sinks import wanted_sinks
+from loopscope.cli.options import parse_run, wanted_sinks
 
 from tests.framework.runs.small_experiment import Small, contents, registered
 
@@ -26,7 +25,7 @@ def small(monkeypatch):
 
 
 def made(*words):
-    return [sink.name for sink in wanted_sinks(vars(parse_run(Small, words)[1]))()]
+    return [sink.name for sink in wanted_sinks(parse_run(Small, words))()]
 
 
 def test_every_sink_is_made_that_was_asked_for_and_no_other():
@@ -42,7 +41,7 @@ def test_a_sink_gets_the_value_of_its_option(tmp_path):
     assert main([*RUN, "--output-dir", str(tmp_path), "--hook-wandb=demo"]) == 0
     lines = (tmp_path / "small/plain/plain.jsonl").read_text().splitlines()
     assert [json.loads(line)["hook_point"] for line in lines] == ["POST_EPOCH", "POST_EPOCH"]
-    (sink,) = wanted_sinks(vars(parse_run(Small, ["--hook-wandb", "demo"])[1]))()
+    (sink,) = wanted_sinks(parse_run(Small, ["--hook-wandb", "demo"]))()
     assert sink._project == "demo"
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 from loopscope.hooks import HookPoint
-from loopscope.report import Look, RecordedRun, figure_of, metric_picture, read_run
+from loopscope.report import Look, metric_picture, read_run
+from loopscope.report.curves import RecordedRun
+from loopscope.report.drawing import figure_of
 from loopscope.runs import CONFIG
 from loopscope.sinks import CSVSink, JSONLSink
 from loopscope.training_hooks.clipping import EmbeddingProvenance, OutputProjectionClip

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.hooks import HookPoint, Series
-from loopscope.report import Look, figure_of, metric_picture, provenance_picture
+from loopscope.report import Look, metric_picture, provenance_picture
 from loopscope.report.curves import Curve
+from loopscope.report.drawing import figure_of, running_mean
 from loopscope.report.panels import COLOURS
-from loopscope.report.smoothing import running_mean
 from loopscope.runs import run_folders
 from loopscope.sinks import CSVSink
 

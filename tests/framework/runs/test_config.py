@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from loopscope.errors import UsageError
 from loopscope.runs import ExperimentConfig, GrokkingConfig, RunFlags, RunOptions, field_names, in_words
-from loopscope.runs.value_types import fits
+from loopscope.runs.config import fits
 
 from tests.framework.runs.small_experiment import SmallConfig
 

@@ -1,0 +1,182 @@
+"""What follows ``loopscope``, carried out: run, resume, list and hooks here, the other commands in their own files."""
+
+import sys
+from collections.abc import Callable, Container, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ..checkpoints import StoppedError
+from ..console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
+from ..errors import LoopscopeError, UsageError, counted, listed, unknown
+from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
+from ..runs import ExperimentConfig, RunFlags, RunOptions, Session, check_device, field_names, require
+from .diff import diff
+from .options import Experiment, Options, config_text, parse_recorded, parse_run, plain, wanted_sinks
+from .parser import CommandParser
+from .plot import plot
+from .replay import replay
+from .resume import recorded_run
+from .values import dashed, parse_hook_options
+
+MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
+"""The displays of a run by the flags that ask for them."""
+
+
+def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
+    """Import the packages, run a command and return its exit status; see :func:`loopscope.cli.main.main`."""
+    warned: list[str] = []
+
+    def warn(label: Label, sentence: str) -> None:
+        warned.append(sentence)
+        _say(f"{label}: {sentence}")
+
+    with show_warnings(warn):
+        try:
+            for package in packages:
+                import_module(package)
+            for registry in (ExperimentRegistry, HookRegistry, SinkRegistry):
+                registry.discover()
+            _dispatch(*words)
+        except StoppedError as error:
+            _say(str(error))
+            return error.status
+        except LoopscopeError as error:
+            return refused(error, unless=warned)
+        except KeyboardInterrupt:
+            _say("interrupted.")
+            return 130
+        except SystemExit as end:  # a parser's --help
+            return int(end.code or 0)
+    return 0
+
+
+def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
+    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise.
+
+    What was said in the same words before, as a warning, is not said again.
+    """
+    sentence = " ".join(str(error).split())
+    if sentence not in unless:
+        _say(sentence)
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def _dispatch(command: str, *words: str) -> None:
+    commands: dict[str, Callable[[Sequence[str]], None]] = {
+        "run": _run,
+        "resume": _resume,
+        "diff": lambda words: diff(words, _show),
+        "plot": lambda words: plot(words, _show),
+        "replay": lambda words: replay(words, _show),
+        "list": _list,
+        "hooks": _hooks,
+    }
+    if command.startswith("-"):
+        raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
+    if command not in commands:
+        raise unknown("command", command, commands)
+    commands[command](words)
+
+
+def _list(words: Sequence[str]) -> None:
+    CommandParser("list", "Show the experiments, their strategies and presets.").parse(words)
+    print_experiments(list(ExperimentRegistry))
+
+
+def _hooks(words: Sequence[str]) -> None:
+    parser = CommandParser("hooks [NAME]", "Show all hooks, one line each, or every metric and option of one of them.")
+    parser.add_argument("NAME", nargs="?", help="the name of a hook")
+    name = parser.parse(words)["NAME"]
+    if name is None:
+        print_hooks(list(HookRegistry))
+    else:
+        print_hook(HookRegistry.get(name.replace("-", "_")))
+
+
+def _run(words: Sequence[str]) -> None:
+    known = ", ".join(ExperimentRegistry.names())
+    if words and words[0] in ("-h", "--help"):
+        about = f"loopscope run EXPERIMENT --help shows the options. Experiments: {known}"
+        CommandParser("run EXPERIMENT [options]", about, add_help=False).print_help()
+        return
+    if not words or words[0].startswith("-"):
+        raise UsageError(
+            f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
+        )
+    experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
+    options = parse_run(experiment, words[1:])
+    if options.pop("print_config"):
+        experiment.config_class(**_chosen(options, experiment.config_class))
+        _show(config_text(options))
+    else:
+        _start(experiment, options)
+
+
+def _resume(words: Sequence[str]) -> None:
+    parser = CommandParser(
+        "resume RUN",
+        "Go on from the newest intact checkpoint of RUN with the options that it was started with: the same as the "
+        "command that started it with --resume.",
+    )
+    parser.add_argument(
+        "RUN",
+        nargs="*",
+        help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all that the command "
+        "was given; those that are done stay as they are",
+    )
+    runs = parser.parse(words)["RUN"]
+    require(
+        len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
+    )
+    recorded = recorded_run(Path(runs[0]))
+    experiment = ExperimentRegistry.get(recorded.experiment)
+    _start(experiment, parse_recorded(experiment, recorded.options))
+
+
+def _start(experiment: Experiment, options: Options) -> None:
+    """Train an experiment, or compare it with its checkpoints."""
+    config = experiment.config_class(**_chosen(options, experiment.config_class))
+    runner = experiment(config, check_device(options["device"]))
+    run_options = RunOptions(
+        **_chosen(options, RunFlags),
+        strategies=options["strategy"],
+        hooks=[name.replace("-", "_") for name in options["hooks"]],
+        hook_options=parse_hook_options(options["hook_config"]),
+        recorded=plain(options),
+    )
+    make_sinks = wanted_sinks(options)
+    display = RunConsole(
+        _mode(options),
+        live_metrics=runner.live_metrics,
+        progress_metrics=runner.progress_metrics,
+        compared_to=runner.compared_to,
+    )
+    if run_options.validate_checkpoints:
+        for strategy, steps in Session(runner, run_options).validate().items():
+            _show(f"{strategy}: the same bit for bit at {counted(len(steps), 'checkpoint')}, steps {listed(steps)}\n")
+        return
+    with display as console:
+        Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
+
+
+def _chosen(options: Options, group: type[ExperimentConfig | RunFlags]) -> Options:
+    return {name: options[name] for name in field_names(group)}
+
+
+def _mode(options: Options) -> Mode:
+    """Return the display that the flags ask for; raises :class:`UsageError` for more than one of them."""
+    asked = [flag for flag in MODES if options[flag]]
+    require(
+        len(asked) <= 1,
+        f"{' and '.join(map(dashed, asked))} exclude each other: a run has one display; choose one of --live, "
+        "--silent and --no-console-output, or none of them.",
+    )
+    return MODES[asked[0]] if asked else "normal"
+
+
+def _say(text: str) -> None:
+    print(f"loopscope: {text}", file=sys.stderr)  # noqa: T201
+
+
+def _show(text: str) -> None:
+    print(text, end="")  # noqa: T201

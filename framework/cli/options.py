@@ -1,0 +1,147 @@
+"""The options of ``loopscope run EXPERIMENT``: from its config class, the run's flags, the sinks and YAML files."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UsageError, listed, unknown
+from ..hooks import MetricSink, SinkRegistry
+from ..runs import ExperimentRunner, RunFlags
+from .config_file import read_config
+from .parser import CommandParser
+from .values import NAMES, dashed
+
+Experiment = type[ExperimentRunner[Any]]
+Options = dict[str, Any]
+METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandFlags(RunFlags):
+    """Options of the run.
+
+    Args:
+        device: where to train; by default the accelerator if there is one.
+        live: show progress, results and the newest metrics on the whole screen.
+        silent: show one progress bar, and at the end what was warned of.
+        no_console_output: show nothing at all.
+    """
+
+    device: str | None = None
+    live: bool = False
+    silent: bool = False
+    no_console_output: bool = False
+
+
+def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
+    """Return the options that the words after the experiment's name ask for, and whether to ``print_config``.
+
+    Flags win over config files wherever they stand, later files over earlier ones, and files over the preset. Raises
+    :class:`UsageError` with one sentence for what cannot be meant.
+    """
+    files, preset = _files_and_preset(words)
+    contents = {file: read_config(Path(file)) for file in files}
+    for content in contents.values() if preset is None else ():
+        preset = content.get("preset", preset)
+    parser = run_parser(experiment, preset)
+    options = parser.defaults | {"preset": preset}
+    for file, content in contents.items():
+        options |= parser.typed(content, f" in the config file {file}")
+    given = parser.parse(words)
+    given["hook_config"] = options["hook_config"] + given.get("hook_config", [])
+    return {**_complete(experiment, parser, options | given), "print_config": given["print_config"]}
+
+
+def parse_recorded(experiment: Experiment, recorded: Mapping[str, Any]) -> Options:
+    """Parse the options that a run has recorded; raises :class:`UsageError` where this version knows them no more."""
+    parser = run_parser(experiment, recorded.get("preset"))
+    return _complete(experiment, parser, parser.defaults | parser.typed(recorded, " in the recorded options"))
+
+
+def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
+    """Build the parser for an experiment, with the preset's values as defaults."""
+    if preset is not None and preset not in experiment.presets:
+        raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
+    parser = CommandParser(f"run {experiment.name} [options]", _first_line(experiment))
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="YAML file of options; flags win over it; may be repeated"
+    )
+    parser.add_argument("--print-config", action="store_true", help="show the options as a config file, and exit")
+    add = parser.add
+    add("preset", str | None, f"{' or '.join(experiment.presets) or 'none'}: a named set of options", metavar="NAME")
+    strategies = f"{', '.join(experiment.strategies)}, or all (the default)"
+    add("strategy", NAMES, strategies, default=[], metavar="NAME")
+    hooks = "hooks by name, as loopscope hooks lists them; also all, observers, with_debug"
+    add("hooks", NAMES, hooks, default=[], metavar="NAME")
+    add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
+    for sink in SinkRegistry:
+        if sink.flag and sink.option:
+            add(flag_name(sink), str | None, _first_line(sink).rstrip("."), metavar=sink.option.upper())
+        elif sink.flag:
+            add(flag_name(sink), bool, _first_line(sink).rstrip("."), default=False)
+    values = experiment.presets[preset] if preset is not None else {}
+    settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
+    settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
+    parser.add_fields(CommandFlags, values, settings)
+    parser.add_fields(experiment.config_class, values, settings)
+    return parser
+
+
+def plain(options: Mapping[str, Any]) -> Options:
+    """Return the options as a config file has them: no paths but their texts, and nothing that is null."""
+    shown = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def config_text(options: Mapping[str, Any]) -> str:
+    """Return the options as the text of a config file."""
+    return yaml.safe_dump(plain(options), sort_keys=False)
+
+
+def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
+    """Return what makes new sinks for a strategy, those left out whose files another of them writes too.
+
+    Raises :class:`UsageError` for one whose package is missing or that refuses its value.
+    """
+    wanted: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
+    wanted = {sink: value for sink, value in wanted.items() if value not in (None, False)}
+    included = {name for sink in wanted for name in sink.includes}
+    for sink in wanted:
+        sink.check_installed()
+
+    def make() -> list[MetricSink]:
+        chosen = {sink: value for sink, value in wanted.items() if sink.name not in included}
+        return [sink(**{sink.option: value}) if sink.option else sink() for sink, value in chosen.items()]
+
+    make()
+    return make
+
+
+def flag_name(sink: type[MetricSink]) -> str:
+    """Return the name of the option that asks for a sink."""
+    return (sink.flag or "").strip("-").replace("-", "_")
+
+
+def _complete(experiment: Experiment, parser: CommandParser, options: Options) -> Options:
+    """Return the options in the order of the help; raises :class:`UsageError` where one lacks a value and a default."""
+    missing = [dashed(name) for name in parser.types if name not in options]
+    if missing:
+        raise UsageError(f"loopscope run {experiment.name} needs {listed(missing)}.")
+    return {name: options[name] for name in parser.types}
+
+
+def _first_line(described: type[Any]) -> str:
+    return (described.__doc__ or "").partition("\n")[0]
+
+
+def _files_and_preset(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Find what must be known before the others are parsed; a value that is missing is refused then."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", action="append", nargs="?", default=[])
+    first.add_argument("--preset", nargs="?")
+    found, _ = first.parse_known_args(words)
+    return [file for file in found.config if file is not None], found.preset
