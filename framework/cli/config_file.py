@@ -23,7 +23,7 @@ def read_config(path: Path) -> dict[Any, Any]:
         raise UsageError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"The config file {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-    except YAMLError as error:
+    except (YAMLError, RecursionError) as error:  # the second for lists in lists in lists
         raise UsageError(f"The config file {path} is not YAML: {error}.") from error
     if content is not None and not isinstance(content, dict):
         raise UsageError(f"The config file {path} holds {type(content).__name__} {content!r}; it must be a mapping.")

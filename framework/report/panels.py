@@ -92,7 +92,7 @@ class Picture:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return what tells whether a metric was asked for, by its full name or by a pattern; ``*`` matches slashes, too.
+    """Return a function that is true for metrics asked for by full name or by pattern; ``*`` matches slashes, too.
 
     >>> list(map(matcher(["norms/*", "a[0]"]), ["norms/grad_norm/weight", "a[0]", "b"]))
     [True, True, False]
@@ -200,7 +200,7 @@ def styled(runs: Sequence[RecordedRun], metrics: Mapping[str, int], style: Calla
 
 
 def legend_of(labels: Sequence[str], names: Mapping[str, tuple[Style, int]]) -> list[tuple[str, Style]]:
-    """Explain what is drawn of a lone run by its style, or several runs by colour and, in grey, the rest by dashes."""
+    """Explain the styles: of a lone run by name; of several, their colours, and in grey the dashes of the names."""
     if len(labels) == 1:
         return [(name, style) for name, (style, _) in names.items()]
     by_run = [(label, Style(index)) for index, label in enumerate(labels)]

@@ -170,7 +170,7 @@ def choices(annotation: Any) -> list[str]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Tell whether a value is of the annotated type; an integer is a number, a boolean is neither.
+    """Compare a value with an annotated type: an integer is a number, a boolean is neither.
 
     >>> fits(3, float), fits(True, int), fits(None, int | None), fits("a", Literal["a", "b"])
     (True, False, True, True)
@@ -183,9 +183,8 @@ def fits(value: Any, annotation: Any) -> bool:
         return any(type(value) is type(word) and value == word for word in get_args(annotation))
     if isinstance(value, bool) and origin in (int, float):
         return False
-    if origin is float:
-        return isinstance(value, (int, float))
-    return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
+    kinds = (int, float) if origin is float else origin
+    return origin is Any or not isinstance(origin, type) or isinstance(value, kinds)
 
 
 def in_words(annotation: Any) -> str:

@@ -201,13 +201,14 @@ FILES: list[tuple[str | bytes, list[str]]] = [
     ("hook_config: {fourier: 3}\nhooks: fourier", ["'fourier=3'", "hook.option=value"]),
     ("hook_config: 3", ["--hook-config", "bad.yaml", "'3'", "a list of names"]),
     ("p: [1\n : {", ["bad.yaml", "not YAML", "line 1"]),
+    ("[" * 5000, ["bad.yaml", "not YAML"]),
     ("just words", ["bad.yaml", "'just words'", "mapping"]),
     ("- a\n- b", ["bad.yaml", "mapping"]),
     (b"\xff\xfe\x00", ["bad.yaml", "UTF-8"]),
 ]
 
 
-@pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text) for text, _ in FILES])
+@pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text[:40]) for text, _ in FILES])
 def test_a_bad_config_file_is_refused(text: str | bytes, fragments: list[str], tmp_path: Path, capfd) -> None:
     file = tmp_path / "bad.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
