@@ -1,40 +1,27 @@
 """The record of a run as a table: one row per emit, its columns known before the first."""
 
+import csv
+import io
+import json
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
+from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
 from loopscope.runs import RecordSink
 
-from .csv_cells import cell, element, elements, escape, parse_cell, parse_element, parse_pairs, split, unescape
-from .record import LAYOUTS, Record, in_runs, in_step, number_texts, plain
+from .record import LAYOUTS, NUMBERS, Record, json_text
 from .run_file import RunFile, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the texts of one set of metrics lie in a row, behind its position."""
-
-    order: Sequence[int]
-    """For each text of the row, which metric it belongs to."""
-    between: Sequence[str]
-    """What stands before, between and after the texts."""
-    keyed: Sequence[bool]
-    """For each metric, whether it stands behind a key."""
-
-    def row(self, position: str, texts: Sequence[str]) -> str:
-        """Return a row with the text of each metric."""
-        pieces = [*self.between]
-        pieces[1::2] = map(texts.__getitem__, self.order)
-        return f"{position}{''.join(pieces)}\n"
+WORDS: dict[str, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True, "False": False}
+"""The numbers that Python writes in another way than JSON."""
 
 
 class Columns:
@@ -42,55 +29,68 @@ class Columns:
 
     def __init__(self, infos: Mapping[str, MetricInfo]) -> None:
         """Derive the columns from the described metrics, by full name, in order."""
-        alone = [name for name in infos if not name.endswith(PER_PARAMETER)]
-        families = [name.removesuffix(PER_PARAMETER) for name in infos if name.endswith(PER_PARAMETER)]
-        names: dict[str, None] = {}
-        for name in infos:
-            column = name.removesuffix(PER_PARAMETER)
-            names[name if column in alone else column] = None
-        self.names = [*POSITION, *names, OTHER]
+        alone = {name for name in infos if not name.endswith(PER_PARAMETER)}
+        column = {name: name if (family := name.removesuffix(PER_PARAMETER)) in alone else family for name in infos}
+        self.names = [*POSITION, *dict.fromkeys(column.values()), OTHER]
         index = {name: position for position, name in enumerate(self.names)}
         self._alone = {name: index[name] for name in alone}
-        self._families = {name: index[name + PER_PARAMETER if name in alone else name] for name in families}
-        self.layout = lru_cache(LAYOUTS)(self._layout)
-        self.header = ",".join(map(escape, self.names)) + "\n"
+        self._families = {name.removesuffix(PER_PARAMETER): index[column[name]] for name in infos if name not in alone}
+        self._places = lru_cache(LAYOUTS)(lambda names: [self._place(name) for name in names])
+        self.header = _header(self.names)
 
-    def _layout(self, metrics: tuple[str, ...], *, brackets: bool) -> Layout:
-        """Lay out a row of these metrics; ``brackets`` says whether to put those behind a key into brackets."""
-        places = [self._place(metric) for metric in metrics]
-        order = sorted(range(len(metrics)), key=lambda metric: places[metric][0])
-        between, column, closing = [], len(POSITION) - 1, ""
-        for metric in order:
-            place, key = places[metric]
-            separator = "," * (place - column) or ";"
-            between += [closing + separator + (f"{key}:" + "[" * brackets if key else ""), ""]
-            column, closing = place, "]" if key and brackets else ""
-        between.append(closing + "," * (len(self.names) - 1 - column))
-        return Layout(order, between, [bool(key) for _, key in places])
+    def row(self, position: Sequence[Any], metrics: Mapping[str, Any]) -> str:
+        """Return the row of these metrics; those that share a column stand there in a dict, by key."""
+        cells: dict[int, Any] = {}
+        for (column, key), value in zip(self._places(tuple(metrics)), metrics.values(), strict=True):
+            if key:
+                cells.setdefault(column, {})[key] = value
+            else:
+                cells[column] = value
+        row = [*map(str, position), *[""] * (len(self.names) - len(POSITION))]
+        for column, value in cells.items():
+            row[column] = _cell(value)
+        return ",".join(row) + "\n"
 
     def _place(self, metric: str) -> tuple[int, str]:
-        """Return the column of a metric and its key in there, encoded; empty where the column is its own."""
+        """Return the column of a metric and its key in there; empty where the column is its own."""
         if metric in self._alone:
             return self._alone[metric], ""
         family = metric
         while "/" in family:
             family = family.rpartition("/")[0]
             if family in self._families and metric != family + "/":
-                return self._families[family], escape(metric[len(family) + 1 :])
-        return len(self.names) - 1, escape(metric)
+                return self._families[family], metric[len(family) + 1 :]
+        return len(self.names) - 1, metric
+
+
+def _header(names: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(names)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    """Return the text of a cell, quoted as the csv module would: a number needs no quotes, JSON gets them always.
+
+    The module's own writer takes twice as long, most of it over the numbers.
+    """
+    if type(value) in NUMBERS:
+        return repr(value)
+    return '"' + json_text(value).replace('"', '""') + '"'
 
 
 @SinkRegistry.register
 class CSVSink(RecordSink):
     """Write the metrics to STRATEGY.csv, one column per metric that the hooks describe.
 
-    The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. Values
-    are written as ``sinks/csv_cells.py`` says. The metrics of one per-parameter family share a column, as
-    ``parameter:value;parameter:value``; a metric that no hook described goes to ``other`` as ``name:value``.
+    The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. A number
+    is written as Python writes it (``0.5``, ``nan``, ``-inf``, ``3``, ``True``), every other value as JSON. The
+    metrics of one per-parameter family share a column, as ``{"parameter": value}``; a metric that no hook described
+    goes to ``other`` as ``{"name": value}``.
 
     At step-level points a row holds the series of one emit that share their steps: ``step`` lists the steps as
-    ``a;b;c``, and each cell as many values; series with other steps have a row of their own. In a column of
-    ``key:value`` pairs a series of several values stands in brackets. :func:`read_csv` reads the file back.
+    ``[4,5]``, and each cell as many values, but a single number stands without brackets; series with other steps have
+    a row of their own. :func:`read_csv` reads the file back.
     """
 
     name: ClassVar[str] = "csv"
@@ -107,41 +107,31 @@ class CSVSink(RecordSink):
         self._file.write(self._columns.header)
 
     def position(self) -> dict[str, Any]:
-        """Return the size of the file."""
-        return {"size": self._file.size}
+        """Return the size of the file, and how its cells are written."""
+        return {"size": self._file.size, "cells": "json"}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's file."""
         return self._file.paths
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position; its columns must be those of the run."""
+        """Go on in the strategy's file, cut back to the position; its columns and cells must be those of the run."""
+        if position.get("cells") != "json":
+            raise UsageError(
+                f"{run.strategy}.csv was begun by an older version, which wrote lists and dicts in another way than "
+                "as JSON; resume the run with that version, or start it anew with --overwrite."
+            )
         self._columns = Columns(run.metric_infos)
         self._file.resume(run, position["size"], header=self._columns.header.encode())
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one row, or at step-level points one for each set of steps."""
         if hook_point in STEP_POINTS:
-            series = in_step(metrics.values())
-            groups = _by_steps(metrics, step) if series is None else [(tuple(metrics), *series)]
-            self._file.write("".join([self._series_row(epoch, hook_point, *group) for group in groups]))
-            return
-        layout = self._columns.layout(tuple(metrics), brackets=False)
-        texts = number_texts(metrics.values())
-        if texts is None:
-            together = zip(metrics.values(), layout.keyed, strict=True)
-            texts = [element(value) if keyed else _alone(value) for value, keyed in together]
-        self._file.write(layout.row(f"{epoch},{step},{hook_point.name}", texts))
-
-    def _series_row(
-        self, epoch: int, point: HookPoint, names: tuple[str, ...], steps: Sequence[int], values: Sequence[list[Any]]
-    ) -> str:
-        """Make the row of series that share their steps."""
-        texts = elements(list(chain.from_iterable(values)))
-        if len(steps) != 1:
-            texts = in_runs(texts, len(values), len(steps), ";")
-        layout = self._columns.layout(names, brackets=len(steps) > 1)
-        return layout.row(f"{epoch},{';'.join(map(str, steps))},{point.name}", texts)
+            groups = _by_steps(metrics, step).items()
+            rows = [self._columns.row((epoch, _cell(_shown(at)), hook_point.name), group) for at, group in groups]
+        else:
+            rows = [self._columns.row((epoch, step, hook_point.name), metrics)]
+        self._file.write("".join(rows))
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""
@@ -157,22 +147,18 @@ class CSVSink(RecordSink):
         return ((record.step, record.metrics) for record in read_csv(path))
 
 
-def _alone(value: Any) -> str:
-    """Return a value's text in a cell of its own."""
-    return cell(plain(value) if isinstance(value, Series) else value)
-
-
-Group = tuple[tuple[str, ...], Sequence[int], Sequence[list[Any]]]
-
-
-def _by_steps(metrics: Mapping[str, Any], step: int) -> Iterator[Group]:
-    """Yield names, steps and values of the series of each set of steps; what is none is one of the one ``step``."""
-    groups: dict[tuple[int, ...], dict[str, list[Any]]] = {}
+def _by_steps(metrics: Mapping[str, Any], step: int) -> dict[tuple[int, ...], dict[str, Any]]:
+    """Return the values of the series of each set of steps; what is no series is one of the one ``step``."""
+    groups: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, value in metrics.items():
         series = value if isinstance(value, Series) else Series([step], [value])
-        groups.setdefault(tuple(series.steps), {})[name] = series.values
-    for steps, values in groups.items():
-        yield tuple(values), steps, list(values.values())
+        groups.setdefault(tuple(series.steps), {})[name] = _shown(series.values)
+    return groups
+
+
+def _shown(values: Sequence[Any]) -> Any:
+    """Return what stands in a cell of a series: its values, or a single number alone."""
+    return values[0] if len(values) == 1 and type(values[0]) in NUMBERS else values
 
 
 def read_csv(path: Path) -> Iterator[Record]:
@@ -183,32 +169,55 @@ def read_csv(path: Path) -> Iterator[Record]:
     the last of them as its ``step``; a value at a step-level point is a series of one; keys of nested dicts are
     text, tuples lists, and an object that is no number, text, list or dict is its text.
     """
-    lines = complete_lines(path)
-    columns = [unescape(name) for name in next(lines, "").split(",")]
-    for line in lines:
-        cells = dict(zip(columns, line.split(","), strict=True))
-        epoch, steps, point = (cells.pop(field) for field in POSITION)
-        filled = {name: text for name, text in cells.items() if text}
-        other = parse_pairs(split(filled.pop(OTHER, ""), ";")) if OTHER in filled else {}
+    rows = _rows(path)
+    columns = next(rows, [])
+    for row in rows:
+        cells = dict(zip(columns, row, strict=True))
+        epoch, step, point = (cells.pop(field) for field in POSITION)
+        values = {name: _value(cell) for name, cell in cells.items() if cell}
+        metrics = values.pop(OTHER, {}) | values
+        steps = _value(step)
         if HookPoint[point] in STEP_POINTS:
-            at = [int(step) for step in steps.split(";")]
-            metrics = {name: _parse_series(text, at) for name, text in filled.items()}
-            metrics |= {name: _series_of(text, at, keyed=True) for name, text in other.items()}
-            yield Record(int(epoch), at[-1], HookPoint[point], metrics)
+            steps = steps if isinstance(steps, list) else [steps]
+            metrics = {name: _series(value, steps) for name, value in metrics.items()}
+            yield Record(int(epoch), steps[-1], HookPoint[point], metrics)
         else:
-            metrics = {name: parse_cell(text) for name, text in filled.items()}
-            metrics |= {name: parse_element(text) for name, text in other.items()}
-            yield Record(int(epoch), int(steps), HookPoint[point], metrics)
+            yield Record(int(epoch), steps, HookPoint[point], metrics)
 
 
-def _parse_series(text: str, steps: list[int]) -> Series | dict[str, Series]:
+def _rows(path: Path) -> Iterator[list[str]]:
+    """Yield the texts of the cells of each complete line, however long they are.
+
+    The csv module refuses fields above a length that belongs to the process, so each row puts it back.
+    """
+    reader = csv.reader(complete_lines(path))
+    while True:
+        limit = csv.field_size_limit(sys.maxsize)
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(str(error)) from error
+        finally:
+            csv.field_size_limit(limit)
+        if row is None:
+            return
+        yield row
+
+
+def _value(cell: str) -> Any:
+    """Return the value of a cell."""
+    if cell in WORDS:
+        return WORDS[cell]
+    try:
+        return json.loads(cell)
+    except ValueError as error:
+        raise ValueError(
+            f"{cell[:40]!r} is neither a number nor JSON; older versions wrote lists and dicts so"
+        ) from error
+
+
+def _series(value: Any, steps: list[int]) -> Series | dict[str, Any]:
     """Read a cell of a series, or of a family of them."""
-    items = split(text, ";")
-    if len(split(items[0], ":")) > 1:
-        return {key: _series_of(value, steps, keyed=True) for key, value in parse_pairs(items).items()}
-    return _series_of(text, steps, keyed=False)
-
-
-def _series_of(text: str, steps: list[int], *, keyed: bool) -> Series:
-    inner = text[1:-1] if keyed and len(steps) > 1 else text
-    return Series(steps, [parse_element(item) for item in split(inner, ";")])
+    if isinstance(value, dict):
+        return {key: _series(item, steps) for key, item in value.items()}
+    return Series(steps, value if isinstance(value, list) else [value])

@@ -1,6 +1,7 @@
 """One emit, as the readers of a sink's file give it back, and the plain values that files can hold."""
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,35 +49,20 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def number_texts(values: Collection[Any]) -> list[str] | None:
-    """Return the shortest exact text of every value, or nothing unless all of them are plain numbers.
+def _without_series(value: Any) -> Any:
+    return {"steps": value.steps, "values": value.values} if isinstance(value, Series) else plain(value)
 
-    >>> number_texts([0.1, 3, True, float("nan")]), number_texts([0.1, "text"])
-    (['0.1', '3', 'True', 'nan'], None)
+
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_without_series).encode
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON, what has no form of its own as :func:`plain` says.
+
+    >>> json_text({"a": [0.1, float("inf")], "s": Series([1], [True])})
+    '{"a":[0.1,Infinity],"s":{"steps":[1],"values":[true]}}'
     """
-    return list(map(repr, values)) if NUMBERS.issuperset(map(type, values)) else None
-
-
-def in_step(metrics: Collection[Any]) -> tuple[list[int], list[list[Any]]] | None:
-    """Return the steps that all metrics share and the values of each, where all are series: what most emits are.
-
-    >>> in_step([Series([1, 2], [0.1, 0.2]), Series([1, 2], [5, 6])])
-    ([1, 2], [[0.1, 0.2], [5, 6]])
-    >>> in_step([Series([1], [0.1]), Series([2], [0.2])]), in_step([Series([1], [0.1]), 5])
-    (None, None)
-    """
-    if set(map(type, metrics)) != {Series}:
-        return None
-    steps = [series.steps for series in metrics]
-    values = [series.values for series in metrics]
-    shared = steps.count(steps[0]) == len(steps) and set(map(len, values)) == {len(steps[0])}
-    return (steps[0], values) if shared else None
-
-
-def in_runs(texts: Sequence[str], count: int, length: int, separator: str) -> list[str]:
-    """Join ``count * length`` texts in ``count`` runs.
-
-    >>> in_runs(["a", "b", "c", "d"], 2, 2, ";")
-    ['a;b', 'c;d']
-    """
-    return [separator.join(texts[begin * length : (begin + 1) * length]) for begin in range(count)]
+    try:
+        return _encode(value)
+    except TypeError:  # over a key that is no text, number, boolean or None
+        return _encode(plain(value))

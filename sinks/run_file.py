@@ -118,8 +118,8 @@ def replaced(file: FileIO, reason: str) -> UsageError:
 
 
 def complete_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file without their ends; a last line that a crash cut off is left out."""
+    """Yield the lines of a file with their ends; a last line that a crash cut off is left out."""
     with path.open(encoding="utf-8", newline="\n") as file:
         for line in file:
             if line.endswith("\n"):
-                yield line[:-1]
+                yield line

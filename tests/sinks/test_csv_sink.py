@@ -1,11 +1,14 @@
 import csv
+import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope.hooks import STEP_POINTS, HookPoint, Series
 from loopscope.sinks.csv import CSVSink, read_csv
+from loopscope.sinks.record import plain
 
 from tests.sinks.emits import WORDS, Emit, emits, exact, run_info, series_in_step
 
@@ -93,15 +96,25 @@ def test_series_in_step_are_one_row_and_read_back_as_emitted(tmp_path, flushes):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(emits(PLACES.map(placed)), max_size=3))
-def test_any_csv_reader_splits_the_file_into_the_same_cells(tmp_path, all_emits):
+def test_any_csv_reader_finds_a_row_in_each_line_and_in_its_cells_numbers_or_json(tmp_path, all_emits):
     sink = CSVSink()
     sink.set_run_context(run_info(tmp_path, described=DESCRIBED))
     for emit in all_emits:
         emit.to(sink)
     sink.close("completed")
-    text = (tmp_path / "only.csv").read_text(encoding="utf-8")
     with (tmp_path / "only.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.reader(file)) == [line.split(",") for line in text.split("\n")[:-1]]
+        header, *rows = csv.reader(file)
+    assert len(rows) + 1 == (tmp_path / "only.csv").read_bytes().count(b"\n")
+    assert {len(row) for row in rows} <= {len(header)}
+    for position, *cells, other in rows:
+        assert int(position) >= 0
+        assert all(cell in ("nan", "inf", "-inf", "True", "False") or is_json(cell) for cell in cells[2:] if cell)
+        assert not other or type(json.loads(other)) is dict
+
+
+def is_json(text):
+    json.loads(text)
+    return True
 
 
 def test_the_header_is_there_before_the_first_row_and_never_changes(tmp_path):
@@ -118,46 +131,75 @@ def test_parameters_share_a_column_and_a_scalar_of_that_name_keeps_its_own(tmp_p
     metrics = {"h/norm": 1.5, "h/norm/w": 0.5, "h/norm/b": math.nan, "g/ratio/w": 2}
     (row,) = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH)))
     assert row["h/norm"] == "1.5"
-    assert row["h/norm/<parameter>"] == "w:0.5;b:nan"
-    assert row["g/ratio"] == "w:2"
+    assert row["h/norm/<parameter>"] == '{"w":0.5,"b":NaN}'
+    assert row["g/ratio"] == '{"w":2}'
 
 
 def test_the_order_of_the_metrics_is_of_no_consequence_to_their_columns(tmp_path):
     metrics = {"g/ratio/w": 4, "h/norm/b": 3, "h/loss": 1, "h/norm": 2, "h/norm/w": 5}
     backwards = dict(reversed(metrics.items()))
     first, second = cells(written(tmp_path, (metrics, HookPoint.POST_EPOCH), (backwards, HookPoint.POST_EPOCH)))
-    filled = {"h/loss": "1", "h/norm": "2", "h/norm/<parameter>": "b:3;w:5", "g/ratio": "w:4"}
+    filled = {"h/loss": "1", "h/norm": "2", "h/norm/<parameter>": '{"b":3,"w":5}', "g/ratio": '{"w":4}'}
     assert {name: first[name] for name in filled} == filled
-    assert {name: second[name] for name in filled} == filled | {"h/norm/<parameter>": "w:5;b:3"}
+    assert {name: second[name] for name in filled} == filled | {"h/norm/<parameter>": '{"w":5,"b":3}'}
 
 
-def test_series_behind_a_key_have_brackets_as_soon_as_they_have_two_values(tmp_path):
+def test_a_series_is_a_list_as_soon_as_it_has_two_values(tmp_path):
     single, several = {"h/norm/w": Series([4], [1])}, {"h/norm/w": Series([4, 5], [1, 2])}
     rows = cells(written(tmp_path, *((metrics, HookPoint.POST_STEP) for metrics in (single, several, single))))
-    assert [row["h/norm/<parameter>"] for row in rows] == ["w:1", "w:[1;2]", "w:1"]
+    assert [row["h/norm/<parameter>"] for row in rows] == ['{"w":1}', '{"w":[1,2]}', '{"w":1}']
 
 
 def test_a_metric_that_nobody_described_goes_to_the_last_column(tmp_path):
     (row,) = cells(written(tmp_path, ({"who/x": -math.inf, "who/y": [1, 2]}, HookPoint.POST_EPOCH)))
-    assert row["other"] == "who/x:-inf;who/y:[1;2]"
+    assert row["other"] == '{"who/x":-Infinity,"who/y":[1,2]}'
 
 
-def test_dicts_and_lists_have_their_own_text(tmp_path):
-    (row,) = cells(written(tmp_path, ({"h/loss": {"a": 1, "b": 2}, "h/norm": [0.5, 1.5]}, HookPoint.POST_EPOCH)))
-    assert (row["h/loss"], row["h/norm"]) == ("a:1;b:2", "0.5;1.5")
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": 1, "b": 2}, '{"a":1,"b":2}'),
+        ([0.5, math.nan, -math.inf], "[0.5,NaN,-Infinity]"),
+        ({"layer": [1, 2], "rest": {"x": True}}, '{"layer":[1,2],"rest":{"x":true}}'),
+        ((1, 2), "[1,2]"),
+        ([], "[]"),
+        ({}, "{}"),
+        ("exact", '"exact"'),
+        ("", '""'),
+        (None, "null"),
+        (1e-300, "1e-300"),
+        (-math.inf, "-inf"),
+        (True, "True"),
+        (np.float32(0.5), "0.5"),
+    ],
+)
+def test_a_number_is_written_as_in_python_and_everything_else_as_json(tmp_path, value, text):
+    path = written(tmp_path, ({"h/loss": value}, HookPoint.POST_EPOCH))
+    assert cells(path)[0]["h/loss"] == text
+    read = next(read_csv(path)).metrics["h/loss"]
+    assert exact(read) == exact(list(value) if isinstance(value, tuple) else plain(value))
+
+
+@pytest.mark.parametrize("value", [{"w": 1}, [1, 2], [], "exact", None])
+@pytest.mark.parametrize("name", ["h/loss", "who/x"])
+def test_a_value_of_one_step_that_is_no_number_is_not_taken_for_a_family_or_for_several(tmp_path, name, value):
+    (record,) = read_csv(written(tmp_path, ({name: Series([4], [value])}, HookPoint.POST_STEP)))
+    assert record.metrics == {name: Series([4], [value])}
 
 
 def test_series_with_the_same_steps_share_a_row(tmp_path):
     metrics = {"h/loss": Series([4, 5], [0.5, 0.25]), "h/norm/w": Series([4, 5], [1, 2]), "h/norm": Series([5], [9])}
     first, second = cells(written(tmp_path, (metrics, HookPoint.POST_STEP)))
-    assert (first["step"], first["h/loss"], first["h/norm/<parameter>"]) == ("4;5", "0.5;0.25", "w:[1;2]")
+    assert (first["step"], first["h/loss"], first["h/norm/<parameter>"]) == ("[4,5]", "[0.5,0.25]", '{"w":[1,2]}')
     assert (second["step"], second["h/norm"], second["h/loss"]) == ("5", "9", "")
 
 
-def test_a_long_series_of_one_cell_is_read_back(tmp_path):
+def test_a_long_series_of_one_cell_is_read_back_and_the_limit_of_the_csv_module_left_as_it_is(tmp_path):
+    limit = csv.field_size_limit()
     series = Series(list(range(1, 50_001)), [1 / step for step in range(1, 50_001)])
     (record,) = read_csv(written(tmp_path, ({"h/loss": series}, HookPoint.POST_STEP)))
     assert record.metrics == {"h/loss": series}
+    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize(
@@ -167,3 +209,11 @@ def test_a_long_series_of_one_cell_is_read_back(tmp_path):
 def test_a_series_keeps_its_steps_wherever_it_comes_from(tmp_path, point, read):
     (record,) = read_csv(written(tmp_path, ({"h/loss": Series([1], [2.0])}, point)))
     assert record.metrics == {"h/loss": read}
+
+
+def test_a_file_of_an_older_version_is_not_misread(tmp_path):
+    path = written(tmp_path, ({"h/loss": 1.0}, HookPoint.POST_EPOCH))
+    with path.open("a") as file:
+        file.write("0,2,POST_EPOCH,0.5,,,w:0.5;b:nan,,,\n")
+    with pytest.raises(ValueError, match=r"'w:0\.5;b:nan' is neither a number nor JSON; older versions"):
+        list(read_csv(path))

@@ -107,6 +107,15 @@ def test_a_csv_file_of_other_columns_is_refused_and_left_as_it_is(tmp_path):
     assert (tmp_path / "only.csv").read_bytes() == before
 
 
+def test_a_csv_file_of_an_older_version_is_refused_and_left_as_it_is(tmp_path):
+    sink = begun(CSVSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 1)])
+    size, before = sink.position()["size"], (tmp_path / "only.csv").read_bytes()
+    sink.close("failed")
+    with pytest.raises(UsageError, match=r"only\.csv was begun by an older version.*--overwrite"):
+        resumed(CSVSink, tmp_path, {"size": size}, [])
+    assert (tmp_path / "only.csv").read_bytes() == before
+
+
 def test_the_hyper_parameters_are_written_once_and_the_newest_end_counts(tmp_path):
     config = SmallConfig(lr=0.25, output_dir=tmp_path)
     sink = begun(TensorBoardSink, tmp_path, [Emit({"h/a": 1.0}, 0, HookPoint.POST_EPOCH, 3)], config=config)

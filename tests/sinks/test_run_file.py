@@ -38,7 +38,7 @@ def test_an_older_file_is_written_over_and_others_are_left_alone(tmp_path):
 
 def test_only_line_feeds_end_a_line(tmp_path):
     (tmp_path / "x").write_bytes("a\rb\x85c\u2028d\n\ncut".encode())
-    assert list(complete_lines(tmp_path / "x")) == ["a\rb\x85c\u2028d", ""]
+    assert list(complete_lines(tmp_path / "x")) == ["a\rb\x85c\u2028d\n", "\n"]
 
 
 @pytest.fixture
