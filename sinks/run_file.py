@@ -61,10 +61,7 @@ class RunFile:
 
     def write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
-        file, data = self._opened(), text.encode()
-        written = file.write(data)
-        while written < len(data):
-            written += file.write(memoryview(data)[written:])
+        write_all(self._opened(), text.encode())
 
     def _opened(self) -> FileIO:
         if self._file is None:
@@ -84,6 +81,13 @@ class RunFile:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Write all of ``data``, of which the operating system takes a part where the disk is nearly full."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def reopened(path: Path, size: int) -> FileIO:

@@ -69,7 +69,7 @@ class TensorBoardSink(ReplaySink):
         self._step = position["step"]
 
     def _begin(self, folder: Path, run: RunDescription) -> None:
-        from .event_file import EventFile, session_start, table, text
+        from .event_file import EventFile, session_start, table
 
         self._release()
         folder.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ class TensorBoardSink(ReplaySink):
         self._step = 0
         head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
         options = head | dict(flat(run.config))
-        self._file.write({0: [session_start(options), text("run", table(options.items()))]})
+        self._file.write({0: [session_start(options), table("run", options.items())]})
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Write the metrics at their steps."""
