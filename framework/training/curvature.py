@@ -1,7 +1,6 @@
 """Hessian-vector products of a loss: exact by reverse over reverse, and by central differences of its gradient."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -25,7 +24,6 @@ class ExactHessian:
     """
 
     def __init__(self, compute_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        _keep_freed_memory()
         self._parameters = parameters
         with sdpa_kernel(SDPBackend.MATH):
             self._gradients = torch.autograd.grad(
@@ -54,16 +52,6 @@ class ExactHessian:
             materialize_grads=True,
         )
         return dict(zip(self._parameters, second, strict=True))
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Free one block of 31 MiB, once: from then on glibc keeps up to twice as much freed memory (mallopt(3)).
-
-    By default it gives the memory of every product's graph back to the system, and the next one takes it page by page:
-    700 page faults and a tenth of the time at the quick preset. The block is never touched.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def central_difference(
