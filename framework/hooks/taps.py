@@ -1,6 +1,5 @@
 """Taps: functions that see, or replace, a gradient while it flows backward; others see inputs, or count."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from ..errors import StateMutationError, UsageError, unknown
 from ..lowbit import QuantizationListener, QuantizationTap, Quantized
 from ..state import OwnFunction
-from ..training import eagerly, is_compiled
+from ..training import eagerly, is_compiled, quiet_graph_breaks
 
 Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]
@@ -81,6 +80,7 @@ class TapSet:
         self._silent = 0
         self._hearing = False
         self._stances = ExitStack()
+        self._undone_at_the_end = ExitStack()
 
     def attach(self, owner: TapOwner, taps: Iterable[Tap]) -> None:
         """Attach a hook's taps; raises :class:`UsageError`, with no tap left on the model, if one cannot be."""
@@ -131,8 +131,7 @@ class TapSet:
         if is_apart:
             self._apart.append((owner.is_due, partial(_attach_around, module, around)))
         elif self._compiled and tap.kind == "weight":
-            # torch looks at the gradient of whatever enters the graph that follows, and warns of its own look
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            self._undone_at_the_end.enter_context(quiet_graph_breaks())
             self._eager.append((module, vars(module).get("forward")))
             module.forward = _eager_forward(module, around)
         elif self._compiled:
@@ -198,6 +197,7 @@ class TapSet:
         """Take every tap off the model."""
         while self._handles:
             self._handles.pop().remove()
+        self._undone_at_the_end.close()
         self._apart.clear()
         while self._eager:
             module, forward = self._eager.pop()

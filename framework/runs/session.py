@@ -25,7 +25,7 @@ from ..hooks import (
     treatments,
 )
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
-from ..training import Precision, TrainingTask, compile_model
+from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
 from .config import RunOptions, require
 from .display import Display
 from .records import RunRecord, environment, versions
@@ -52,7 +52,7 @@ class Session:
         been written.
         """
         options, runner = self.options, self.runner
-        with deterministic(on=not options.no_determinism):
+        with deterministic(on=not options.no_determinism), quiet_graph_breaks():
             strategies = chosen_strategies(runner, options.strategies)
             hooks = self._hooks(strategies)
             device = check_device(options.guardian_device) if options.guardian_device else None
@@ -82,7 +82,11 @@ class Session:
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
-        with deterministic(on=not self.options.no_determinism), TemporaryDirectory() as elsewhere:
+        with (
+            deterministic(on=not self.options.no_determinism),
+            quiet_graph_breaks(),
+            TemporaryDirectory() as elsewhere,
+        ):
             strategies = chosen_strategies(self.runner, self.options.strategies)
             hooks = self._hooks(strategies)
             records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}

@@ -1,6 +1,6 @@
 """One optimizer step, and what can be measured of a loss."""
 
-from .compilation import compile_model, eagerly, is_compiled
+from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .curvature import METHODS, Method
 from .loss_probe import LossProbe
 from .precision import Precision
@@ -21,5 +21,6 @@ __all__ = [
     "is_compiled",
     "is_skipped",
     "measure_gradients",
+    "quiet_graph_breaks",
     "update",
 ]

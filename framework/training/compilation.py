@@ -21,9 +21,24 @@ def compile_model(model: nn.Module) -> None:
     torch.use_deterministic_algorithms(  # which tells the compiler as well
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    # torch looks at the gradient of whatever enters a graph behind a break, and warns of its own look
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     model.compile(dynamic=False)
+
+
+@contextmanager
+def quiet_graph_breaks() -> Iterator[None]:
+    """Ignore in the body the warning that torch gives of itself when a compiled model has a break in its graph.
+
+    It looks at the gradient of every tensor that enters the graph behind the break, most of which are no leaves. The
+    filter alone is taken out again, rather than all filters put back, so that such bodies may end in any order.
+    """
+    before = [*warnings.filters]
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if added not in before and added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 def _check_compiler() -> None:

@@ -1,5 +1,6 @@
 """Compiled models: training steps are compiled and nothing else, hooks leave their bytes, taps hear what flows."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,11 @@ def test_a_tap_that_reads_hears_what_it_hears_in_an_eager_run(case: Case) -> Non
 
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_a_tap_that_replaces_does_so_in_the_compiled_run(case: Case) -> None:
+    filters = [*warnings.filters]
     plain, eager = train(case), train(case, [Halving(lambda run_ctx, model_ctx: None)])
     compiled = Graphs().train(case, [Halving(lambda run_ctx, model_ctx: None)])
     weights = [run.task.model.blocks[0].weight for run in (plain, eager, compiled)]
+    assert warnings.filters == filters
     torch.testing.assert_close(weights[2], weights[1])
     assert not torch.allclose(weights[2], weights[0])
 
@@ -146,12 +149,14 @@ class Compiled(Small):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_with_compile_trains_compiled_and_hooks_leave_its_weights(tmp_path: Path) -> None:
+    filters = [*warnings.filters]
     with registered(Compiled):
         for folder, hooks in (("bare", []), ("hooked", ["norms", "hessian"])):
             session(tmp_path / folder, Compiled, strategies=["plain"], with_compile=True, epochs=1, hooks=hooks).run()
     bare, hooked = (torch.load(tmp_path / name / "compiled/plain/plain_final.pt") for name in ("bare", "hooked"))
     assert all(torch.equal(bare[name], hooked[name]) for name in bare)
     assert counters["stats"]["unique_graphs"] > 0
+    assert warnings.filters == filters
 
 
 def test_without_a_compiler_it_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
