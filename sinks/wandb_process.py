@@ -8,7 +8,6 @@ the run was killed. The last thing it does is to print, in one sentence, where t
 import fcntl
 import json
 import math
-import netrc
 import os
 import shlex
 import struct
@@ -20,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 PAUSE = 0.3
 """Seconds between two looks at the record."""
@@ -213,23 +211,14 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def mode(settings: Any) -> Any:
-    """Return W&B's mode: the one that was asked for, or offline where no login is present."""
-    if "WANDB_MODE" in os.environ or settings.mode != "online" or settings.api_key:
-        return settings.mode
-    named = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-    return "online" if named or has_login(urlsplit(settings.base_url).netloc) else "offline"
-
-
-def has_login(host: str) -> bool:
-    """Tell whether a netrc file has a password for ``host``."""
-    home = Path("~").expanduser()
-    path = next((path for path in (home / ".netrc", home / "_netrc") if path.exists()), None)
-    path = Path(os.environ["NETRC"]).expanduser() if "NETRC" in os.environ else path
-    with suppress(OSError, netrc.NetrcParseError):
-        found = path and netrc.netrc(path).authenticators(host)
-        return bool(found and found[2])
-    return False
+def begun(wandb: Any, **options: Any) -> Any:
+    """Begin a W&B run, offline where no login is present and no mode was asked for."""
+    try:
+        return wandb.init(**options)
+    except wandb.UsageError:  # raised at once, since there is no terminal on which to ask for a key
+        if "WANDB_MODE" in os.environ:
+            raise
+        return wandb.init(**options, mode="offline")
 
 
 @contextmanager
@@ -304,7 +293,8 @@ def send(job: Job, listener: Listener, note: Any) -> str:
         except ValueError:  # values too near or too far for bins of equal width
             return wandb.Histogram(np_histogram=(np.array([len(values)]), np.array([min(values), max(values)])))
 
-    run = wandb.init(
+    run = begun(
+        wandb,
         id=job.run_id,
         resume="allow" if job.resumed else None,
         project=job.project,
@@ -319,7 +309,6 @@ def send(job: Job, listener: Listener, note: Any) -> str:
             "treatments": {name: list(parts) for name, parts in job.treatments.items()},
         },
         dir=job.folder,
-        mode=mode(wandb.setup().settings),
         settings=wandb.Settings(console="off", silent=True, disable_code=True, x_stats_pid=job.pid),
     )
     run.define_metric("step")

@@ -1,17 +1,14 @@
 """What one line of the record becomes in W&B, without a client."""
 
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loopscope.sinks.wandb_process import Ending, RecordReplacedError, distribution, has_login, mode, records, rows
+from loopscope.sinks.wandb_process import Ending, RecordReplacedError, begun, distribution, records, rows
 
 POINTS = ("POST_STEP",)
-PUBLIC = "https://api.wandb.ai"
 
 
 class Told:
@@ -95,47 +92,24 @@ def test_a_record_that_another_run_writes_over_is_not_mixed_with_it(tmp_path):
         list(found(3, path, between=lambda: path.write_text("{}\n")))
 
 
-@pytest.fixture
-def nobody(monkeypatch, tmp_path):
-    """No login is present, and a file that may hold one."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return monkeypatch
+class WithoutLogin:
+    """W&B where nobody has logged in."""
+
+    class UsageError(Exception):
+        pass
+
+    def init(self, *, mode: str | None = None, **options: Any) -> tuple[str | None, dict[str, Any]]:
+        if mode is None:
+            raise self.UsageError("No API key configured. Use `wandb login` to log in.")
+        return mode, options
 
 
-def mode_of(**settings):
-    return mode(SimpleNamespace(**{"mode": "online", "api_key": None, "base_url": PUBLIC, **settings}))
+def test_without_a_login_the_client_is_offline(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert begun(WithoutLogin(), project="demo") == ("offline", {"project": "demo"})
 
 
-def test_without_a_login_the_client_is_offline(nobody):
-    assert mode_of() == "offline"
-    assert mode_of(api_key="k") == "online"
-
-
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_a_login_in_the_environment_makes_it_online(nobody, name):
-    nobody.setenv(name, "k" * 40)
-    assert mode_of() == "online"
-
-
-def test_a_mode_that_was_asked_for_is_kept(nobody):
-    assert mode_of(mode="shared") == "shared"
-    nobody.setenv("WANDB_MODE", "online")
-    assert mode_of() == "online"
-
-
-def test_a_netrc_file_counts_for_the_host_it_names(nobody, tmp_path):
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
-    assert mode_of() == "online"
-    assert mode_of(base_url="https://wandb.example:8080") == "offline"
-    (tmp_path / "netrc").write_text("no netrc file at all")
-    assert not has_login("api.wandb.ai")
-
-
-def test_a_netrc_file_in_the_home_folder_is_found(nobody, tmp_path):
-    nobody.delenv("NETRC")
-    nobody.setenv("HOME", str(tmp_path))
-    assert mode_of() == "offline"
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
-    assert mode_of() == "online"
+def test_a_mode_that_was_asked_for_is_kept(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(WithoutLogin.UsageError, match="No API key"):
+        begun(WithoutLogin(), project="demo")

@@ -144,6 +144,13 @@ def test_without_a_login_the_user_is_told_how_to_sync(offline):
     assert [notice.partition("wandb sync ")[2] for notice in offline.notices] == list(map(str, folders))
 
 
+def test_a_run_that_is_to_be_online_without_a_login_says_so_and_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.warns(UserWarning, match=r"client failed: UsageError: No API key.* No metric is lost; send them with"):
+        fed(started(tmp_path)).close("completed")
+    assert len(list(read_jsonl(tmp_path / "only.jsonl"))) == 2
+
+
 def test_the_run_with_the_client_is_the_run_without_bit_for_bit(tmp_path):
     bare = run_with(tmp_path, [])
     watched = run_with(tmp_path, [sink := WandbSink(project="demo")], audit=True)
