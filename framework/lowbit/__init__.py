@@ -3,9 +3,8 @@
 from .conversion import layers_to_quantize, quantize_model
 from .linear import BitLinear
 from .metis import Decomposition, Gains, MetisOptions
-from .recipes import RECIPES, Recipe, find_recipe
+from .recipes import RECIPES, ROLES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised, share
-from .roles import ROLES
 from .splitting import LowRankFactors, layers_with_factors, split_weight
 from .taps import QuantizationListener, QuantizationTap, Quantized, quantized_modules
 

@@ -13,12 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
 from ..state import is_sharded
-from .calls import Calls, LayerCall
 from .casts import Cast, Counts, largest_magnitudes
-from .linear_function import QuantizedLinear
+from .linear_function import Calls, LayerCall, QuantizedLinear
 from .metis import low_rank_cast
-from .recipes import Recipe
-from .roles import FORWARD_ROLES, SAME_MATRIX, Role
+from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
 from .splitting import LowRankFactors, SplitLinear, split_product
 
 

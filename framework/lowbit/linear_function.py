@@ -1,5 +1,7 @@
-"""The product of a linear layer with its matrices cast, and its gradient straight through the casts."""
+"""The product of a linear layer with its matrices cast, its gradient straight through the casts, and its repetition."""
 
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -8,25 +10,78 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from ..errors import LoopscopeError
-from .roles import Role
+from .casts import Cast, Counts
+from .recipes import ROLES, Recipe, Role
+
+SEEDS = 2**62
+_numbers = count(1)
 
 
-class Call(Protocol):
-    """One forward call of a layer: what its casts drew and were scaled by, so that it can be repeated."""
+@dataclass(frozen=True)
+class LayerCall:
+    """One forward call of a layer.
+
+    Args:
+        number: tells it from every other call of this process; 0 if another call would cast alike.
+        seed: of the random numbers of its casts.
+        with_gradient: autograd recorded it.
+        earlier: by role, the largest magnitude that a rule with a history was given.
+        counted: what its forward casts lost, by role and cast, if that was counted.
+        repeated: it is the recomputation of that call by activation checkpointing.
+    """
+
+    number: int = 0
+    seed: int = 0
+    with_gradient: bool = False
+    earlier: dict[str, Tensor] = field(default_factory=dict)
+    counted: dict[tuple[Role, Cast], Counts] = field(default_factory=dict)
+    repeated: bool = False
 
     def mark(self) -> Tensor | None:
-        """Return a tensor that tells calls apart, or ``None`` if they need not be told apart."""
-        ...
+        """Return the number, if there is one, as a tensor: checkpointing brings that of the recomputation."""
+        return torch.tensor(self.number) if self.number else None
 
     def is_marked(self, mark: Tensor | None) -> bool:
         """Tell whether a mark is that of this call."""
-        ...
+        return mark is None or int(mark) == self.number
+
+    def generator(self, role: Role, device: torch.device) -> torch.Generator:
+        """Return a fresh generator for the cast of one matrix."""
+        return torch.Generator(device).manual_seed(self.seed + ROLES.index(role))
+
+
+class Calls:
+    """Holds the newest call of each part of a layer until its backward pass; between steps nobody needs it."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, LayerCall] = {}
+
+    def begin(self, part: str, recipe: Recipe, generator: torch.Generator) -> LayerCall:
+        """Return the call that begins: a new one, or under recomputation the newest one again.
+
+        A forward within a backward pass is a recomputation. Raises :class:`LoopscopeError` where it cannot be repeated.
+        """
+        within_backward = torch._C._current_graph_task_id() != -1
+        if not recipe.draws and not recipe.varies:
+            return LayerCall(repeated=within_backward)
+        if within_backward and part in self.newest:
+            newest = self.newest[part]
+            if recipe.varies and not newest.with_gradient:
+                raise LoopscopeError(
+                    "Reentrant activation checkpointing cannot repeat stochastic rounding or delayed scaling of a "
+                    "low-bit layer's forward pass; pass use_reentrant=False to torch.utils.checkpoint."
+                )
+            return replace(newest, repeated=True)
+        seed = int(torch.randint(SEEDS, (), generator=generator)) if recipe.draws else 0
+        number = next(_numbers) if recipe.varies else 0
+        call = self.newest[part] = LayerCall(number, seed, torch.is_grad_enabled())
+        return call
 
 
 class Quantiser(Protocol):
     """What casts the matrices of a call."""
 
-    def quantize(self, role: Role, values: Tensor, call: Any) -> Tensor:
+    def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return the matrix after the cast of its role."""
         ...
 
@@ -43,7 +98,9 @@ class QuantizedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantiser: Quantiser, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantiser: Quantiser, call: LayerCall
+    ) -> Tensor:
         """Return y of shape (..., out) for x (..., in), W (out, in), b (out)."""
         ctx.quantiser, ctx.call, ctx.is_differentiated = quantiser, call, False
         x_is_wanted, weight_is_wanted = ctx.needs_input_grad[:2]

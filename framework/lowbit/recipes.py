@@ -3,11 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, get_args
 
 from ..errors import UsageError, unknown
 from .casts import Cast
 from .metis import MetisOptions
-from .roles import FORWARD_ROLES, ROLES, Role
+
+Role = Literal["forward_input", "forward_weight", "backward_input", "backward_weight", "output_grad"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""Input and weight of y = x Wᵀ; input and weight of the backward products gᵀx and g W; g, the output's gradient."""
+FORWARD_ROLES: tuple[Role, ...] = ("forward_input", "forward_weight")
+SAME_MATRIX: Mapping[Role, Role] = {"backward_input": "forward_input", "backward_weight": "forward_weight"}
+"""The forward role of the matrix that a backward role casts again."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from .casts import Cast, largest_magnitudes, refuse_other_types
 from .counts import MAXIMA, SUMS, Counts
 from .formats import FloatFormat, FormatRegistry
-from .kernels import Scaling, as_float32, computable, delayed, scales_for
-from .layout import Layout
+from .kernels import Layout, Scaling, as_float32, computable, delayed, scales_for
 from .scaling import RuleRegistry
 
 __all__ = [

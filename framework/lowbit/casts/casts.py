@@ -15,6 +15,7 @@ from .kernels import (
     CHUNK,
     Counting,
     Grid,
+    Layout,
     Scaling,
     can_count,
     cast,
@@ -26,7 +27,6 @@ from .kernels import (
     scales_of,
     was_counted,
 )
-from .layout import Layout
 from .scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]

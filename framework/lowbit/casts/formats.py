@@ -143,21 +143,11 @@ def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tenso
     return _round_to_spacing(values, exponent, number_format, torch.round)
 
 
-def stochastic(generator: torch.Generator) -> Round:
-    """Return a rounding away from 0 with a probability equal to the fraction of the magnitude, otherwise towards 0.
+def by_draws(draws: Tensor) -> Round:
+    """Return the stochastic rounding by given numbers, uniform in [0, 1): away from 0 where one is below the fraction.
 
     So the mean is the value, but for the probability's being rounded up to a multiple of 2^-24.
     """
-
-    def round_(values: Tensor) -> Tensor:
-        draws = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
-        return by_draws(draws)(values)
-
-    return round_
-
-
-def by_draws(draws: Tensor) -> Round:
-    """Return the same rounding by given numbers, uniform in [0, 1): away from 0 where one is below the fraction."""
 
     def round_(values: Tensor) -> Tensor:
         magnitude = values.abs()

@@ -7,9 +7,8 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe
-from loopscope.lowbit.calls import LayerCall
 from loopscope.lowbit.conversion import dequantize_model
-from loopscope.lowbit.linear_function import QuantizedLinear
+from loopscope.lowbit.linear_function import LayerCall, QuantizedLinear
 from loopscope.lowbit.recipes import uniform
 from loopscope.training import Precision, compile_model
 from torch import Tensor, nn
