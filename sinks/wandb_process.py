@@ -147,12 +147,12 @@ def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Calla
 
 
 def is_series(value: Any) -> bool:
-    """Tell whether a value of a step-level point is a series."""
+    """Return whether a value of a step-level point is a series."""
     return isinstance(value, dict) and value.keys() == {"steps", "values"}
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value can be plotted."""
+    """Return whether a value can be plotted."""
     return isinstance(value, (int, float))
 
 

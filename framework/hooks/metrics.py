@@ -153,7 +153,7 @@ class PendingMetrics:
         return [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
 
     def to_host(self) -> list[dict[str, Any]]:
-        """Return them, and forget them."""
+        """Return every queued call's metrics as host values, in order, and empty the queue."""
         host = self.on_host()
         self._entries.clear()
         self._packed.clear()

@@ -105,7 +105,7 @@ def _check_ranks(recipe: Recipe, layers: dict[str, nn.Module]) -> None:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Tell whether a module is a linear layer and no subclass, whose users might not call it."""
+    """Return whether a module is a linear layer and no subclass, whose users might not call it."""
     return type(module) is nn.Linear
 
 

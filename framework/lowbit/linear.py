@@ -24,7 +24,7 @@ class QuantizationListener(Protocol):
     """Somebody who is told what every cast of a layer lost."""
 
     def is_heard(self) -> bool:
-        """Tell whether the casts of now are to be counted."""
+        """Return whether the casts made now are to be counted."""
         ...
 
     def record(self, role: str, counts: Counts) -> None:
@@ -174,10 +174,11 @@ def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
 
 
 _between_graphs = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
-"""The same where something may be compiled: ``torch.compiler.disable``, but that the compiler, whose import takes
-seconds, is imported when this is called only."""
+"""``_mapped`` for models that may be compiled: it runs uncompiled, between their graphs. ``torch.compiler.disable``
+does that too, but imports the compiler at once, which takes seconds; this imports it when it is first called."""
 set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-"""A compiler that began a graph here would look at the gradient of what enters it, and warn of its own look."""
+"""No graph begins in ``forward``: the compiler would look at the gradient of what enters it, and warn of its own look.
+``torch._dynamo`` has decorators for this, but importing it takes seconds."""
 
 
 def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> BitLinear:

@@ -22,7 +22,7 @@ class LayerCall:
     """One forward call of a layer.
 
     Args:
-        number: tells it from every other call of this process; 0 if another call would cast alike.
+        number: different for every call of this process; 0 if another call would cast alike.
         seed: of the random numbers of its casts.
         with_gradient: autograd recorded it.
         earlier: by role, the largest magnitude that a rule with a history was given.
@@ -42,7 +42,7 @@ class LayerCall:
         return torch.tensor(self.number) if self.number else None
 
     def is_marked(self, mark: Tensor | None) -> bool:
-        """Tell whether a mark is that of this call."""
+        """Return whether a mark is that of this call."""
         return mark is None or int(mark) == self.number
 
     def generator(self, role: Role, device: torch.device) -> torch.Generator:
@@ -61,6 +61,7 @@ class Calls:
 
         A forward within a backward pass is a recomputation. Raises :class:`LoopscopeError` where it cannot be repeated.
         """
+        # torch has no public way to ask; checkpointing recomputes a forward while the engine works on a graph task
         within_backward = torch._C._current_graph_task_id() != -1
         if not recipe.draws and not recipe.varies:
             return LayerCall(repeated=within_backward)

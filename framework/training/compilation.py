@@ -42,6 +42,7 @@ def quiet_graph_breaks() -> Iterator[None]:
 
 
 def _check_compiler() -> None:
+    # the compiler would say so too, but within the first step, as an error of its own over several pages
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -54,7 +55,8 @@ def _check_compiler() -> None:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a module of the model was compiled with :meth:`torch.nn.Module.compile`."""
+    """Return whether a module of the model was compiled with :meth:`torch.nn.Module.compile`."""
+    # what Module.compile sets, and nothing public tells; torch.compile(model) instead makes a module of another class
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 

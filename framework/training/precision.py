@@ -44,9 +44,10 @@ class Precision:
 
 
 def overflowed(scaler: GradScaler | None, optimizer: Optimizer) -> bool:
-    """Tell whether the gradients that were unscaled last hold an infinity or NaN, so that their step is skipped."""
+    """Return whether the gradients that were unscaled last hold an infinity or NaN, so that their step is skipped."""
     if scaler is None:
         return False
+    # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
     return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 

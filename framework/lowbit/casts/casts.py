@@ -106,14 +106,14 @@ class Cast:
         return layout.values(COMPILER.run(scale_and_cast, layout.blocks, draws, self._scaling(), self._grid()))
 
     def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Do the same with scales that are given; where a scale is 0, all but NaN becomes 0."""
+        """Return the tensor after the cast with scales that are given; where a scale is 0, all but NaN becomes 0."""
         layout = Layout.of(values, self.blocks())
         return self._cast(layout, scales, self._draws(layout, generator))
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
     ) -> tuple[Tensor, Counts]:
-        """Return the same tensor with counts of what was lost."""
+        """Return what calling the cast returns, and counts of what was lost."""
         layout = Layout.of(refuse_other_types(values), self.blocks())
         draws = self._draws(layout, generator)
         fast = self._counted_in_one(layout, draws, earlier)
@@ -133,7 +133,7 @@ class Cast:
         return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
 
     def _follows(self, earlier: Tensor | None) -> bool:
-        """Tell whether the scale follows from earlier tensors."""
+        """Return whether the scale follows from earlier tensors."""
         return self.scaling_rule.history > 0 and earlier is not None
 
     def _scaling(self) -> Scaling:

@@ -80,7 +80,7 @@ class Compiler:
 
 
 def suits(blocks: Tensor) -> bool:
-    """Tell whether a tensor is one for which the compiled arithmetic pays, and is known to be right."""
+    """Return whether the compiled arithmetic pays for a tensor, and is known to be right for it."""
     return (
         SMALLEST <= blocks.numel() <= LARGEST
         and len(blocks) > 1

@@ -42,12 +42,12 @@ class Counts:
         )
 
     def add(self, other: "Counts") -> None:
-        """Take in more, in place."""
+        """Add other counts to these, in place."""
         self.sums.add_(other.sums)
         torch.maximum(self.maxima, other.maxima, out=self.maxima)
 
     def reset(self) -> None:
-        """Forget everything, in place."""
+        """Set all counts to zero, in place."""
         self.sums.zero_()
         self.maxima.zero_()
 

@@ -246,7 +246,7 @@ def _in_chunks(numbers: Tensor) -> Tensor:
 
 
 def exceeds(magnitude: Tensor, scales: Tensor, limit: float) -> Tensor:
-    """Tell exactly whether a magnitude is above scale · limit, for a limit that :func:`can_count` allows.
+    """Return, exactly, whether a magnitude is above scale · limit, for a limit that :func:`can_count` allows.
 
     With limit = 2^a - 2^b both products are exact, and by Sterbenz's lemma so is the difference where it is near.
     """
@@ -259,13 +259,13 @@ def _power_above(limit: float) -> float:
 
 
 def can_count(number_format: type[FloatFormat]) -> bool:
-    """Tell whether the format's largest number is a power of two less another, as one with a full mantissa is."""
+    """Return whether the format's largest number is a power of two less another, as one with a full mantissa is."""
     maximum = number_format.maximum
     return math.frexp(_power_above(maximum) - maximum)[0] == 0.5
 
 
 def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
-    """Tell whether :func:`cast_and_count` was right: all finite, the results too, no square lost, no scale extreme.
+    """Return whether :func:`cast_and_count` was right: all finite, the results too, no square lost, no scale extreme.
 
     Nor may anything have overflowed under a rule that says that nothing does. A square below 2^-126 is not exact; where
     the mean of the squared errors is 2^20 times that, it does not show.

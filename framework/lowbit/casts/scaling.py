@@ -150,7 +150,7 @@ class Microscaling(ScalingRule):
 
     @abstractmethod
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Tell where the exponent is raised by one; ``largest`` is float32, ``exponent`` int32."""
+        """Return where the exponent is raised by one; ``largest`` is float32, ``exponent`` int32."""
 
 
 @RuleRegistry.register
