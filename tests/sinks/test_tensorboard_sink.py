@@ -157,7 +157,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
 
 
 def test_importing_the_sinks_imports_neither_package():
-    code = "import sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
+    code = "import loopscope.sinks, sys; sys.exit(bool({'tensorboard', 'wandb', 'tensorflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
