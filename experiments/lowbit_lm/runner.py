@@ -20,7 +20,7 @@ from loopscope.lowbit import (
 from loopscope.runs import OptionsByHook, require
 from torch import Tensor, nn
 
-from ..tied_lm import LanguageModelConfig, LanguageModelRunner
+from ..tied_lm import QUICK, LanguageModelConfig, LanguageModelRunner
 
 BASELINE, METIS = "fp32", "fp4_metis"
 PENALISED = "blocks.*"
@@ -120,18 +120,6 @@ def patterns(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-QUICK = {
-    "steps": 400,
-    "context": 64,
-    "width": 128,
-    "layers": 3,
-    "batch_size": 16,
-    "lr": 3e-3,
-    "min_lr": 3e-4,
-    "warmup_steps": 40,
-    "forward_warmup_steps": 40,
-    "merge_steps": 200,
-}
 GPT2 = {
     "vocabulary": 50_257,
     "context": 1024,
@@ -199,7 +187,11 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
         ],
         "health": ["grad_clip/norm_before", "grad_clip/coefficient", "weight_updates/update_ratio_median"],
     }
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"quick": QUICK, "gpt2": GPT2, "llama": LLAMA}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "quick": {**QUICK, "forward_warmup_steps": 40, "merge_steps": 200},
+        "gpt2": GPT2,
+        "llama": LLAMA,
+    }
 
     def prepare_model(self, model: nn.Module, strategy: str) -> nn.Module:
         """Make the linear layers of the blocks cast by a recipe; options that suit no model are refused at once."""

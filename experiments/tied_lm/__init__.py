@@ -1,6 +1,6 @@
 """A language model with tied embeddings."""
 
 from .runner import TiedLMRunner
-from .training import LanguageModelConfig, LanguageModelRunner
+from .training import QUICK, LanguageModelConfig, LanguageModelRunner
 
-__all__ = ["LanguageModelConfig", "LanguageModelRunner", "TiedLMRunner"]
+__all__ = ["QUICK", "LanguageModelConfig", "LanguageModelRunner", "TiedLMRunner"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from loopscope.hooks import ExperimentRegistry
 from loopscope.runs import OptionsByHook
 
-from .training import LanguageModelConfig, LanguageModelRunner
+from .training import QUICK, LanguageModelConfig, LanguageModelRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,16 +15,6 @@ class TiedLMConfig(LanguageModelConfig):
     """Options of tied_lm; the defaults are for a workstation, ``--preset quick`` is for a laptop."""
 
 
-QUICK = {
-    "steps": 400,
-    "context": 64,
-    "width": 128,
-    "layers": 3,
-    "batch_size": 16,
-    "lr": 3e-3,
-    "min_lr": 3e-4,
-    "warmup_steps": 40,
-}
 ONE_BILLION = {
     "vocabulary": 50_304,
     "context": 2048,

@@ -1,8 +1,8 @@
 """Sequences of tokens: arrays in memory or files mapped into it, and batches as a function of (seed, step)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ def _raw(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=kind, mode="r")
 
 
+@dataclass(frozen=True, eq=False)
 class TokenLoader(Loader):
     """Batches of random windows: batch ``i`` of the run is drawn from (seed, i) alone, so that nothing is replayed.
 
@@ -60,24 +61,25 @@ class TokenLoader(Loader):
         device: where batches are put.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, *, context: int, batch_size: int, vocabulary: int, seed: int, device: torch.device
-    ) -> None:
-        if len(tokens) <= context:
+    tokens: np.ndarray
+    _: KW_ONLY
+    context: int
+    batch_size: int
+    vocabulary: int
+    seed: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for less data than a window needs."""
+        if len(self.tokens) <= self.context:
             raise UsageError(
-                f"The data has {len(tokens)} tokens, and a context of {context} needs at least {context + 1}; choose a "
-                "shorter --context, or more data."
+                f"The data has {len(self.tokens)} tokens, and a context of {self.context} needs at least "
+                f"{self.context + 1}; choose a shorter --context, or more data."
             )
-        self._tokens = tokens
-        self._options: dict[str, Any] = {
-            "context": context, "batch_size": batch_size, "vocabulary": vocabulary, "device": device
-        }  # fmt: skip
-        self._seed = seed
 
     def __len__(self) -> int:
         """Return the batches that have as many tokens as the data."""
-        in_a_batch: int = self._options["context"] * self._options["batch_size"]
-        return max(1, len(self._tokens) // in_a_batch)
+        return max(1, len(self.tokens) // (self.context * self.batch_size))
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs, targets), int64 of shape (batch_size, context) each."""
@@ -86,15 +88,18 @@ class TokenLoader(Loader):
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Return batch ``number`` of the run."""
-        context, batch_size = self._options["context"], self._options["batch_size"]
-        generator = torch.Generator().manual_seed(derived_seed(self._seed, "windows", number))
-        places = torch.randint(len(self._tokens) - context, (batch_size,), generator=generator).tolist()
-        windows = np.stack([self._tokens[place : place + context + 1] for place in places]).astype(np.int64)
-        return split_targets(windows, self._options["vocabulary"], self._options["device"])
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "windows", number))
+        places = torch.randint(len(self.tokens) - self.context, (self.batch_size,), generator=generator).tolist()
+        return split_targets(windows_at(self.tokens, places, self.context), self.vocabulary, self.device)
 
     def shuffled(self, seed: int) -> "TokenLoader":
         """Return a loader of other windows of the same data."""
-        return TokenLoader(self._tokens, seed=seed, **self._options)
+        return replace(self, seed=seed)
+
+
+def windows_at(tokens: np.ndarray, places: Iterable[int], context: int) -> np.ndarray:
+    """Return the windows of ``context`` + 1 tokens that begin at ``places``; int64."""
+    return np.stack([tokens[place : place + context + 1] for place in places]).astype(np.int64)
 
 
 def split_targets(windows: np.ndarray, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -114,7 +119,7 @@ def windows_in_order(tokens: np.ndarray, context: int, most: int) -> np.ndarray:
     """Return up to ``most`` windows of ``context`` + 1 tokens, evenly spread over the data; int64."""
     count = min(most, max(1, (len(tokens) - 1) // context))
     places = np.linspace(0, len(tokens) - context - 1, count).astype(np.int64)
-    return np.stack([tokens[place : place + context + 1] for place in places]).astype(np.int64)
+    return windows_at(tokens, places, context)
 
 
 def unigram_entropy(tokens: np.ndarray, vocabulary: int, most: int = 10_000_000) -> float:

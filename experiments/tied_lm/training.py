@@ -21,6 +21,17 @@ from .model import Decoder, DecoderShape, generate, language_model_loss
 from .tokens import TOKEN_FILES, TokenLoader, open_tokens, split_targets, unigram_entropy, windows_in_order
 
 EVALUATION_BATCH = 16
+QUICK = {
+    "steps": 400,
+    "context": 64,
+    "width": 128,
+    "layers": 3,
+    "batch_size": 16,
+    "lr": 3e-3,
+    "min_lr": 3e-4,
+    "warmup_steps": 40,
+}
+"""The preset for a laptop."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ..state import RandomStreams
-from .generators import held_generators, put_back, seed_all, states_of, undisturbed
+from .generators import dataset_generators, restorer, seed_all, undisturbed
 
 Draw = Callable[[int], torch.Generator]
 """Gives the generator of the n-th block of an epoch's order, the same one whenever it is asked."""
@@ -131,24 +131,25 @@ def on_streams(
 ) -> Iterator[T]:
     """Yield what ``begun()`` yields, drawn on streams that start with the epoch and wait while the caller works.
 
-    So do the generators that ``samplers`` and ``others`` hold; samplers with an order for every epoch are told which.
+    The generators that ``samplers`` and ``others`` hold start and wait with them; samplers with an order for every
+    epoch are told the epoch.
     """
-    held = held_generators(*samplers, *others)
-    with streams.isolated(), undisturbed(held):
+    generators = dataset_generators(*samplers, *others)
+    with streams.isolated(), undisturbed(generators):
         streams.derive("loader", "epoch", epoch)
-        seed_all(held)
+        seed_all(generators)
         for sampler in samplers:
             if isinstance(sampler, EpochSampler):
                 sampler.set_epoch(epoch)
         remaining = begun()
-        position, states = streams.save(), states_of(held)
+        position, restore = streams.save(), restorer(generators)
     while True:
-        with streams.isolated(), undisturbed(held):
+        with streams.isolated(), undisturbed(generators):
             position.restore()
-            put_back(held, states)
+            restore()
             try:
                 value = next(remaining)
             except StopIteration:
                 return
-            position, states = streams.save(), states_of(held)
+            position, restore = streams.save(), restorer(generators)
         yield value

@@ -1,8 +1,9 @@
 """Random generators that a dataset or a sampler holds as attributes: found, seeded, and put back as they were."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
-def held_generators(*holders: object) -> list[Generator]:
+def dataset_generators(*holders: object) -> list[Generator]:
     """List the generators among the attributes of ``holders``, of the datasets that these wrap, and so on.
 
     A dataset is wrapped by another if it is an attribute of it, or in a list that is one (torch's ``Subset`` and
@@ -62,37 +63,32 @@ def seed(generator: Generator, number: int) -> None:
         generator.bit_generator.state = kind(number).state
 
 
-def states_of(generators: Sequence[Generator]) -> list[Any]:
-    """Read the state of each generator."""
-    return [_state(generator) for generator in generators]
+def restorer(generators: Sequence[Generator]) -> Callable[[], None]:
+    """Return a function that puts the generators back to where they are now."""
+    steps = [_restorer(generator) for generator in generators]
+
+    def restore() -> None:
+        for step in steps:
+            step()
+
+    return restore
 
 
-def _state(generator: Generator) -> Any:
+def _restorer(generator: Generator) -> Callable[[], object]:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
-
-
-def put_back(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Give each generator the state that :func:`states_of` read."""
-    for generator, state in zip(generators, states, strict=True):
-        if isinstance(generator, (torch.Generator, np.random.RandomState)):
-            generator.set_state(state)
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.bit_generator.state = state
+        return partial(generator.set_state, generator.get_state(legacy=False))
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 @contextmanager
 def undisturbed(generators: Sequence[Generator]) -> Iterator[None]:
     """Run the body, then put the generators back, whatever happened."""
-    states = states_of(generators)
+    restore = restorer(generators)
     try:
         yield
     finally:
-        put_back(generators, states)
+        restore()

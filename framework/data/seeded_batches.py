@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import Dataset, get_worker_info
 
 from ..state import RandomStreams
-from .generators import held_generators, seed_all, undisturbed
+from .generators import dataset_generators, seed_all, undisturbed
 
 
 @runtime_checkable
@@ -45,11 +45,11 @@ class SeededBatches(Dataset[Any]):
         """Return the batch with this number and these indices."""
         number, index = numbered
         self._streams.derive(f"loader/{self._epoch}", "batch", number)
-        held = held_generators(self.dataset)
-        if not held:
+        generators = dataset_generators(self.dataset)
+        if not generators:
             return self._collate(self._items(index))
-        with undisturbed(held):
-            seed_all(held)
+        with undisturbed(generators):
+            seed_all(generators)
             return self._collate(self._items(index))
 
     def _items(self, index: Any) -> Any:

@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from loopscope.data.generators import held_generators, put_back, seed, states_of, undisturbed
+from loopscope.data.generators import dataset_generators, restorer, seed, undisturbed
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 KINDS = {
@@ -35,9 +35,9 @@ def test_a_generator_is_seeded_whatever_it_drew_before(make, draw, number):
 def test_a_generator_is_put_back_even_after_an_error(make, draw):
     held = make()
     draw(held)  # an odd number of Gaussians leaves one cached
-    states = states_of([held])
+    restore = restorer([held])
     expected = draw(held)
-    put_back([held], states)
+    restore()
     with suppress(KeyError), undisturbed([held]):
         seed(held, 3)
         raise KeyError
@@ -65,6 +65,6 @@ def test_generators_of_wrapped_datasets_are_found_once_each():
     inner = Holder(rng=one, again=one, name="x", rows=[1, 2], system=random.SystemRandom())
     inner.loop = Holder(up=inner)
     wrapped = ConcatDataset([Subset(inner, [0]), Holder(rng=two)])
-    found = held_generators(wrapped, inner, Holder(rng=three), [3, 4], Slots())
+    found = dataset_generators(wrapped, inner, Holder(rng=three), [3, 4], Slots())
     assert {id(generator) for generator in found} == {id(one), id(two), id(three)}
     assert len(found) == 3
