@@ -1,5 +1,6 @@
 """Compiles the arithmetic of casts where a compiler exists; elsewhere, and for small tensors, it runs as it is."""
 
+import inspect
 import itertools
 import os
 import threading
@@ -24,6 +25,11 @@ LARGEST = 2**31 - 1
 """Elements that 32-bit counts can tell."""
 VARIANTS = 32
 """Modes of torch (autocast, threads, determinism...) for which one function may be compiled anew."""
+
+LIMITS: dict[str, Any] = (
+    {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
+"""torch before 2.10 has one limit for all functions, of 8; what goes beyond it runs uncompiled, with the same bits."""
 
 Function = Callable[..., Any]
 SAME_BITS: dict[str, str | int | bool | Function] = {
@@ -114,9 +120,7 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            made: Function = torch.compile(  # type: ignore[call-overload]
-                on_tensors, fullgraph=True, recompile_limit=VARIANTS, options=SAME_BITS
-            )
+            made: Function = torch.compile(on_tensors, fullgraph=True, options=SAME_BITS, **LIMITS)
             made(*map(_of_any_length, tensors))
     except Exception:  # whatever is missing or broken in a compiler, there is another way
         return None
