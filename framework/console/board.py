@@ -1,50 +1,73 @@
 """What a display knows of a run: the newest values, which way they go, the strategies that are done, the notices."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hooks import HookPoint, MetricSink, RunInfo, Series, always_on
-from .grid import FALLING, FLAT, RISING, Cell, Group, brief, flattened
+from ..hooks import RunInfo, Series, always_on
+from .grid import FALLING, FLAT, RISING, Cell, Group
 from .notices import Notice
+from .text import number_text, printable, shortened, value_text
 
 TREND_VALUES = 3
 FLAT_BELOW = 1e-3
+MOST_KEYS = 4
+LONGEST_VALUE = 20
+MEAN = "ø "
 Groups = Mapping[str, Sequence[str]]
 
 
+@dataclass
 class Track:
-    """One metric as far as it has come: its newest value and the last three numbers."""
+    """One metric of a strategy: its newest value, its last three numbers, and what it did since the last table."""
 
-    def __init__(self) -> None:
-        self.last: Any = None
-        self._recent: deque[float] = deque(maxlen=TREND_VALUES)
+    last: Any = None
+    recent: list[float] = field(default_factory=list)
+    total: float = 0.0
+    count: int = 0
+    """The numbers of a series since the last table, and their sum."""
+    is_news: bool = True
+    told: str | None = None
+    """How the last table showed it."""
 
     def add(self, value: Any) -> None:
-        """Take in a value, or the values of a series."""
+        """Take in a value, or further values of a series."""
         values = value.values if isinstance(value, Series) else [value]
-        self.last = values[-1]
-        numbers = [item for item in values[-TREND_VALUES:] if isinstance(item, (int, float))]
-        self._recent.extend(numbers)
-
-    def position(self) -> list[Any]:
-        """Return all that it knows, for :meth:`resumed`."""
-        return [self.last, list(self._recent)]
-
-    @classmethod
-    def resumed(cls, position: Sequence[Any]) -> "Track":
-        """Return the track of an earlier part of the run."""
-        track = cls()
-        track.last, recent = position
-        track._recent.extend(recent)
-        return track
+        numbers = [item for item in values if isinstance(item, (int, float))]
+        self.last, self.is_news = values[-1], True
+        self.recent = [*self.recent, *numbers[-TREND_VALUES:]][-TREND_VALUES:]
+        if isinstance(value, Series):
+            self.total += sum(numbers)
+            self.count += len(numbers)
+        else:
+            self.total, self.count = 0.0, 0
 
     @property
     def arrow(self) -> str:
         """Which way the metric goes; see :func:`arrow_of`."""
-        return arrow_of(self._recent)
+        return arrow_of(self.recent)
+
+    def brief(self) -> str:
+        """Return the newest value in at most twenty columns."""
+        return shortened(printable(value_text(self.last, LONGEST_VALUE)), LONGEST_VALUE, keep_end=False)
+
+    def mean(self) -> str:
+        """Return the mean of a series since the last table, in at most twenty columns, or else the newest value."""
+        return MEAN + number_text(self.total / self.count) if self.count else self.brief()
+
+    def whole(self) -> str:
+        """Return the newest value in full, of a series ``last / mean (count)``."""
+        last = value_text(self.last)
+        return f"{last} / {number_text(self.total / self.count)} ({self.count})" if self.count else last
+
+    def rank(self) -> int:
+        """Return 0 for a number that has changed since the last table, 1 for a list, 2 for what stood still."""
+        return 2 if self.told == self.mean() else int(isinstance(self.last, (list, tuple)))
+
+    def is_told(self) -> None:
+        """Remember that a table has shown it."""
+        self.told, self.is_news, self.total, self.count = self.mean(), False, 0.0, 0
 
 
 def arrow_of(values: Sequence[float]) -> str:
@@ -61,6 +84,19 @@ def arrow_of(values: Sequence[float]) -> str:
     if abs(change) <= FLAT_BELOW * max(map(abs, values)):
         return FLAT
     return RISING if change > 0 else FALLING
+
+
+def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield metrics, and small dicts among them key by key.
+
+    >>> dict(flattened({"h/loss": 0.5, "h/evaluation": {"val_loss": 2.0}}))
+    {'h/loss': 0.5, 'h/evaluation/val_loss': 2.0}
+    """
+    for name, value in metrics.items():
+        if isinstance(value, Mapping) and 0 < len(value) <= MOST_KEYS:
+            yield from ((f"{name}/{key}", item) for key, item in value.items())
+        else:
+            yield name, value
 
 
 def shown_metrics(metrics: Mapping[str, Any], live: Container[str] = ()) -> dict[str, Any]:
@@ -92,82 +128,73 @@ class Board:
 
     def __post_init__(self) -> None:
         """Gather the names of the live metrics."""
-        self.live_names = {name for names in self.live_metrics.values() for name in names}
+        self._live_names = {name for names in self.live_metrics.values() for name in names}
 
     def begin(self, run: RunInfo) -> None:
         """Begin a strategy: its values are its own."""
         self.run, self.epoch, self.step = run, 0, 0
         self.tracks.clear()
 
-    def position(self) -> dict[str, Any]:
-        """Return how far the strategy has come, in plain values, for :meth:`resume`."""
-        tracks = {name: track.position() for name, track in self.tracks.items()}
-        return {"epoch": self.epoch, "step": self.step, "tracks": tracks}
-
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on with a strategy where an earlier part of its run had come to."""
-        self.begin(run)
-        self.epoch, self.step = position["epoch"], position["step"]
-        self.tracks |= {name: Track.resumed(track) for name, track in position["tracks"].items()}
-
     def take(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         """Take in the metrics of one emit; those of single parameters only if they are among the live ones."""
         self.epoch, self.step = epoch, step
-        for name, value in flattened(shown_metrics(metrics, self.live_names)):
+        for name, value in flattened(shown_metrics(metrics, self._live_names)):
             track = self.tracks.get(name)
             if track is None:
                 track = self.tracks[name] = Track()
             track.add(value)
 
-    def cells(self) -> dict[str, Cell]:
-        """Return the newest value of every metric by its full name; lists give way to numbers."""
+    def news(self) -> dict[str, Track]:
+        """Return the metrics that came since the last table."""
+        return {name: track for name, track in self.tracks.items() if track.is_news}
+
+    def position(self) -> dict[str, Any]:
+        """Return how far the strategy has come, in plain values, for :meth:`resume`."""
+        tracks = {name: [track.last, track.recent] for name, track in self.tracks.items()}
         return {
-            name: Cell(name, brief(track.last), track.arrow, rank=int(isinstance(track.last, (list, tuple))))
-            for name, track in self.tracks.items()
+            "board": {"epoch": self.epoch, "step": self.step, "tracks": tracks},
+            "gathered": {
+                name: {"last": track.last, "total": track.total, "count": track.count}
+                for name, track in self.news().items()
+            },
+            "before": {name: track.told for name, track in self.tracks.items() if track.told is not None},
         }
 
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on with a strategy where an earlier part of its run had come to."""
+        self.begin(run)
+        self.epoch, self.step = position["board"]["epoch"], position["board"]["step"]
+        gathered, before = position["gathered"], position["before"]
+        for name, (last, recent) in position["board"]["tracks"].items():
+            since = gathered.get(name, {"last": last, "total": 0.0, "count": 0})
+            track = Track(**since, recent=list(recent), is_news=name in gathered, told=before.get(name))
+            self.tracks[name] = track
 
-def parted(cells: Mapping[str, Cell], live_metrics: Groups, run: RunInfo | None) -> tuple[list[Group], list[Group]]:
-    """Part metrics, by full name, into the groups of live ones and the others by hook.
+    def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
+        """Part metrics, by full name, into the groups of live ones and the others by hook.
 
-    Without live metrics those of hooks that are always on are. Hooks stand in the order in which their metrics were
-    described. A live metric goes by the last part of its name, unless another of its group ends alike.
-    """
-    groups = live_metrics or {"training": [name for name in cells if name.partition("/")[0] in always_on()]}
-    live = []
-    for heading, names in groups.items():
-        here = [name for name in names if name in cells]
-        short = [name.rpartition("/")[2] for name in here]
-        shown = [last if short.count(last) == 1 else name for name, last in zip(here, short, strict=True)]
-        live += [Group(heading, [cells[name]._replace(name=label) for name, label in zip(here, shown, strict=True)])]
-    by_hook: dict[str, list[Cell]] = {name: [] for name in hooks_described(run)}
-    for name in cells:
-        if all(name not in names for names in groups.values()):
+        Without live metrics those of hooks that are always on are. Hooks stand in the order in which their metrics were
+        described. A live metric goes by the last part of its name, unless another of its group ends alike.
+        """
+        always = always_on()
+        wanted = self.live_metrics or {"training": [name for name in cells if name.partition("/")[0] in always]}
+        live = []
+        for heading, names in wanted.items():
+            here = [name for name in names if name in cells]
+            ends = [name.rpartition("/")[2] for name in here]
+            labels = [end if ends.count(end) == 1 else name for name, end in zip(here, ends, strict=True)]
+            named = zip(here, labels, strict=True)
+            live.append(Group(heading, [cells[name]._replace(name=label) for name, label in named]))
+        taken = {name for names in wanted.values() for name in names}
+        return [group for group in live if group.cells], self.by_hook(
+            {name: cell for name, cell in cells.items() if name not in taken}
+        )
+
+    def by_hook(self, cells: Mapping[str, Cell]) -> list[Group]:
+        """Sort metrics, by full name, by hook, in the order in which the metrics of the hooks were described."""
+        described = self.run.metric_infos if self.run else ()
+        hooks: dict[str, list[Cell]] = {name.partition("/")[0]: [] for name in described}
+        for name, cell in cells.items():
             hook, _, metric = name.partition("/")
-            by_hook.setdefault(hook, []).append(cells[name]._replace(name=metric or hook))
-    others = [Group(hook, found) for hook, found in by_hook.items()]
-    return [group for group in live if group.metrics], [group for group in others if group.metrics]
-
-
-def hooks_described(run: RunInfo | None) -> Iterable[str]:
-    """Name the hooks whose metrics are described, in their order."""
-    return dict.fromkeys(name.partition("/")[0] for name in (run.metric_infos if run else ()))
-
-
-class BoardSink(MetricSink):
-    """Brings every emit to a board and tells the display; storing is all that an emit costs."""
-
-    name = "live"
-
-    def __init__(self, board: Board, changed: Callable[[], None]) -> None:
-        self._board = board
-        self._changed = changed
-
-    def set_run_context(self, run: RunInfo) -> None:
-        """Begin a strategy."""
-        self._board.begin(run)
-
-    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
-        """Store the metrics."""
-        self._board.take(metrics, epoch, step)
-        self._changed()
+            hooks.setdefault(hook, []).append(cell._replace(name=metric or hook))
+        return [Group(hook, found) for hook, found in hooks.items() if found]

@@ -1,6 +1,7 @@
 """The full-screen display of a session: what it shows, when it is drawn, and what is told after it."""
 
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,18 +9,21 @@ from contextlib import ExitStack, suppress
 from typing import IO, Any, NamedTuple
 
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.text import Text
 
-from .board import Board, BoardSink, Groups
-from .frame import Glyphs, frame
-from .kept_output import output_kept
-from .notices import Notice
+from ..hooks import HookPoint, MetricSink, RunInfo
+from .board import Board, Groups
+from .frame import frame
 from .progress import SECONDS_BETWEEN_UPDATES, Position, View
-from .terminal import Screen
+from .terminal import can_be_written, output_kept, terminal_given_back_on_signals
 
 LARGEST_SHARE = 0.02
 MOST_KEPT = 1_000_000
-ASCII = Glyphs(bar="=", rule="-", wall="|")
+# Lines do not wrap on the screen: a terminal that draws a glyph wider than rich believes would scroll it away.
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
+TAKE = f"\x1b[?1049h\x1b[?25l{NO_WRAP}"
+GIVE_BACK = f"\x1b[0m{WRAP}\x1b[?25h\x1b[?1049l"
 
 
 class Printed(NamedTuple):
@@ -29,11 +33,12 @@ class Printed(NamedTuple):
     text: str
 
 
-class LiveDisplay(View):
-    """The screen of all strategies of a session; drawn by the loop's own calls, never by a thread.
+class LiveDisplay(View, MetricSink):
+    """The screen of all strategies of a session, and the sink of its metrics; drawn by the loop, never by a thread.
 
     A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 2 % of the
-    time. What is told or printed meanwhile is kept and told by :meth:`close`, in its order.
+    time. Where the terminal takes nothing (Ctrl-S) or the process is in the background, a drawing is left out rather
+    than waited for. What is told or printed meanwhile is kept and told by :meth:`leave`, in its order.
 
     Args:
         console: the console of a terminal.
@@ -41,36 +46,47 @@ class LiveDisplay(View):
         clock: the time in seconds.
     """
 
+    name = "live"
+
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console, "", transient=True, clock=clock)
         self.board = Board(live_metrics)
-        self._screen = Screen(console)
-        self._glyphs = Glyphs() if console.encoding.startswith("utf") else ASCII
-        self._on = ExitStack()
-        self._is_on = False
+        self.is_on = False
+        """What is to be said must wait."""
         self._position: Position | None = None
+        self._screen = Live(
+            console=console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_renderable=lambda: frame(self.board, self._position, self.console),
+        )
+        self._is_taken = False
+        self._on = ExitStack()
         self._due = clock()
         self._transcript: list[RenderableType | Printed] = []
         self._kept = self._dropped = 0
 
-    def sink(self) -> BoardSink:
-        """Return the sink through which the metrics of one strategy come."""
-        return BoardSink(self.board, self.draw_if_due)
+    def set_run_context(self, run: RunInfo) -> None:
+        """Begin a strategy."""
+        self.board.begin(run)
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Store the metrics, and draw them if a drawing is due."""
+        self.board.take(metrics, epoch, step)
+        self.draw_if_due()
 
     def open(self) -> None:
-        """Take the terminal, if that has not been done."""
-        if not self._is_on:
-            self._is_on = True
-            self._screen.open()
+        """Keep what is printed and have signals give the terminal back; it is taken by the first drawing."""
+        if not self.is_on:
+            self.is_on = True
+            self._on.enter_context(terminal_given_back_on_signals(self._give_back_at_once))
             self._on.enter_context(output_kept(self._keep))
+            self._on.callback(self._give_back)
         self._due = self.clock()
         self._position = None
         self.draw_if_due()
-
-    @property
-    def is_on(self) -> bool:
-        """Tell whether the terminal is taken: what is to be said must wait."""
-        return self._is_on
 
     def show(self, position: Position) -> None:
         """Note how far the strategy has come, and draw it if a drawing is due."""
@@ -83,14 +99,6 @@ class LiveDisplay(View):
             self._position, self._due = position, self.clock()
             self.draw_if_due()
 
-    def ended(self, summary: Mapping[str, Any]) -> None:
-        """Add a strategy to the results."""
-        self.board.results.append(summary)
-
-    def noticed(self, notice: Notice) -> None:
-        """Show a notice with the next drawing."""
-        self.board.notices.append(notice)
-
     def tell_later(self, shown: RenderableType) -> None:
         """Keep something to be told once the terminal is given back."""
         self._transcript.append(shown)
@@ -98,22 +106,21 @@ class LiveDisplay(View):
     def draw_if_due(self) -> None:
         """Draw, unless the last drawing was a moment ago."""
         begin = self.clock()
-        if not self._is_on or begin < self._due:
+        if not self.is_on or begin < self._due:
             return
         self._due = math.inf
         try:
-            self._screen.paint(lambda width, height: frame(self.board, self._position, width, height, self._glyphs))
+            self._draw()
         except Exception as error:
             warnings.warn(f"The live display failed and is switched off: {type(error).__name__}: {error}", stacklevel=2)
             return
         end = self.clock()
         self._due = end + max(SECONDS_BETWEEN_UPDATES, (end - begin) / LARGEST_SHARE)
 
-    def close(self, tell: Callable[[RenderableType], None]) -> None:
+    def leave(self, tell: Callable[[RenderableType], None]) -> None:
         """Give the terminal back and tell what was kept."""
-        self._is_on = False
+        self.is_on = False
         self._on.close()
-        self._screen.close()
         if self._dropped:
             tell(Text(f"{self._dropped:,} characters that were printed before are left out here.", style="dim"))
         transcript, self._transcript, self._kept, self._dropped = self._transcript, [], 0, 0
@@ -124,6 +131,37 @@ class LiveDisplay(View):
                     item.stream.flush()
             else:
                 tell(item)
+
+    def _draw(self) -> None:
+        """Take the terminal, if that is not done or a signal gave it back, and draw."""
+        if not can_be_written(self.console.file):
+            return
+        if not self._screen.is_started:
+            self._screen.start()
+            self._write(NO_WRAP)
+        elif not self._is_taken:
+            self._write(TAKE)
+        self._is_taken = True
+        self._screen.refresh()
+
+    def _give_back(self) -> None:
+        """Give the terminal back: its first screen, its cursor, its wrapping of lines."""
+        if self._screen.is_started:
+            with suppress(OSError):  # the terminal is gone
+                # After Ctrl-Z the cursor is elsewhere: taken once more, the terminal knows where to put it back.
+                self._write(WRAP if self._is_taken else TAKE + WRAP)
+                self._is_taken = False
+                self._screen.stop()
+
+    def _give_back_at_once(self) -> None:
+        """Give the terminal back from a signal handler, past Python's buffer; never waiting for the terminal."""
+        if self._is_taken and can_be_written(self.console.file):
+            os.write(self.console.file.fileno(), GIVE_BACK.encode())
+        self._is_taken = False
+
+    def _write(self, text: str) -> None:
+        self.console.file.write(text)
+        self.console.file.flush()
 
     def _keep(self, stream: IO[str], text: str) -> None:
         self.board.printed_lines += text.count("\n")

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TextIO
 from rich.text import Text
 
 from ..errors import RunNotice
+from .text import printable
 
 Label = Literal["note", "warning"]
 LABEL_STYLES: Mapping[Label, str] = {"note": "bold cyan", "warning": "bold yellow"}
@@ -22,7 +23,7 @@ class Notice(NamedTuple):
 
     def text(self, remark: str = "") -> Text:
         """Return the notice as one line, its label in its colour."""
-        return Text.assemble((f"{self.label}: ", LABEL_STYLES[self.label]), self.sentence, remark)
+        return Text.assemble((f"{self.label}: ", LABEL_STYLES[self.label]), printable(self.sentence), remark)
 
 
 def without_repeats(notices: Iterable[Notice]) -> list[Text]:

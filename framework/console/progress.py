@@ -6,12 +6,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichProgress
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
+from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
+from .board import flattened
 from .text import duration_text, number_text, rate_text
 
 SECONDS_BETWEEN_UPDATES = 0.5
@@ -112,31 +118,32 @@ class BarView(View):
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
         super().__init__(console, label, transient=transient, clock=clock)
-        self._bar = BarColumn(bar_width=SHORTEST_BAR)
-        self._display = RichProgress(
-            TextColumn("[bold]{task.description}"),
-            self._bar,
-            TextColumn("{task.fields[tail]}", markup=False),
-            console=console,
-            auto_refresh=False,
-            transient=transient,
-            get_time=clock,
-        )
-        self._task = self._display.add_task(label, total=1.0, tail="")
-        self._display.start()
+        self._live = Live(self._line(None), console=console, auto_refresh=False, transient=transient)
+        self._live.start(refresh=True)
 
     def show(self, position: Position) -> None:
         """Draw the bar anew."""
-        room = self.console.width - len(self.label) - 2
-        tail = position.fitted(room - SHORTEST_BAR)
-        self._bar.bar_width = max(1, min(LONGEST_BAR, room - len(tail)))
-        self._display.update(self._task, completed=position.share, tail=tail, refresh=True)
+        self._live.update(self._line(position), refresh=True)
 
     def finish(self, position: Position | None) -> None:
         """Give the terminal back."""
         if position is not None:
             self.show(position)
-        self._display.stop()
+        self._live.stop()
+
+    def _line(self, position: Position | None) -> Table:
+        return progress_line(position, self.console.width, self.label)
+
+
+def progress_line(position: Position | None, width: int, label: str = "") -> Table:
+    """Return a line of ``width`` columns: a label, a bar, and as much as fits of what there is to say beside it."""
+    room = width - cell_len(label) - bool(label) - 1
+    tail = position.fitted(room - SHORTEST_BAR) if position else ""
+    long = max(1, min(LONGEST_BAR, room - cell_len(tail))) if position else SHORTEST_BAR
+    bar = ProgressBar(1.0, position.share if position else 0.0, long)
+    line = Table.grid(padding=(0, 1, 0, 0))
+    line.add_row(*([Text(label, "bold")] if label else []), bar, Text(tail, no_wrap=True))
+    return line
 
 
 def fitting(parts: Mapping[str, str], room: int, first: Sequence[str] = LEAST_IMPORTANT) -> str:
@@ -226,14 +233,11 @@ class TrainingProgress:
         self._loop: LoopState | None = None
 
     def step(self, loop: LoopState) -> None:
-        """Note that a step is done."""
+        """Note that a step or an evaluation is done."""
         if self._clock() >= self._due:
             self._update(loop)
 
-    def evaluated(self, loop: LoopState) -> None:
-        """Note that an evaluation is done."""
-        if self._clock() >= self._due:
-            self._update(loop)
+    evaluated = step
 
     def stop(self) -> None:
         """Show where the loop stands and finish the view."""
@@ -267,20 +271,59 @@ class TrainingProgress:
             done,
             self._length,
             self._pace.rate,
-            loop_loss(loop) if chosen else newest_numbers(loop),
+            newest_numbers(loop, with_evaluation=not chosen),
             epoch=loop.step / self._steps_per_epoch if self._steps_per_epoch else None,
             chosen=chosen,
         )
 
 
-def loop_loss(loop: LoopState) -> dict[str, float]:
-    """Return the newest mean loss, if there is one."""
-    return {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
+def newest_numbers(loop: LoopState, *, with_evaluation: bool = True) -> dict[str, float]:
+    """Return the newest mean loss and, of the evaluation, the validation accuracy or else its first number."""
+    numbers = {} if loop.epoch_loss is None else {"loss": loop.epoch_loss}
+    names = ["val_acc"] if "val_acc" in loop.evaluation else list(loop.evaluation)[:1]
+    return numbers | {name: loop.evaluation[name] for name in names if with_evaluation}
 
 
-def newest_numbers(loop: LoopState) -> dict[str, float]:
-    """Return the newest loss and the validation accuracy, or else the first number of the evaluation."""
-    numbers = loop_loss(loop)
-    if "val_acc" in loop.evaluation:
-        return {**numbers, "val_acc": loop.evaluation["val_acc"]}
-    return numbers | dict(list(loop.evaluation.items())[:1])
+class ProgressNumbers(MetricSink):
+    """Keep what was delivered last of some metrics; of a series its mean, as the loss beside it is one.
+
+    Args:
+        metrics: full names by label; a label with several names stands before all of their values.
+    """
+
+    name = "progress"
+
+    def __init__(self, metrics: Mapping[str, Sequence[str]]) -> None:
+        self.metrics = metrics
+        self._wanted = {name for names in metrics.values() for name in names}
+        self._newest: dict[str, float] = {}
+
+    def set_run_context(self, run: RunInfo) -> None:
+        """Begin a strategy: its values are its own."""
+        self._newest.clear()
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Note the numbers that are wanted."""
+        for name, value in flattened(metrics):
+            if name in self._wanted:
+                values = value.values if isinstance(value, Series) else [float(value)]
+                self._newest[name] = sum(values) / len(values)
+
+    def texts(self) -> dict[str, str]:
+        """Return what there is to say, by label; nothing under a label of which a value is missing.
+
+        Several values under one label have two significant digits each, so that a line holds them.
+
+        >>> numbers = ProgressNumbers({"overflow": ["h/elements", "h/tensors"], "other": ["h/other"]})
+        >>> numbers.emit({"h/elements": 0.25, "h/tensors": Series([1, 2], [1.0, 0.0])}, 0, HookPoint.POST_STEP, step=2)
+        >>> numbers.texts()
+        {'overflow': 'overflow 0.25/0.5'}
+        """
+        texts = {}
+        for label, names in self.metrics.items():
+            values = [self._newest[name] for name in names if name in self._newest]
+            if len(values) == len(names) == 1:
+                texts[label] = f"{label} {number_text(values[0])}"
+            elif len(values) == len(names):
+                texts[label] = f"{label} " + "/".join(f"{value:.2g}" for value in values)
+        return texts

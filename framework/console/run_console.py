@@ -16,9 +16,7 @@ from ..training import TrainingTask
 from .board import Groups
 from .live import LiveDisplay
 from .notices import Label, Notice, show_warnings, without_repeats
-from .numbers import ProgressNumbers
-from .output import can_be_taken, make_console
-from .progress import BarView, LineView, TrainingProgress, View
+from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .tables import (
     comparison_rows,
     comparison_table,
@@ -31,6 +29,7 @@ from .tables import (
     sample_text,
     strategy_header,
 )
+from .terminal import can_be_taken, make_console
 
 Mode = Literal["normal", "live", "silent", "none"]
 
@@ -91,12 +90,13 @@ class RunConsole(Display):
 
     def sinks(self) -> list[MetricSink]:
         """Return the sinks that belong to the display: the table at every SNAPSHOT, or what the screen shows."""
-        numbers = [self._numbers] if self._numbers.metrics and self._mode != "none" else []
+        sinks: list[MetricSink] = [self._numbers] if self._numbers.metrics and self._mode != "none" else []
         if self._live is not None:
-            return [*numbers, self._live.sink()]
-        table_sink: type[Any] = SinkRegistry.get("console")
-        table = [table_sink(console=self.console, first=self._live_metrics)] if self._mode == "normal" else []
-        return [*numbers, *table]
+            sinks.append(self._live)
+        elif self._mode == "normal":
+            table_sink: type[Any] = SinkRegistry.get("console")
+            sinks.append(table_sink(console=self.console, first=self._live_metrics))
+        return sinks
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Show what is about to be trained, and start the bar or draw the screen."""
@@ -118,7 +118,7 @@ class RunConsole(Display):
     def strategy_ended(self, summary: Mapping[str, Any]) -> None:
         """Take the bar away and say how the strategy ended."""
         if self._live is not None:
-            self._live.ended(summary)
+            self._live.board.results.append(summary)
         self._stop_progress()
         self._print(result_line(summary))
         for hook, rows in summary["hook_tables"].items():
@@ -159,7 +159,7 @@ class RunConsole(Display):
         notice = Notice(label, sentence)
         self.notices.append(notice)
         if self._live is not None:
-            self._live.noticed(notice)
+            self._live.board.notices.append(notice)
         self._print(notice.text())
 
     def _stop_progress(self) -> None:
@@ -169,7 +169,7 @@ class RunConsole(Display):
 
     def _leave_screen(self) -> None:
         if self._live is not None:
-            self._live.close(self._tell)
+            self._live.leave(self._tell)
 
     def _tell_silenced(self) -> None:
         """Tell in the end what the silent display did not: no warning is lost."""

@@ -175,6 +175,20 @@ def _table(columns: Iterable[Sequence[str]]) -> Table:
     return table
 
 
+def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
+    """Return a table with a line for each row, without remarks, its last columns left out if they do not fit.
+
+    Each column is one text: rich takes ten times as long for a cell for each number.
+    """
+    names = [name for name in rows[0] if name not in REMARKS and any(row.get(name) for row in rows)]
+    columns = side_by_side([[name, *(row.get(name, "") for row in rows)] for name in names], width)[0]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for index in range(len(columns)):
+        table.add_column(justify="right" if index else "left", no_wrap=True)
+    table.add_row(*(Text.assemble((heading, "dim"), *(f"\n{text}" for text in texts)) for heading, *texts in columns))
+    return table
+
+
 def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:
     """Say where the results lie."""
     folders = [Path(summary["output_dir"]) for summary in summaries]

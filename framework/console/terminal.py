@@ -1,127 +1,142 @@
-"""The alternate screen of a terminal: taken, painted line by line, and given back however the process goes on."""
+"""What rich leaves open at a terminal: a closed pipe, signals, Ctrl-S, and what other code prints on a taken screen."""
 
+import io
 import os
 import select
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from types import FrameType
 from typing import IO
 
 from rich.console import Console
-from rich.text import Text
 
-from .lines import Line, cropped
-from .signals import terminal_given_back_on_signals
-
-TAKE = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
-GIVE_BACK = "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
-WHOLE_PAINT_EVERY = 10
+NAMES = ("SIGTSTP", "SIGTERM", "SIGQUIT", "SIGHUP")
+SIGNALS = [number for number in signal.Signals if number.name in NAMES]
+Keep = Callable[[IO[str], str], None]
 
 
-class Screen:
-    """The whole terminal, while it is on.
+class LastingConsole(Console):
+    """A console that outlives its reader: where rich exits as a pipe is closed, this one is quiet from then on."""
 
-    Only lines that differ from those painted before are written; every tenth painting writes all of them, in case
-    something else wrote to the terminal. Where the terminal takes nothing (Ctrl-S, a reader that has stopped) or the
-    process is in the background, a painting is left out rather than waited for.
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere, so that nothing fails again, not even the last flush of the process."""
+        self.quiet = True
+        if self.file is sys.stdout:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+
+
+def make_console() -> Console:
+    """Return a console on standard output that writes control codes to terminals only, whatever the environment."""
+    return LastingConsole(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
+
+
+def can_be_taken(console: Console) -> bool:
+    """Say if a console is a terminal that can be drawn on: no pipe, no dumb one, none of an old Windows."""
+    return (
+        console.is_terminal and console.is_interactive and not console.is_dumb_terminal and not console.legacy_windows
+    )
+
+
+def can_be_written(file: IO[str]) -> bool:
+    """Say if a terminal takes something (no Ctrl-S, no reader that has stopped) from this process, in the foreground.
+
+    A file that is no terminal takes everything.
     """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stream: IO[str] = console.file
-        self._on = ExitStack()
-        self._taken = False
-        self._painted: list[Line] = []
-        self._size = (0, 0)
-        self._paintings = 0
-        self._styles: dict[str, tuple[str, str]] = {}
-
-    def open(self) -> None:
-        """Have signals give the terminal back; it is taken by the first painting."""
-        self._stream = self._console.file
-        self._on.enter_context(terminal_given_back_on_signals(self._give_back_at_once))
-
-    def close(self) -> None:
-        """Give the terminal back: its first screen, its cursor, its wrapping of lines; twice does nothing."""
-        self._on.close()
-        if self._taken:
-            self._taken = False
-            with suppress(OSError):  # the terminal is gone
-                self._write(GIVE_BACK)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal now."""
-        try:
-            columns, lines = os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError):  # not a terminal of the system: what the console was told
-            columns = lines = 0
-        return (columns, lines) if columns and lines else (self._console.width, self._console.height)
-
-    def paint(self, draw: Callable[[int, int], Sequence[Line]]) -> bool:
-        """Paint what ``draw(width, height)`` returns, one text for each line; tell whether it could be painted."""
-        if not self._is_ready():
+    try:
+        descriptor = file.fileno()
+        if os.tcgetpgrp(descriptor) != os.getpgrp():
             return False
-        width, height = self.size
-        lines = [cropped(line, width) for line in draw(width, height)][:height]
-        whole = not self._taken or (width, height) != self._size or self._paintings % WHOLE_PAINT_EVERY == 0
-        start = "" if self._taken else TAKE
-        if self._taken and (width, height) != self._size:
-            start = "\x1b[2J"
-        before = [] if whole else self._painted
-        changed = [
-            self._codes(row, line) for row, line in enumerate(lines) if row >= len(before) or line != before[row]
-        ]
-        self._taken = True
-        self._size, self._painted = (width, height), lines
-        self._paintings += 1
-        self._write(start + "".join(changed))
-        return True
-
-    def _codes(self, row: int, line: Line) -> str:
-        """Return what writes a line where it belongs."""
-        pieces = []
-        for text, style in line:
-            before, after = self._styles.get(style) or self._style_codes(style)
-            pieces.append(f"{before}{text}{after}")
-        return f"\x1b[{row + 1};1H\x1b[2K{''.join(pieces)}"
-
-    def _style_codes(self, style: str) -> tuple[str, str]:
-        """Ask the console once what it writes before and after text of a style: colours or, by NO_COLOR, none."""
-        with self._console.capture() as captured:
-            self._console.print(Text("|", style), end="")
-        before, _, after = captured.get().partition("|")
-        self._styles[style] = before, after
-        return before, after
-
-    def _write(self, text: str) -> None:
-        if text:
-            self._stream.write(text)
-            self._stream.flush()
-
-    def _is_ready(self) -> bool:
-        """Tell whether the terminal is ours to write to and would take something."""
-        try:
-            descriptor = self._stream.fileno()
-        except (OSError, ValueError):  # not a file of the system
-            return True
-        return _in_foreground(descriptor) and _takes_something(descriptor)
-
-    def _give_back_at_once(self) -> None:
-        """Give the terminal back from a signal handler, past Python's buffer; never waiting for the terminal."""
-        if self._taken and self._is_ready():
-            os.write(self._stream.fileno(), GIVE_BACK.encode())
-        self._taken = False
-
-
-def _in_foreground(descriptor: int) -> bool:
+    except (OSError, ValueError, AttributeError):  # not the controlling terminal, or a system without such
+        pass
     try:
-        return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except (OSError, AttributeError):  # not the controlling terminal, or a system without such
-        return True
-
-
-def _takes_something(descriptor: int) -> bool:
-    try:
-        return bool(select.select([], [descriptor], [], 0)[1])
+        return bool(select.select([], [file], [], 0)[1])
     except (OSError, ValueError):  # a system that can only wait for sockets, or a number beyond its tables
         return True
+
+
+@contextmanager
+def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[None]:
+    """Call ``give_back`` before signals that stop or end the process; then they do what they would have done.
+
+    Signals for which somebody has a handler are left alone, and so are all of them outside the main thread. A forked
+    process gives nothing back: the terminal is its parent's.
+    """
+    owner = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            give_back()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, handle)  # the process was stopped, and goes on
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is handle:
+                signal.signal(number, signal.SIG_DFL)
+
+
+class _KeptBytes(io.RawIOBase):
+    """Hands what is written to ``keep``, as text, as long as it is held; afterwards to the stream it stands for."""
+
+    def __init__(self, stream: IO[str], keep: Keep) -> None:
+        self._stream = stream
+        self._keep = keep
+        self._owner = os.getpid()
+        self.is_held = True
+
+    def writable(self) -> bool:
+        """Return true."""
+        return True
+
+    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+        """Keep some text; in a forked process, whose memory nobody will read, write it."""
+        text = bytes(data).decode("utf-8", "replace")
+        if self.is_held and os.getpid() == self._owner:
+            self._keep(self._stream, text)
+        else:
+            self._stream.write(text)
+        return len(data)
+
+    def fileno(self) -> int:
+        """Return the number of the stream's file, for child processes."""
+        return self._stream.fileno()
+
+
+class _KeptText(io.TextIOWrapper):
+    """Stands for a standard stream whose text is kept; rich itself writes to the stream by ``rich_proxied_file``."""
+
+    def __init__(self, stream: IO[str], kept: _KeptBytes) -> None:
+        super().__init__(kept, "utf-8", newline="\n", write_through=True)  # type: ignore[arg-type]
+        self.rich_proxied_file = stream
+
+
+@contextmanager
+def output_kept(keep: Keep) -> Iterator[None]:
+    """Hand what Python prints on the terminal to ``keep(stream, text)`` while the body runs.
+
+    Standard output or standard error that is no terminal is left alone. Who still holds the replacement afterwards
+    writes to the terminal.
+    """
+    held: list[_KeptBytes] = []
+    with ExitStack() as stack:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream.isatty():
+                held.append(_KeptBytes(stream, keep))
+                stack.enter_context(redirect(_KeptText(stream, held[-1])))
+        try:
+            yield
+        finally:
+            for kept in held:
+                kept.is_held = False

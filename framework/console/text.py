@@ -1,10 +1,32 @@
-"""How numbers are shown to people: four significant digits, and times and rates in the unit that fits."""
+"""How numbers, names and lines are shown to people, and cut to the columns that there are."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-SHOWN_ITEMS = 3
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+
+ASCII = str.maketrans("↑↓→│…ø", "^v>|~o")
+Line = list[tuple[str, str]]
+"""Pieces of text, each with its style; an empty style is none."""
+
+
+class Lines:
+    """Lines of styled pieces that rich crops and never wraps: several times cheaper than its own texts and tables."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the pieces, arrows and the like in ASCII where the terminal has nothing else."""
+        for line in self._lines:
+            for text, style in line:
+                known = text.translate(ASCII) if options.ascii_only else text
+                yield Segment(known, console.get_style(style) if style else None)
+            yield Segment.line()
 
 
 def number_text(value: float) -> str:
@@ -20,21 +42,25 @@ def number_text(value: float) -> str:
     return f"{value:.4g}"
 
 
-def value_text(value: Any) -> str:
-    """Return any metric value on one short line: the first items of lists and dicts, and how many there are.
+def value_text(value: Any, width: int = 40) -> str:
+    """Return any metric value on one line: of a list or dict as much as ``width`` columns hold, and how many there are.
 
-    >>> value_text([0.5, 1.25, 3, 4, 5]), value_text({"a": 0.123456})
-    ('0.5, 1.25, 3, ... (5)', 'a 0.1235')
+    >>> value_text([0.123456, 2, 3]), value_text([1.25e-7, 33.333, 44.44], 20), value_text({"a": 1 / 3})
+    ('0.1235, 2, 3', '1.25e-07, ... (3)', 'a 0.3333')
     """
+    if isinstance(value, (int, float)):
+        return number_text(value)
     if isinstance(value, Mapping):
-        return _listed([f"{key} {value_text(item)}" for key, item in list(value.items())[:SHOWN_ITEMS]], len(value))
-    if isinstance(value, (list, tuple)):
-        return _listed([value_text(item) for item in value[:SHOWN_ITEMS]], len(value))
-    return number_text(value) if isinstance(value, (int, float)) else str(value)
-
-
-def _listed(shown: list[str], total: int) -> str:
-    return ", ".join(shown) + (f", ... ({total})" if total > len(shown) else "") if total else "none"
+        texts = [f"{key} {value_text(item)}" for key, item in islice(value.items(), width)]
+    elif isinstance(value, (list, tuple)):
+        texts = [value_text(item) for item in value[:width]]
+    else:
+        return str(value)
+    for kept in range(len(texts), 0, -1):
+        text = ", ".join(texts[:kept]) + ("" if kept == len(value) else f", ... ({len(value)})")
+        if len(text) <= width:
+            return text
+    return f"{len(value)} values" if value else "none"
 
 
 def duration_text(seconds: float) -> str:
@@ -59,3 +85,24 @@ def rate_text(per_second: float, unit: str) -> str:
     if per_second >= 1:
         return f"{per_second:,.0f} {unit}s/s" if per_second >= 100 else f"{per_second:.3g} {unit}s/s"
     return f"{1 / per_second:.3g} s/{unit}" if per_second > 0 else f"0 {unit}s/s"
+
+
+def shortened(text: str, width: int, *, keep_end: bool = True) -> str:
+    """Shorten a text to ``width`` columns; the end of a name, which often tells most, is kept.
+
+    >>> shortened("loss_autocorrelation_lag_10", 20), shortened("a long text", 7, keep_end=False)
+    ('loss_auto…ion_lag_10', 'a long…')
+    """
+    if cell_len(text) <= width:
+        return text
+    tail = width // 2 if keep_end and width > 4 and cell_len(text) == len(text) else 0
+    return set_cell_size(text, max(0, width - 1 - tail)) + "…" * (width > 0) + (text[-tail:] if tail else "")
+
+
+def printable(text: str) -> str:
+    r"""Return a text without anything that a terminal would take as a command.
+
+    >>> printable("a\x1b[2Jb\tc")
+    'a?[2Jb?c'
+    """
+    return text if text.isprintable() else "".join(item if item.isprintable() else "?" for item in text)

@@ -187,7 +187,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
     lines = plain(shown(metrics | lists, width, height=60)).splitlines()
     assert max(map(len, lines)) <= width
     assert sum(line.count("a_metric_") for line in lines) == 24
-    assert {"0.1235, … (50)", "1.5", "1e-07"} <= {text.strip() for line in lines for text in re.split("  +", line)}
+    assert {"0.1235, ... (50)", "1.5", "1e-07"} <= {text.strip() for line in lines for text in re.split("  +", line)}
 
 
 def test_a_wide_terminal_shows_blocks_side_by_side():

@@ -12,7 +12,7 @@ from loopscope.state import LoopState
 from loopscope.training import TrainingTask
 from torch import nn
 
-from tests.framework.console.test_console import OTHER, SUMMARY
+from tests.framework.console.test_run_console import OTHER, SUMMARY
 from tests.sinks.emits import run_info
 
 LIVE = {"accuracy": ["training_metrics/val_acc", "training_metrics/train_acc"], "loss": ["training_metrics/loss"]}

@@ -9,8 +9,8 @@ import torch
 from loopscope import sinks, training_hooks
 from loopscope.console import RunConsole
 from loopscope.console.live import LiveDisplay
-from loopscope.console.output import can_be_taken
 from loopscope.console.progress import Position
+from loopscope.console.terminal import can_be_taken
 from loopscope.hooks import HookPoint
 from rich.console import Console
 
@@ -31,7 +31,7 @@ def live(tmp_path):
     with (tmp_path / "terminal").open("w", encoding="utf-8") as file:
         emitting = Emitting(file)
         yield emitting
-        emitting.display.close(lambda shown: None)
+        emitting.display.leave(lambda shown: None)
 
 
 class Emitting:
@@ -42,11 +42,11 @@ class Emitting:
         console = Console(file=file, width=80, height=24, force_terminal=True, force_interactive=True)
         assert can_be_taken(console)
         self.display = LiveDisplay(console, LIVE, clock=lambda: self.now)
-        self.sink = self.display.sink()
+        self.sink = self.display
         self.sink.set_run_context(run_info(None))
         self.drawings = []
-        paint = self.display._screen.paint
-        self.display._screen.paint = lambda draw: (self.drawings.append(self.now), paint(draw))[1]
+        draw = self.display._draw
+        self.display._draw = lambda: (self.drawings.append(self.now), draw())[1]
         self.display.open()
 
     def emit(self, step):
@@ -64,13 +64,13 @@ def test_the_screen_is_drawn_at_most_twice_a_second_however_much_is_emitted(seco
 
 
 def test_a_slow_drawing_is_followed_by_a_long_pause(live):
-    paint = live.display._screen.paint
+    draw = live.display._draw
 
-    def slow(draw):
-        paint(draw)
+    def slow():
+        draw()
         live.now += 0.1
 
-    live.display._screen.paint = slow
+    live.display._draw = slow
     for step in range(1000):
         live.now += 0.05
         live.emit(step)
@@ -89,7 +89,7 @@ def test_drawing_takes_nothing_from_any_random_generator(live):
 
 
 def test_a_drawing_that_fails_ends_the_display_and_nothing_else(live):
-    live.display._screen.paint = lambda draw: 1 / 0
+    live.display._draw = lambda: 1 / 0
     live.now += 1.0
     with pytest.warns(UserWarning, match="The live display failed and is switched off: ZeroDivisionError"):
         live.emit(1)
@@ -102,7 +102,7 @@ def test_what_is_printed_is_kept_up_to_a_million_characters(live):
     told, printed = [], io.StringIO()
     for number in range(1100):
         live.display._keep(printed, f"{number:999}\n")
-    live.display.close(told.append)
+    live.display.leave(told.append)
     lines = [int(line) for line in printed.getvalue().split()]
     assert lines == list(range(100, 1100))
     assert [text.plain for text in told] == ["100,000 characters that were printed before are left out here."]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.console import RunConsole
-from loopscope.console.numbers import ProgressNumbers
-from loopscope.console.progress import LEAST_BESIDE_CHOSEN, Position, fitting
+from loopscope.console.progress import LEAST_BESIDE_CHOSEN, Position, ProgressNumbers, fitting
 from loopscope.hooks import HookPoint, Series
 from rich.console import Console
 

@@ -1,9 +1,9 @@
 import math
 
 import pytest
-from loopscope.console import Board, parted
-from loopscope.console.board import BoardSink, Track, arrow_of
-from loopscope.hooks import HookPoint, Series
+from loopscope.console import Board, Cell, Track
+from loopscope.console.board import arrow_of
+from loopscope.hooks import Series
 
 from tests.sinks.emits import run_info
 
@@ -15,8 +15,12 @@ def board_of(emitted, live=None, described=()):
     return board
 
 
+def cells_of(board):
+    return {name: Cell(name, track.brief()) for name, track in board.tracks.items()}
+
+
 def names(groups):
-    return {group.heading: [cell.name for cell in group.metrics] for group in groups}
+    return {group.heading: [cell.name for cell in group.cells] for group in groups}
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, -1.0, 1e30])
@@ -49,31 +53,23 @@ def test_metrics_are_parted_into_live_groups_and_hooks_in_the_order_described():
     emitted = {"b/x": 1.0, "a/loss": 2.0, "a/y": 3.0, "a/evaluation": {"val_loss": 4.0}, "c/z/weight": 5.0}
     live = {"loss": ["a/loss", "a/evaluation/val_loss", "a/absent"], "one": ["c/z/weight"]}
     board = board_of(emitted, live, described=["a/y", "b/x"])
-    found = parted(board.cells(), live, board.run)
+    found = board.groups(cells_of(board))
     assert list(map(names, found)) == [{"loss": ["loss", "val_loss"], "one": ["weight"]}, {"a": ["y"], "b": ["x"]}]
 
 
 def test_live_metrics_that_end_alike_keep_their_hooks():
     live = {"norms": ["a/norm", "b/norm"]}
     board = board_of({"a/norm": 1.0, "b/norm": 2.0}, live)
-    assert names(parted(board.cells(), live, board.run)[0]) == {"norms": ["a/norm", "b/norm"]}
+    assert names(board.groups(cells_of(board))[0]) == {"norms": ["a/norm", "b/norm"]}
 
 
 def test_without_live_metrics_training_metrics_take_their_place():
     board = board_of({"training_metrics/loss": 1.0, "a/b": 2.0})
-    assert list(map(names, parted(board.cells(), {}, board.run))) == [{"training": ["loss"]}, {"a": ["b"]}]
+    assert list(map(names, board.groups(cells_of(board)))) == [{"training": ["loss"]}, {"a": ["b"]}]
 
 
 def test_metrics_of_single_parameters_are_hidden_and_a_new_strategy_begins_empty():
     board = board_of({"norms/grad/0.weight": 1.0, "norms/total": 2.0})
-    assert list(board.cells()) == ["norms/total"]
+    assert list(board.tracks) == ["norms/total"]
     board.begin(run_info(None, "other"))
-    assert (board.cells(), board.step) == ({}, 0)
-
-
-def test_the_sink_of_a_board_says_that_something_changed():
-    calls = []
-    sink = BoardSink(board := Board(), lambda: calls.append(board.step))
-    sink.set_run_context(run_info(None))
-    sink.emit({"a/b": 1.0}, 0, HookPoint.POST_EPOCH, step=5)
-    assert calls == [5]
+    assert (board.tracks, board.step) == ({}, 0)

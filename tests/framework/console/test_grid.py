@@ -1,6 +1,7 @@
 import pytest
-from loopscope.console import Cell, Group, fitted, width_of
+from loopscope.console import Cell, Group, fitted
 from loopscope.console.grid import balanced, in_pieces
+from rich.cells import cell_len
 
 
 def hooks(sizes, **cell):
@@ -17,7 +18,7 @@ def text_of(lines):
 def test_every_piece_of_a_long_group_is_kept():
     metrics = [Cell(f"m{index}", str(index)) for index in range(37)]
     pieces = in_pieces([Group("a", metrics)], 4)
-    assert [metric for piece in pieces for metric in piece.metrics] == metrics
+    assert [metric for piece in pieces for metric in piece.cells] == metrics
     assert [piece.heading for piece in pieces] == ["a", *["a (continued)"] * 3]
 
 
@@ -32,7 +33,7 @@ def test_blocks_hold_all_groups_in_order_and_the_tallest_is_as_low_as_can_be(mos
 
 def lowest_height(groups, most):
     """Find the least possible height of the tallest block, by trying every division."""
-    heights = [len(group.metrics) + 1 for group in groups]
+    heights = [len(group.cells) + 1 for group in groups]
     if most == 1 or len(groups) == 1:
         return sum(heights)
     cuts = range(1, len(groups))
@@ -45,7 +46,7 @@ def lowest_height(groups, most):
 def test_what_is_fitted_fits_and_is_counted(width, height, arrow):
     lines, shown = fitted(hooks([3, 9, 1, 5], arrow=arrow), width, height)
     assert len(lines) <= height
-    assert all(width_of(line) <= width for line in lines)
+    assert all(sum(cell_len(text) for text, _ in line) <= width for line in lines)
     assert sum(text.count(".125") + text.count("…") for text in text_of(lines)) >= shown > 0
 
 
