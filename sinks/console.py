@@ -1,33 +1,13 @@
 """The newest metrics as one table at every SNAPSHOT."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from loopscope.console import (
-    ARROW_STYLES,
-    HEADING_STYLE,
-    MEAN,
-    Board,
-    Cell,
-    Group,
-    Groups,
-    Line,
-    Lines,
-    Track,
-    fitted,
-    make_console,
-    printable,
-)
+from loopscope.console import Board, Groups, make_console, newest_lines, newest_table
 from loopscope.hooks import HookPoint, MetricSink, RunInfo, SinkRegistry
-from rich.cells import cell_len
 from rich.console import Console
-from rich.rule import Rule
-from rich.text import Text
 
 from .record import plain
-
-ITEM_GAP = 3
-LEAST_LINES = 30
 
 
 @SinkRegistry.register
@@ -84,47 +64,12 @@ class ConsoleSink(MetricSink):
         self._board.run = None
 
     def _show(self) -> None:
-        run, news = self._board.run, self._board.news()
-        if run is None or not news:
+        board, console = self._board, self._console
+        if board.run is None or not board.news():
             return
-        title = f"{run.experiment}  {run.strategy}  epoch {self._board.epoch}  step {self._board.step:,}"
-        if self._console.is_interactive:
-            self._console.print(Rule(Text(title, style="bold"), align="left", style="dim"), self._table(news))
+        if console.is_interactive:
+            console.print(newest_table(board, console.width, console.height))
         else:
-            hooks = self._board.by_hook({name: Cell(name, track.whole()) for name, track in news.items()})
-            for line in [title, *(f"  {hook.heading}: {_joined(hook.cells)}" for hook in hooks)]:
-                self._console.out(line, highlight=False)
-        for track in news.values():
-            track.is_told()
-
-    def _table(self, news: Mapping[str, Track]) -> Lines:
-        cells = {name: Cell(name, track.mean(), track.arrow, track.rank()) for name, track in news.items()}
-        live, others = self._board.groups(cells)
-        head = list(group_lines(live, self._console.width))
-        lines, shown = fitted(others, self._console.width, max(LEAST_LINES, self._console.height - len(head) - 3))
-        total = sum(len(group.cells) for group in others)
-        remarks = [f"{total - shown:,} more in the files of --hook-jsonl or --hook-csv"] * (shown < total)
-        remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
-        return Lines([*head, *lines, *([[("; ".join(remarks), "dim")]] if remarks else [])])
-
-
-def _joined(cells: Sequence[Cell]) -> str:
-    return ", ".join(f"{cell.name} {cell.text}" for cell in cells)
-
-
-def group_lines(groups: Sequence[Group], width: int) -> Iterator[Line]:
-    """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
-    begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
-    for group in groups:
-        line: Line = [(f"{printable(group.heading):{begin}}", HEADING_STYLE)]
-        room = width - begin
-        for cell in group.cells:
-            name, arrow = f"{printable(cell.name)} ", f" {cell.arrow}" if cell.arrow else ""
-            taken = cell_len(name + cell.text + arrow) + ITEM_GAP
-            if taken - ITEM_GAP > room and len(line) > 1:
-                yield line
-                line, room = [(" " * begin, "")], width - begin
-            gap = " " * ITEM_GAP if len(line) > 1 else ""
-            line += [(gap + name, ""), (cell.text, "bold"), (arrow, ARROW_STYLES[cell.arrow])]
-            room -= taken
-        yield line
+            for line in newest_lines(board):
+                console.out(line, highlight=False)
+        board.is_told()

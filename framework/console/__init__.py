@@ -1,31 +1,22 @@
-"""What people see in a terminal."""
+"""What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
 
-from .board import MEAN, Board, Groups, Track
-from .grid import ARROW_STYLES, HEADING_STYLE, Cell, Group, fitted
+from .board import Board, Groups
+from .newest import newest_lines, newest_table
 from .notices import Label, show_warnings
 from .run_console import Mode, RunConsole, print_experiments, print_hook, print_hooks
 from .terminal import make_console
-from .text import Line, Lines, printable
 
 __all__ = [
-    "ARROW_STYLES",
-    "HEADING_STYLE",
-    "MEAN",
     "Board",
-    "Cell",
-    "Group",
     "Groups",
     "Label",
-    "Line",
-    "Lines",
     "Mode",
     "RunConsole",
-    "Track",
-    "fitted",
     "make_console",
+    "newest_lines",
+    "newest_table",
     "print_experiments",
     "print_hook",
     "print_hooks",
-    "printable",
     "show_warnings",
 ]

@@ -61,13 +61,10 @@ class Track:
         last = value_text(self.last)
         return f"{last} / {number_text(self.total / self.count)} ({self.count})" if self.count else last
 
-    def rank(self) -> int:
-        """Return 0 for a number that has changed since the last table, 1 for a list, 2 for what stood still."""
-        return 2 if self.told == self.mean() else int(isinstance(self.last, (list, tuple)))
-
-    def is_told(self) -> None:
-        """Remember that a table has shown it."""
-        self.told, self.is_news, self.total, self.count = self.mean(), False, 0.0, 0
+    @property
+    def is_list(self) -> bool:
+        """Lists give way to numbers."""
+        return isinstance(self.last, (list, tuple))
 
 
 def arrow_of(values: Sequence[float]) -> str:
@@ -147,6 +144,11 @@ class Board:
     def news(self) -> dict[str, Track]:
         """Return the metrics that came since the last table."""
         return {name: track for name, track in self.tracks.items() if track.is_news}
+
+    def is_told(self) -> None:
+        """Remember that a table has shown the news."""
+        for track in self.news().values():
+            track.told, track.is_news, track.total, track.count = track.mean(), False, 0.0, 0
 
     def position(self) -> dict[str, Any]:
         """Return how far the strategy has come, in plain values, for :meth:`resume`."""

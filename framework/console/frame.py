@@ -75,10 +75,7 @@ def _results(board: Board, most: int) -> Layout:
 def _metrics(board: Board, width: int) -> Layout:
     """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
     live, others = board.groups(
-        {
-            name: Cell(name, track.brief(), track.arrow, int(isinstance(track.last, (list, tuple))))
-            for name, track in board.tracks.items()
-        }
+        {name: Cell(name, track.brief(), track.arrow, track.is_list) for name, track in board.tracks.items()}
     )
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5))
     aside = Sized(lambda wide, high: _grid("live", without_headings(live, high - 1), wide, high, most_blocks=1))

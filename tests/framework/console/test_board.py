@@ -1,8 +1,9 @@
 import math
 
 import pytest
-from loopscope.console import Board, Cell, Track
-from loopscope.console.board import arrow_of
+from loopscope.console import Board
+from loopscope.console.board import Track, arrow_of
+from loopscope.console.grid import Cell
 from loopscope.hooks import Series
 
 from tests.sinks.emits import run_info

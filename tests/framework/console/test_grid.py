@@ -1,6 +1,5 @@
 import pytest
-from loopscope.console import Cell, Group, fitted
-from loopscope.console.grid import balanced, in_pieces
+from loopscope.console.grid import Cell, Group, balanced, fitted, in_pieces
 from rich.cells import cell_len
 
 
