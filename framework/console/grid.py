@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from .text import Line, printable, shortened
 INDENT = COLUMN_GAP = 2
 BLOCK_GAP = 3
 MOST_BLOCKS = 6
-SHORTEST_PIECE = 8
+LOWEST_BLOCK = 9
 LONGEST_NAME, SHORTENED_NAME, LONGEST_FULL_NAME = 26, 20, 44
 NARROWEST = 8
 RISING, FALLING, FLAT = "↑", "↓", "→"
@@ -89,18 +89,21 @@ def fitted(
     """Lay out as much of the groups as ``height`` lines of ``width`` columns hold; return it with the metrics shown.
 
     Every hook keeps as many of its metrics as every other, those of the lowest rank. Where not even two of each fit,
-    they stand in one list without headings: the first of every hook, then the second of every hook.
+    they stand in one list without headings: the first of every hook, then the second of every hook. Blocks are as low
+    as can be without cutting short groups.
     """
     sizes = [len(group.cells) for group in groups]
     if not sizes or width < NARROWEST or height < 1:
         return [], 0
     for choice, counts in ((evenly, range(min(2, max(sizes)), max(sizes) + 1)), (in_turn, range(1, sum(sizes) + 1))):
-        divided = [partial(_divided, choice, groups, count, width, most_blocks) for count in counts]
-        # More metrics never take fewer lines: the first count that is too tall comes after the one to be shown.
-        fits = bisect_left(divided, True, key=lambda blocks: _height(blocks()) > height)
+        chosen = [partial(choice, groups, count) for count in counts]
+        # More metrics never take less room: the first count that is too much comes after the one to be shown.
+        fits = bisect_left(chosen, True, key=lambda some: not divided(some(), width, height, most_blocks))
         if fits:
-            blocks = divided[fits - 1]()
-            return _side_by_side(blocks), sum(len(group.cells) for block, _ in blocks for group in block)
+            shown = chosen[fits - 1]()
+            begin = min(height, LOWEST_BLOCK, max(group.height for group in shown))
+            low = bisect_left(range(height), True, begin, key=lambda low: bool(divided(shown, width, low, most_blocks)))
+            return _side_by_side(divided(shown, width, low, most_blocks)), sum(len(group.cells) for group in shown)
     return [], 0
 
 
@@ -117,25 +120,42 @@ def in_turn(groups: Sequence[Group], count: int) -> list[Group]:
     return [Group("", [cell._replace(name=f"{each.heading}/{cell.name}") for each in kept for cell in each.cells])]
 
 
-def _divided(
-    choice: Callable[[Sequence[Group], int], list[Group]], groups: Sequence[Group], count: int, width: int, most: int
-) -> Blocks:
-    """Divide a choice into as many blocks as fit side by side; long names are shortened before a block is saved."""
-    chosen = choice(groups, count)
-    most = min(most, (width + BLOCK_GAP) // (NARROWEST + BLOCK_GAP))
-    names = range(INDENT + LONGEST_NAME, SHORTENED_NAME - 1, -2) if chosen[0].heading else (LONGEST_FULL_NAME,)
-    while True:
-        blocks = balanced(chosen, most)
-        wanted = [Widths(*map(max, zip(*[group.widths for group in block], strict=True))) for block in blocks]
-        for longest in names:
-            widths = [item.within(longest, width) for item in wanted]
-            if sum(item.total + BLOCK_GAP for item in widths) - BLOCK_GAP <= width:
-                return list(zip(blocks, widths, strict=True))
-        most = len(blocks) - 1
+def divided(groups: Sequence[Group], width: int, height: int, most: int) -> Blocks:
+    """Divide groups into blocks that fit side by side, long names shortened as far as they must be; or into none."""
+    if height < 1 + bool(groups[0].heading):
+        return []
+    blocks = list(in_blocks(groups, height))
+    if len(blocks) > most:
+        return []
+    wanted = [Widths(*map(max, zip(*[group.widths for group in block], strict=True))) for block in blocks]
+    for names in range(INDENT + LONGEST_NAME, SHORTENED_NAME - 1, -2) if groups[0].heading else (LONGEST_FULL_NAME,):
+        widths = [item.within(names, width) for item in wanted]
+        if sum(item.total + BLOCK_GAP for item in widths) - BLOCK_GAP <= width:
+            return list(zip(blocks, widths, strict=True))
+    return []
 
 
-def _height(blocks: Blocks) -> int:
-    return max(sum([group.height for group in block]) for block, _ in blocks)
+def in_blocks(groups: Sequence[Group], height: int) -> Iterator[list[Group]]:
+    """Yield blocks of at most ``height`` lines; groups that are longer than a block are cut.
+
+    >>> blocks = in_blocks([Group("a", [Cell("x", "1")] * 4), Group("b", [Cell("x", "1")])], 3)
+    >>> [[(group.heading, len(group.cells)) for group in block] for block in blocks]
+    [[('a', 2)], [('a (continued)', 2)], [('b', 1)]]
+    """
+    block: list[Group] = []
+    room = height
+    for group in groups:
+        if block and group.height > room:
+            yield block
+            block, room = [], height
+        rest = group
+        while rest.height > room:
+            held = room - bool(group.heading)
+            yield [Group(rest.heading, rest.cells[:held])]
+            rest = Group(f"{group.heading} (continued)" if group.heading else "", rest.cells[held:])
+        block.append(rest)
+        room -= rest.height
+    yield block
 
 
 def _side_by_side(blocks: Blocks) -> list[Line]:
@@ -167,49 +187,3 @@ def _block_lines(block: Sequence[Group], widths: Widths, margin: str) -> Iterato
                 yield [(text + " ", ""), (cell.arrow, ARROW_STYLES[cell.arrow])]
             else:
                 yield [(text + " " * widths.arrows, "")]
-
-
-def balanced(groups: Sequence[Group], most: int) -> list[list[Group]]:
-    """Divide the groups, in order, into at most ``most`` blocks, the tallest as low as can be.
-
-    Groups that are longer than an even share are cut.
-
-    >>> x = Cell("x", "1")
-    >>> groups = [Group("a", [x] * 4), Group("b", [x] * 2), Group("c", [x])]
-    >>> [[group.heading for group in block] for block in balanced(groups, 2)]
-    [['a'], ['b', 'c']]
-    """
-    pieces = in_pieces(groups, most)
-    limit = max(max(piece.height for piece in pieces), -(-sum(piece.height for piece in pieces) // most))
-    while len(blocks := _filled(pieces, limit)) > most:
-        limit += 1
-    return blocks
-
-
-def in_pieces(groups: Sequence[Group], blocks: int) -> list[Group]:
-    """Cut groups that are longer than an even share of ``blocks`` blocks.
-
-    >>> [(piece.heading, len(piece.cells)) for piece in in_pieces([Group("a", [Cell("x", "1")] * 20)], 2)]
-    [('a', 10), ('a (continued)', 10)]
-    """
-    shortest = SHORTEST_PIECE if any(group.heading for group in groups) else 1
-    share = max(shortest, -(-sum(len(group.cells) for group in groups) // blocks))
-    return [
-        group
-        if len(group.cells) <= share
-        else Group(group.heading + (" (continued)" if begin and group.heading else ""), group.cells[begin:][:share])
-        for group in groups
-        for begin in range(0, len(group.cells), share)
-    ]
-
-
-def _filled(groups: Sequence[Group], limit: int) -> list[list[Group]]:
-    blocks: list[list[Group]] = []
-    height = limit
-    for group in groups:
-        if height + group.height > limit:
-            blocks.append([])
-            height = 0
-        blocks[-1].append(group)
-        height += group.height
-    return blocks

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from loopscope import training_hooks  # noqa: F401 - one of the hooks is always on
 from loopscope.hooks import HookPoint, Series
 from loopscope.sinks.console import ConsoleSink
 from rich.console import Console

@@ -211,6 +211,7 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up():
         session = Session()
         with session.console:
             session.begin()
+            os.write(marker[1], b"!")  # no drawing is under way, which would wait
             os.read(0, 1)
             for _ in range(400):
                 session.step(patiently=False)
@@ -219,6 +220,7 @@ def test_a_terminal_that_takes_nothing_does_not_hold_the_run_up():
 
     process = Process(body)
     process.read_until(shows("newest metrics"))
+    assert os.read(marker[0], 1) == b"!"
     process.type(b"\x13\n")
     steps = b""
     while len(steps) < 400:
