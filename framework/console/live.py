@@ -18,7 +18,7 @@ from .frame import frame
 from .progress import SECONDS_BETWEEN_UPDATES, Position, View
 from .terminal import can_be_written, output_kept, terminal_given_back_on_signals
 
-LARGEST_SHARE = 0.02
+LARGEST_SHARE = 0.01
 MOST_KEPT = 1_000_000
 # Lines do not wrap on the screen: a terminal that draws a glyph wider than rich believes would scroll it away.
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -36,7 +36,7 @@ class Printed(NamedTuple):
 class LiveDisplay(View, MetricSink):
     """The screen of all strategies of a session, and the sink of its metrics; drawn by the loop, never by a thread.
 
-    A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 2 % of the
+    A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 1 % of the
     time. Where the terminal takes nothing (Ctrl-S) or the process is in the background, a drawing is left out rather
     than waited for. What is told or printed meanwhile is kept and told by :meth:`leave`, in its order.
 

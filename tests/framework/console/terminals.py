@@ -52,7 +52,7 @@ class Terminal(pyte.Screen):
 
     @property
     def is_as_it_was(self) -> bool:
-        """Tell whether the first screen is on, the cursor is seen and lines wrap."""
+        """Return true if the first screen is on, the cursor is seen and lines wrap."""
         return not self.is_alternate and not self.cursor.hidden and pyte.modes.DECAWM in self.mode
 
 

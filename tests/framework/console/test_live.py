@@ -74,7 +74,7 @@ def test_a_slow_drawing_is_followed_by_a_long_pause(live):
     for step in range(1000):
         live.now += 0.05
         live.emit(step)
-    assert len(live.drawings) * 0.1 <= 0.021 * live.now + 0.2
+    assert len(live.drawings) * 0.1 <= 0.011 * live.now + 0.2
 
 
 def test_drawing_takes_nothing_from_any_random_generator(live):
