@@ -6,7 +6,6 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from .base import TrainingHook
-from .commit_check import refuse_undeclared_commits
 from .selection import HookRegistry, hook_options
 
 OptionsByHook = Mapping[str, Mapping[str, Any]]
@@ -49,7 +48,6 @@ def _configured(name: str, options: Mapping[str, Any], made: MutableSequence[Con
     for earlier in made:
         if type(earlier.hook) is hook_class and earlier.options == complete:
             return earlier
-    refuse_undeclared_commits(hook_class)
     try:
         configured = ConfiguredHook(hook_class(**options), complete)
     except UsageError as error:

@@ -47,16 +47,6 @@ class Undeclared(InterventionHook):
         return []
 
 
-class Clandestine(Undeclared):
-    """Does the same in a way that only running it shows."""
-
-    name = "clandestine"
-
-    def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
-        getattr(model_ctx, "scale" + "_gradients")(0.5)
-        return {}
-
-
 class OddGroups(Small):
     """An experiment without the usual groups."""
 
@@ -164,8 +154,6 @@ OPTIONS = [
     ("--hooks hessian --hook-config hessian.burst_length=0", ["burst_length is 0"]),
     ("--hooks refuser", ["needs a model with attention"]),
     ("--hooks norms refuser --on-hook-error skip", ["needs a model with attention"]),
-    ("--hooks undeclared", ["'undeclared'", "scale_gradients", "commits = {StatePart.GRADIENTS}"]),
-    ("--hooks undeclared --on-hook-error skip", ["'undeclared'", "scale_gradients"]),
     ("--hooks fourier", ["nn.Embedding"]),
 ]
 
@@ -347,23 +335,21 @@ def refused_import(package: str, capfd) -> str:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_undeclared_commit_that_only_running_shows_ends_the_run_as_bad_input(on_error, tmp_path, capfd) -> None:
-    words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "clandestine"]
-    with registered(Clandestine):
+def test_an_undeclared_commit_ends_the_run_as_bad_input(on_error, tmp_path, capfd) -> None:
+    words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "undeclared"]
+    with registered(Undeclared):
         status = main([*words, "--on-hook-error", on_error, "--no-console-output"])
     output, errors = capfd.readouterr()
     assert (status, output, errors.count("\n")) == (2, "", 1)
-    assert "'clandestine'" in errors
+    assert "scale_gradients changes the gradients, which hook 'undeclared' does not declare" in errors
     assert "commits = {StatePart.GRADIENTS}" in errors
     assert '"status": "failed"' in (tmp_path / "small/plain/summary.json").read_text()
     assert not (tmp_path / "small/plain/checkpoints").exists()  # in the middle of a step
 
 
-def test_a_hook_that_declares_its_commits_or_has_a_method_of_that_name_is_not_refused(tmp_path: Path) -> None:
-    declared = type("Declared", (Undeclared,), {"name": "declared", "commits": {StatePart.GRADIENTS}})
-    own = type("Own", (Undeclared,), {"name": "own", "scale_gradients": lambda self: None, "intervene": lambda *_: {}})
-    with registered(declared, own):
-        words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "declared", "own"]
+def test_a_hook_that_declares_its_commits_is_not_refused(tmp_path: Path) -> None:
+    with registered(type("Declared", (Undeclared,), {"name": "declared", "commits": {StatePart.GRADIENTS}})):
+        words = ["run", "small", "--output-dir", str(tmp_path), "--strategy", "plain", "--hooks", "declared"]
         assert main([*words, "--no-console-output"]) == 0
 
 
