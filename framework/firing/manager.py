@@ -33,7 +33,7 @@ from .dispatch import MetricDispatch, Positions
 from .failures import HookFailures
 from .listeners import Listener, Listeners
 from .offload import StateOffload
-from .views import ContextBuilder
+from .views import Views
 
 Result = TypeVar("Result")
 
@@ -84,7 +84,7 @@ class HookManager:
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self._taps = TapSet(task.model, audit=audit)
         self.dispatch = MetricDispatch(self.isolation, sinks, self._guarded)
-        self._contexts = ContextBuilder(task, state, self.profiler, self.get_last_metrics, reference_weights)
+        self._views = Views(task, state, self.profiler, self.get_last_metrics, reference_weights)
         self._listeners = Listeners(self.hooks, loop)
         self._needs_target = self.needs("needs_target_grad")
 
@@ -247,7 +247,7 @@ class HookManager:
         isolation = self.isolation
         try:
             isolation.begin()
-            context = self._contexts.build(point, self._target_grad(point))
+            context = self._views.at(point, self._target_grad(point))
             for listener in due:
                 self._call(listener, context)
             isolation.settle()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.hooks import TrainingHook
-from loopscope.training.memory import peak_resident
+from loopscope.training.profiler import peak_resident
 from loopscope.training_hooks.clipping import GradClip
 from torch import Tensor
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.firing.observation import optimizer_groups
+from loopscope.firing.views import optimizer_groups
 from loopscope.training_hooks.curvature.stability import adam_preconditioner, critical_step, stability_threshold
 from torch import nn
 
