@@ -15,9 +15,9 @@ from .hook_points import (
     windows_for,
 )
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
+from .model_data_context import ModelDataContext
 from .options import ConfiguredHook, build_hooks, refuse_idle_options
 from .remembered import Remembered, Remembering
-from .sapi import ModelDataContext
 from .selection import (
     GROUPS,
     ExperimentRegistry,

@@ -15,7 +15,7 @@ from .remembered import Remembering
 from .taps import Tap
 
 if TYPE_CHECKING:
-    from .sapi import ModelDataContext
+    from .model_data_context import ModelDataContext
 
 
 class TrainingHook(Remembering, ABC):
@@ -80,10 +80,10 @@ class TrainingHook(Remembering, ABC):
 
 
 class InterventionHook(TrainingHook):
-    """A hook that also gets the SAPI: it may do anything to the training state, and is rolled back.
+    """A hook that also gets the model context: it may do anything to the training state, and is rolled back.
 
-    What shall stay is declared in ``commits`` and asked for through the SAPI's commit verbs. A hook that only
-    reads or commits declares ``mutates = False`` and costs no copy of the state.
+    What is to stay is declared in ``commits`` and asked for through the commit verbs of the model context. A hook that
+    only reads or commits declares ``mutates = False`` and costs no copy of the state.
     """
 
     intervention_points: ClassVar[Set[HookPoint] | None] = None

@@ -197,18 +197,19 @@ def hessian_product(effort: Effort) -> Iterator[Row]:
     """Compare an exact Hessian-vector product with forward and backward of the same batch."""
     subject = mod_arithmetic(effort.quick)
     subject.train(1, lambda: None)
-    sapi = _sapi(subject)
+    context = _context(subject)
     batch = next(iter(subject.task.loader))
     direction = copied(trainable(subject.task.model))
     turns = Turns(
-        [lambda: sapi.hessian_vector_product(direction, batch), lambda: forward_backward(subject.task, batch)], calls=5
+        [lambda: context.hessian_vector_product(direction, batch), lambda: forward_backward(subject.task, batch)],
+        calls=5,
     )
     for _ in range(effort.times(40)):
         turns.round()
     yield Row("Exact Hessian-vector product", "forward and backward of one batch", TIMES, ratio(*turns.seconds), 3.5)
 
 
-def _sapi(subject: Subject) -> ModelDataContext:
+def _context(subject: Subject) -> ModelDataContext:
     task, state = subject.task, subject.state
     return ModelDataContext(
         task,

@@ -1,4 +1,4 @@
-"""The lists of what a class can say, and of what the SAPI offers, are complete."""
+"""The lists of what a class can say, and of what the model context offers, are complete."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def test_the_table_of_a_hook_has_every_member() -> None:
     assert listed == members(InterventionHook) - {"intervenes_at", "debug"}
 
 
-def test_the_page_on_hooks_names_every_verb_of_the_sapi() -> None:
+def test_the_page_on_hooks_names_every_verb_of_the_model_context() -> None:
     assert members(ModelDataContext) - {"loader", "model", "device", "optimizer_state"} <= names(prose(HOOK_PAGE))
 
 

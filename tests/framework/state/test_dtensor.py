@@ -123,7 +123,7 @@ def intervene(name):
     return run([at(ActingHook, *POINTS)(act)])
 
 
-def use_the_sapi(run_ctx, model_ctx):
+def use_the_model_context(run_ctx, model_ctx):
     batch = next(model_ctx.loader.batches(0))
     with model_ctx.branch():
         model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
@@ -150,7 +150,7 @@ def observe(name) -> str:
 def all_results() -> dict[str, Any]:
     results: dict[str, Any] = {name: intervene(name) for name in DEEDS}
     results["bare"] = run(audit=False)
-    results["sapi"] = run([at(ActingHook, *POINTS)(use_the_sapi)])
+    results["model context"] = run([at(ActingHook, *POINTS)(use_the_model_context)])
     results["spy"] = run([SpyHook(lambda ctx: {"draw": torch.rand(())})])
     results["observed"] = {name: observe(name) for name in ("write_to_shards_through_data", "write_to_shards")}
     return results
@@ -162,7 +162,7 @@ def ranks(tmp_path_factory):
     return on_two_ranks(all_results, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", [*DEEDS, "sapi", "spy"])
+@pytest.mark.parametrize("name", [*DEEDS, "model context", "spy"])
 def test_no_hook_leaves_a_trace_on_any_rank(ranks, name):
     for results in ranks:
         assert [differences(*pair) for pair in zip(results["bare"], results[name], strict=True)] == [[]] * 7

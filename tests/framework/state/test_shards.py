@@ -1,4 +1,4 @@
-"""What holds on one process must hold on two: vectors of shards, and the SAPI under FSDP2."""
+"""What holds on one process must hold on two: vectors of shards, and the model context under FSDP2."""
 
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def context(*, sharded: bool) -> ModelDataContext:
-    """Make the SAPI of a call in the middle of a step, of a model that FSDP2 shards or does not."""
+    """Make the model context of a call in the middle of a step, of a model that FSDP2 shards or does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
     data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
@@ -85,7 +85,7 @@ def gathered(vector: dict[str, Tensor]) -> Tensor:
     return torch.cat([whole(value.detach()).reshape(-1) for value in vector.values()])
 
 
-def sapi_results(ctx: ModelDataContext) -> Results:
+def context_results(ctx: ModelDataContext) -> Results:
     """Call every verb that touches parameters or gradients."""
     direction, found = copied(trainable(ctx.model)), {}
     found["loss"] = ctx.compute_batch_loss().reshape(1)
@@ -119,7 +119,7 @@ def refusal(ctx: ModelDataContext) -> str:
 def all_results() -> dict[str, Any]:
     return {
         "vectors": vector_results(),
-        "sapi": sapi_results(context(sharded=True)),
+        "context": context_results(context(sharded=True)),
         "refusal": refusal(context(sharded=True)),
     }
 
@@ -138,12 +138,12 @@ def test_products_of_shards_are_reduced_so_that_every_rank_holds_the_number_of_t
     assert ranks[0]["vectors"].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_verb_of_the_sapi_does_under_fsdp_what_it_does_on_one_process(ranks):
-    expected = sapi_results(context(sharded=False))
+def test_every_verb_of_the_model_context_does_under_fsdp_what_it_does_on_one_process(ranks):
+    expected = context_results(context(sharded=False))
     for results in ranks:
-        assert results["sapi"].keys() == expected.keys()
+        assert results["context"].keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(results["sapi"][name], value, rtol=1e-9, atol=1e-11, msg=name)
+            torch.testing.assert_close(results["context"][name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def test_an_exact_product_is_refused_under_fsdp_rather_than_wrong(ranks):

@@ -6,7 +6,7 @@ import torch
 from loopscope.data import TensorLoader, fixed_order, rows
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import CommitRecord, ModelDataContext
-from loopscope.hooks.sapi import ReadOnlyError
+from loopscope.hooks.measuring import ReadOnlyError
 from loopscope.state import RandomStreams, TrainingState, cosine, dot, minus, norm, trainable
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def data(kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def probe(name: str, dtype: torch.dtype = torch.float64, *, mutates: bool = True) -> ModelDataContext:
-    """Make the SAPI of a call in the middle of a step on a model of KINDS."""
+    """Make the model context of a call in the middle of a step on a model of KINDS."""
     kind = KINDS[name]
     torch.manual_seed(4)
     model, batch = kind.make().to(dtype), data(kind, dtype)

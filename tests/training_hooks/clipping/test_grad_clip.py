@@ -14,7 +14,7 @@ from loopscope.training_hooks.clipping.grad_clip import beyond
 from torch import nn
 
 from tests.cases import matrix
-from tests.framework.hooks.sapi_call import context
+from tests.framework.hooks.context_call import context
 from tests.support import (
     MODELS,
     OPTIMIZERS,

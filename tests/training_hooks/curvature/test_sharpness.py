@@ -35,7 +35,7 @@ def task_of(name: str, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 
 
 def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataContext]:
-    """Train with the hook; return its metrics, and the SAPI at the end on the random stream that the hook had."""
+    """Train with the hook; return its metrics, and a model context at the end on the random stream that it had."""
     state, sink = TrainingState(task.model, task.optimizer, RandomStreams(7)), RecordingSink()
     manager = HookManager([hook], task, state, sinks=[sink], audit=True)
     manager.start(run_info(task, manager, "epoch"))

@@ -4,7 +4,7 @@ from loopscope.errors import HookError, LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
 from loopscope.state import copied, differing, gradients, scaled, trainable
 
-from tests.framework.hooks.sapi_call import BOTH, assert_close, context
+from tests.framework.hooks.context_call import BOTH, assert_close, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
 
 

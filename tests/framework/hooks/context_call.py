@@ -1,4 +1,4 @@
-"""The SAPI of one call, made without a manager, and comparisons of vectors."""
+"""The model context of one call, made without a manager, and comparisons of vectors."""
 
 import torch
 from loopscope.data import TensorLoader, fixed_order
@@ -33,7 +33,7 @@ def context(
     loop: str = "epoch",
     **options: object,
 ) -> ModelDataContext:
-    """Make the SAPI of a call in the middle of a step: batches of 4, 4 and 3 rows, gradients there."""
+    """Make the model context of a call in the middle of a step: batches of 4, 4 and 3 rows, gradients there."""
     seed_everything(3)
     model = model or noisy_model()
     dtype = next(model.parameters()).dtype

@@ -3,12 +3,12 @@ import torch
 from loopscope.data import TensorLoader
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, ModelDataContext
-from loopscope.hooks.sapi import ReadOnlyError
+from loopscope.hooks.measuring import ReadOnlyError
 from loopscope.state import copied, differing, gradients, seed_everything, trainable
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.framework.hooks.sapi_call import ROWS, assert_close, assert_equal, context, mean_loss, plain_model
+from tests.framework.hooks.context_call import ROWS, assert_close, assert_equal, context, mean_loss, plain_model
 from tests.support import ActingHook, Case, ReadOnlyHook, assert_same_bytes, at, train
 
 
