@@ -51,56 +51,56 @@ class NoPauses:
 
 def epoch_loop(
     task: TrainingTask,
-    hooks: HookManager,
+    manager: HookManager,
     *,
     progress: Progress = NoProgress(),  # noqa: B008 - it has no state
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
-    loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
+    loop, keeper = manager.state.loop, GradientKeeper(task, manager.hooks)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         if first == 0:
-            _begin_epoch(task, hooks, loop)
+            _begin_epoch(task, manager, loop)
             keeper.renew()
-            hooks.fire(HookPoint.PRE_EPOCH)
+            manager.fire(HookPoint.PRE_EPOCH)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the place
-            _training_step(task, hooks, keeper, loop, batch, step_scheduler=task.scheduler_interval == "step")
+            _training_step(task, manager, keeper, loop, batch, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
-            _pause(hooks, pauses, loop, unit_ended=False)
+            _pause(manager, pauses, loop, unit_ended=False)
         _end_of_batches(loop)
-        hooks.flush_steps()
+        manager.dispatch.flush_steps(loop.epoch)
         if task.scheduler is not None and task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
             task.scheduler.step()
         _finish_accumulation(loop)
         if _is_due(loop.epoch + 1, task.eval_every, task.length):
-            evaluate(task, hooks, loop)
+            evaluate(task, manager, loop)
         progress.evaluated(loop)
-        hooks.fire(HookPoint.POST_EPOCH)
+        manager.fire(HookPoint.POST_EPOCH)
         if _is_due(loop.epoch + 1, task.snapshot_every, task.length) or loop.stopped:
-            _snapshot(hooks)
+            _snapshot(manager)
         loop.epoch += 1
-        _pause(hooks, pauses, loop, unit_ended=True)
+        _pause(manager, pauses, loop, unit_ended=True)
 
 
 def step_loop(
     task: TrainingTask,
-    hooks: HookManager,
+    manager: HookManager,
     *,
     progress: Progress = NoProgress(),  # noqa: B008 - it has no state
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
-    loop, keeper = hooks.state.loop, GradientKeeper(task, hooks)
+    loop, keeper = manager.state.loop, GradientKeeper(task, manager.hooks)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the same
-            _training_step(task, hooks, keeper, loop, batch, step_scheduler=True)
+            _training_step(task, manager, keeper, loop, batch, step_scheduler=True)
             progress.step(loop)
             if loop.step % task.log_every == 0:
                 keeper.renew()
-            _after_step(task, hooks, loop, progress)
-            _pause(hooks, pauses, loop, unit_ended=True)
+            _after_step(task, manager, loop, progress)
+            _pause(manager, pauses, loop, unit_ended=True)
             if loop.step >= task.length or loop.stopped:
                 break
         else:
@@ -108,34 +108,34 @@ def step_loop(
     _end_of_batches(loop)
 
 
-def _after_step(task: TrainingTask, hooks: HookManager, loop: LoopState, progress: Progress) -> None:
+def _after_step(task: TrainingTask, manager: HookManager, loop: LoopState, progress: Progress) -> None:
     """Do what the step loop does between steps."""
     if _is_due(loop.step, task.eval_every, task.length):
-        evaluate(task, hooks, loop)
+        evaluate(task, manager, loop)
         progress.evaluated(loop)
     last = loop.stopped or loop.step == task.length
     if loop.step % task.log_every == 0 or last:
         _finish_accumulation(loop)
-        hooks.flush_steps()
+        manager.dispatch.flush_steps(loop.epoch)
     if loop.step % task.snapshot_every == 0 or last:
-        _snapshot(hooks)
+        _snapshot(manager)
         loop.series_steps = 0
 
 
-def _pause(hooks: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
+def _pause(manager: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
     """Let others act between two steps; then end the run if a hook raised during the step."""
     pauses.pause(loop, unit_ended=unit_ended)
-    hooks.failures.raise_pending()
+    manager.hooks.failures.raise_pending()
 
 
-def _snapshot(hooks: HookManager) -> None:
-    hooks.fire(HookPoint.SNAPSHOT)
-    hooks.snapshot_taken()
+def _snapshot(manager: HookManager) -> None:
+    manager.fire(HookPoint.SNAPSHOT)
+    manager.dispatch.snapshot(manager.state.loop.epoch, manager.state.loop.step)
 
 
 def _training_step(
     task: TrainingTask,
-    hooks: HookManager,
+    manager: HookManager,
     keeper: GradientKeeper,
     loop: LoopState,
     batch: Batch,
@@ -146,7 +146,7 @@ def _training_step(
     loop.step += 1
     loop.batch, loop.loss = batch, None
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
-    hooks.fire(HookPoint.PRE_STEP)
+    manager.fire(HookPoint.PRE_STEP)
     loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()
     loss = forward_backward(task, batch)
     skipped = is_skipped(task)
@@ -154,17 +154,17 @@ def _training_step(
     loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
     loop.running_steps += 1
     keeper.gather(loop, skipped=skipped)
-    hooks.fire(HookPoint.POST_BACKWARD)
+    manager.fire(HookPoint.POST_BACKWARD)
     if not skipped:
-        hooks.fire(HookPoint.PRE_UPDATE)
+        manager.fire(HookPoint.PRE_UPDATE)
     update(task, step_scheduler=step_scheduler, skipped=skipped)
     if not skipped:
-        hooks.fire(HookPoint.POST_STEP)
+        manager.fire(HookPoint.POST_STEP)
     else:
         loop.skipped_steps += 1
 
 
-def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
+def _begin_epoch(task: TrainingTask, manager: HookManager, loop: LoopState) -> None:
     """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
     loop.running_loss, loop.running_steps = None, 0
     loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
@@ -172,9 +172,9 @@ def _begin_epoch(task: TrainingTask, hooks: HookManager, loop: LoopState) -> Non
     may_stop = _is_due(loop.epoch + 1, task.eval_every, task.length)
     snapshot = may_stop or _is_due(loop.epoch + 1, task.snapshot_every, task.length)
     points = EPOCH_END if snapshot else EPOCH_END[:1]
-    if hooks.wants("needs_pre_epoch_state", points=points):
-        loop.pre_epoch = hooks.pre_epoch_snapshot
-        loop.pre_epoch.save(hooks.state)
+    if manager.hooks.listeners.wants("needs_pre_epoch_state", points, loop.epoch):
+        loop.pre_epoch = manager.pre_epoch_snapshot
+        loop.pre_epoch.save(manager.state)
     else:
         loop.pre_epoch = None
 
@@ -195,14 +195,14 @@ def _finish_accumulation(loop: LoopState) -> None:
         loop.accumulated_grads, loop.gradient_sum, loop.gradient_steps = loop.gradient_sum, None, 0
 
 
-def evaluate(task: TrainingTask, hooks: HookManager, loop: LoopState) -> None:
+def evaluate(task: TrainingTask, manager: HookManager, loop: LoopState) -> None:
     """Evaluate in eval mode, isolated from the run, and decide whether to stop."""
 
     def in_eval_mode() -> dict[str, float]:
         with borrowed_for_evaluation(task.model):
             return task.evaluate(task.model)
 
-    loop.evaluation = hooks.isolated("evaluation", in_eval_mode)
+    loop.evaluation = manager.isolated("evaluation", in_eval_mode)
     loop.evaluated_at = loop.step
     if task.should_stop(loop.evaluation):
         loop.stopped = True

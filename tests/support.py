@@ -307,7 +307,7 @@ def run_info(task: TrainingTask, manager: HookManager, loop: str) -> RunInfo:
         steps=task.length * (len(task.loader) if loop == "epoch" else 1),
         steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
-        metric_infos=manager.metric_infos(),
+        metric_infos=manager.hooks.metric_infos(),
         treatments=treatments(manager.hooks),
     )
 

@@ -46,12 +46,12 @@ class RunState:
         manager = self._manager
         content = {
             "state": captured(manager.state),
-            "streams": captured_streams(manager.run_streams),
-            "hooks": manager.state_dict(),
+            "streams": captured_streams(manager.isolation.run_streams),
+            "hooks": manager.hooks.state_dict(),
             "metrics": manager.dispatch.state_dict(),
             "samples": manager.profiler.samples,
-            "errors": manager.failures.errors,
-            "left_out": manager.failures.left_out,
+            "errors": manager.hooks.failures.errors,
+            "left_out": manager.hooks.failures.left_out,
         }
         return {**self._staging.copy(content), "pre_epoch": pre_epoch}
 
@@ -72,7 +72,7 @@ class RunState:
             state.loop.pre_epoch.save(state)
         put_back(content["state"], state, where)
         put_back_streams(content["streams"], state, where)
-        manager.load_state_dict(content["hooks"])
-        manager.failures.before = content["errors"], content["left_out"]
+        manager.hooks.load_state_dict(content["hooks"])
+        manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})

@@ -65,7 +65,7 @@ class Checkpointing:
         self._tell_failures()
         signals = self._signals
         asked = signals.take_checkpoint_request()
-        ending = signals.stop is not None or self._manager.failures.pending is not None
+        ending = signals.stop is not None or self._manager.hooks.failures.pending is not None
         if asked or ending:
             self.take(wait=True)
         elif self._plan.is_due(loop, counts_epochs=self._manager.counts_epochs, unit_ended=unit_ended):

@@ -41,14 +41,9 @@ class MetricDispatch:
         self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
-        self.follows_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
+        self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
-    @property
-    def has_steps(self) -> bool:
-        """Tell whether step metrics wait for a flush."""
-        return bool(self._steps[1])
-
-    def last(self, point: HookPoint | None) -> dict[str, Any]:
+    def last(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics of one point, or of all points, by full name."""
         return dict(self._newest if point is None else self._last[point])
 
@@ -77,7 +72,12 @@ class MetricDispatch:
         self._show(arrived)
 
     def flush_steps(self, epoch: int) -> None:
-        """Bring the buffered step metrics to the host and emit one series per metric and hook point."""
+        """Bring the buffered step metrics, if there are any, to the host and emit them as series, for each point."""
+        if self._steps[1]:
+            with self._isolation.visit():
+                self._flush_steps(epoch)
+
+    def _flush_steps(self, epoch: int) -> None:
         pending, reports = self._steps
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
@@ -144,7 +144,8 @@ class MetricDispatch:
                 sink.set_run_context(run)
 
         self._started = True
-        self._each(0, begin, fatal=UsageError)
+        with self._isolation.visit():
+            self._each(0, begin, fatal=UsageError)
 
     def positions(self) -> dict[str, Position | None]:
         """Return how far the sinks have come, by their names and those they include; ``None`` for one that failed."""
@@ -168,8 +169,10 @@ class MetricDispatch:
         self._each(0, lambda sink: sink.close(status))
 
     def snapshot(self, epoch: int, step: int) -> None:
-        """Tell the sinks that SNAPSHOT has fired."""
-        self._each(step, lambda sink: sink.snapshot(epoch, step))
+        """Tell the sinks that SNAPSHOT has fired, whether or not a hook listened there."""
+        if self._follow_snapshots:
+            with self._isolation.visit():
+                self._each(step, lambda sink: sink.snapshot(epoch, step))
 
     def _emit(self, metrics: Mapping[str, Any], epoch: int, point: HookPoint, step: int) -> None:
         self._each(step, lambda sink: sink.emit(metrics, epoch, point, step=step))

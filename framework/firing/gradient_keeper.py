@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..hooks import EPOCH_END, STEP_POINTS
 from ..state import LoopState, accumulate, joint_norm, whole
 from ..training import TrainingTask
-from .manager import HookManager
+from .hook_set import HookSet
 
 ROOM = 128  # steps
 
@@ -14,12 +14,12 @@ ROOM = 128  # steps
 class GradientKeeper:
     """Adds to the loop state, after every backward, what the hooks of the run will want to see of the gradients."""
 
-    def __init__(self, task: TrainingTask, hooks: HookManager) -> None:
+    def __init__(self, task: TrainingTask, hooks: HookSet) -> None:
         self._task = task
         self._hooks = hooks
-        self._sums = hooks.needs("needs_grads")
-        self._previous = hooks.needs("needs_prev_step_grads")
-        self._series = hooks.needs("needs_step_series")
+        self._sums = hooks.listeners.need("needs_grads")
+        self._previous = hooks.listeners.need("needs_prev_step_grads")
+        self._series = hooks.listeners.need("needs_step_series")
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def renew(self) -> None:
@@ -35,13 +35,13 @@ class GradientKeeper:
         with torch.no_grad():
             if self._series:
                 _append(loop, list(live.values()))
-            if self._sums and not skipped and self._hooks.wants("needs_grads", points=EPOCH_END):
+            if self._sums and not skipped and self._hooks.listeners.wants("needs_grads", EPOCH_END, loop.epoch):
                 loop.gradient_sum = accumulate(loop.gradient_sum, live)
                 loop.gradient_steps += 1
             if self._previous and not skipped:
                 in_next_epoch = loop.batch_idx == len(self._task.loader) - 1
                 next_epoch, next_step = loop.epoch + in_next_epoch, loop.step + 1
-                if self._hooks.wants("needs_prev_step_grads", points=STEP_POINTS, epoch=next_epoch, step=next_step):
+                if self._hooks.listeners.wants("needs_prev_step_grads", STEP_POINTS, next_epoch, next_step):
                     loop.current_grads = {name: gradient.clone() for name, gradient in live.items()}
 
 

@@ -61,7 +61,7 @@ class Listeners:
         """Return where one hook listens."""
         return [listener for listeners in self.at for listener in listeners if listener.hook is hook]
 
-    def wants(self, need: str, points: Iterable[HookPoint], epoch: int, step: int | None) -> bool:
+    def wants(self, need: str, points: Iterable[HookPoint], epoch: int, step: int | None = None) -> bool:
         """Tell whether a hook with the flag ``need`` fires at one of ``points`` (and, if given, at ``step``)."""
         return any(
             getattr(listener.hook, need)

@@ -70,7 +70,7 @@ class Session:
                     run = self._prepare(strategy, hooks[strategy], records[strategy], device, references.get(strategy))
                     run.resumed = found.get(strategy)
                     if summaries:
-                        run.manager.reset()
+                        run.manager.hooks.reset()
                     finished = run.run()
                 summaries.append(finished)
         self.display.ended(summaries)
@@ -105,7 +105,7 @@ class Session:
                 without_sinks = replace(self, make_sinks=list)
                 run = without_sinks._prepare(strategy, hooks[strategy], scratch, device, references.get(strategy))
                 if compared:
-                    run.manager.reset()
+                    run.manager.hooks.reset()
                 compared[strategy] = validate(run, moments, before["hooks"])
         return compared
 
@@ -223,7 +223,7 @@ class Session:
             steps_per_epoch=len(task.loader),
             optimizer_class=type(task.optimizer),
             reference_weights=weights,
-            metric_infos=manager.metric_infos(),
+            metric_infos=manager.hooks.metric_infos(),
             treatments=treatments(manager.hooks),
             compared_metrics=runner.compared_metrics,
         )

@@ -78,7 +78,7 @@ class StrategyRun:
             self._start(held)
             try:
                 if self.resumed is None:
-                    self.manager.start_sinks(self.run_info)
+                    self.manager.dispatch.start(self.run_info)
                     self._initial = self._evaluate()
                 self._train()
                 self.manager.end("completed")
@@ -86,7 +86,7 @@ class StrategyRun:
                 sample = self._in_eval_mode("sample", self.task.sample)
                 self.record.write_weights(self.task.model)
             except StateMutationError as error:
-                self.manager.abandon()
+                self.manager.hooks.abandon()
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
                 self._fail("failed", fatal)
                 raise fatal from error
@@ -109,10 +109,10 @@ class StrategyRun:
             if self.resumed is not None:
                 RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
             self.manager.start_hooks(self.run_info)
-            self.run_info = replace(self.run_info, metric_infos=self.manager.metric_infos())
+            self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
             if self.resumed is not None:
-                self.manager.goes_on()
-                self.manager.start_sinks(self.run_info, self.resumed.manifest["sinks"])
+                self.manager.hooks.goes_on()
+                self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
                 self._initial = dict(self.resumed.manifest["initial"])
         except BaseException:
             held.close()

@@ -2,12 +2,12 @@
 
 import ctypes
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..data import rows
 
+Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
 """Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""
 STATUS = Path("/proc/self/status")
@@ -82,25 +83,24 @@ class Profiler:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
             self.calls[name] = self.calls.get(name, 0) + 1
 
-    def measures_memory(self, name: str) -> bool:
-        """Tell whether the memory of a hook's next call is measured."""
+    def call(self, name: str, function: Callable[[], Result], state_of: Callable[[], Mapping[str, Any]]) -> Result:
+        """Call a hook's ``function``, timed; at some calls measure its peak of memory, and what it then remembers."""
         calls = self.calls.get(name, 0)
-        return calls < MEASURED_FIRST or calls % MEASURED_EVERY == 0
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Time a hook's call and measure the memory that it takes at its peak."""
+        if calls >= MEASURED_FIRST and calls % MEASURED_EVERY:
+            with self.section(name):
+                return function()
         self._memory.begin()
         try:
             with self.section(name):
-                yield
+                result = function()
         finally:
             growth = self._memory.growth()
             if growth is not None:
                 self.peak_bytes[name] = max(growth, self.peak_bytes.get(name, 0))
+        self._remembers(name, state_of())
+        return result
 
-    def remembers(self, name: str, state: Mapping[str, Any]) -> None:
-        """Note what a hook keeps until its next call."""
+    def _remembers(self, name: str, state: Mapping[str, Any]) -> None:
         kept = {leaf.untyped_storage().data_ptr(): leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
         size = sum(leaf.nbytes for leaf in kept.values())
         self.state_bytes[name] = max(size, self.state_bytes.get(name, 0))

@@ -83,7 +83,7 @@ def run_info(model: nn.Module, steps_per_epoch: int, manager: HookManager) -> Ru
         steps=steps_per_epoch,
         steps_per_epoch=steps_per_epoch,
         optimizer_class=type(manager.task.optimizer),
-        metric_infos=manager.metric_infos(),
+        metric_infos=manager.hooks.metric_infos(),
     )
 
 

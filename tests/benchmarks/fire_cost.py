@@ -39,7 +39,7 @@ def _fires(subject: Subject, hooks: list[TrainingHook], calls: int, steps: int) 
     manager = subject.manager(hooks)
     fire = partial(manager.fire, POINT)
     subject.train(1, fire)
-    turns = Turns([fire, _direct(hooks)], calls, after=manager.flush_steps)
+    turns = Turns([fire, _direct(hooks)], calls, after=partial(manager.dispatch.flush_steps, 0))
     subject.train(steps, turns.round)
     return difference(*turns.seconds)
 

@@ -136,7 +136,7 @@ def _fires(subject: Subject, hook: TrainingHook, steps: int) -> tuple[Spread, Sp
             with CopyMeter() as meter:
                 manager.fire(POINT)
             copied.append(meter.bytes)
-        manager.flush_steps()
+        manager.dispatch.flush_steps(0)
 
     subject.train(2 * steps + 2, fire)
     return Spread.of(copied), Spread.of(seconds[1:])

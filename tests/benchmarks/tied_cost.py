@@ -17,7 +17,7 @@ from loopscope.data import derived_seed
 from loopscope.experiments.tied_lm import TiedLMRunner
 from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
 from loopscope.firing import HookManager
-from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TapOwner, TrainingHook
+from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.runs.session import build_run
 from loopscope.state import TrainingState
@@ -68,15 +68,12 @@ class TimedManager(HookManager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.work = HeavyWork()
+        self.hooks.call_tap = self.work.timed(self.hooks.call_tap)  # type: ignore[method-assign]
 
     def fire(self, point: HookPoint) -> None:
         begin = clock()
         super().fire(point)
         self.work.seconds += clock() - begin
-
-    def _tap_owner(self, hook: TrainingHook) -> TapOwner:
-        owner = super()._tap_owner(hook)
-        return replace(owner, call=self.work.timed(owner.call))
 
 
 def hooks_on_the_tied_matrix(effort: Effort) -> Iterator[Row]:

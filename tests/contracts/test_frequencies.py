@@ -49,7 +49,7 @@ def test_how_often_it_is_saved_never_changes_the_final_bytes(loop, tmp_path):
     def save(run) -> None:
         drawing(None)
         streams = run.manager.isolation.run_streams
-        save_checkpoint(tmp_path / f"{run.state.loop.step}.pt", run.state, run.manager.state_dict(), streams)
+        save_checkpoint(tmp_path / f"{run.state.loop.step}.pt", run.state, run.manager.hooks.state_dict(), streams)
 
     variants = [{"checkpoint_every": period, "save": save} for period in PERIODS]
     assert differing_finals(Case(loop=loop), {}, *variants) == []

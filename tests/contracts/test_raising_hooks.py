@@ -75,7 +75,7 @@ def test_skip_finishes_the_run_with_the_bytes_of_the_bare_run_and_keeps_a_record
     with pytest.warns(UserWarning, match=f"Hook '{kind.name}' raised at .* The run goes on without it"):
         run = train(case, [kind(raising), bystander], on_error="skip")
     assert_same_bytes(run, case)
-    (error,) = run.manager.failures.errors
+    (error,) = run.manager.hooks.failures.errors
     assert (error["hook"], error["error"]) == (kind.name, "Mishap: as told")
     assert [seen[2] for seen in bystander.seen if seen[0] == "POST_STEP"] == [1, 2, 3]
 
@@ -92,7 +92,7 @@ def test_the_commits_of_a_hook_that_raises_are_not_applied(case):
     with pytest.warns(UserWarning, match="after committing"):
         run = train(case, [CommittingHook(commit_and_raise)], on_error="skip")
     assert_same_bytes(run, case)
-    assert len(run.manager.failures.errors) == 1
+    assert len(run.manager.hooks.failures.errors) == 1
 
 
 @every_case

@@ -40,12 +40,12 @@ def _run(case: Case, hook: TrainingHook, path: Path, *, write: bool) -> Half:
     sink = RecordingSink()
     manager = HookManager([hook], task, state, loop=case.loop, sinks=[sink], audit=True)
     if not write:
-        manager.load_state_dict(load_checkpoint(path, state))
+        manager.hooks.load_state_dict(load_checkpoint(path, state))
     manager.start(run_info(task, manager, case.loop))
 
     def checkpoint() -> None:
         if not path.exists():
-            save_checkpoint(path, state, manager.state_dict(), manager.run_streams)
+            save_checkpoint(path, state, manager.hooks.state_dict(), manager.isolation.run_streams)
 
     loop = epoch_loop if case.loop == "epoch" else step_loop
     loop(task, manager, pauses=Saving(manager, every, checkpoint))

@@ -56,7 +56,9 @@ def run(task: TrainingTask, state: TrainingState, case: Case, path: Path | None 
     every = HALF * (STEPS_PER_EPOCH if case.loop == "step" else 1) if path is not None else 0
 
     def checkpoint() -> None:
-        save_checkpoint(path.with_suffix(f".{state.loop.step}"), state, manager.state_dict(), manager.run_streams)
+        save_checkpoint(
+            path.with_suffix(f".{state.loop.step}"), state, manager.hooks.state_dict(), manager.isolation.run_streams
+        )
 
     loop = epoch_loop if case.loop == "epoch" else step_loop
     loop(task, manager, pauses=Saving(manager, every, checkpoint))
@@ -81,7 +83,7 @@ def test_a_checkpoint_holds_the_run_s_own_streams_and_not_those_it_was_written_o
     before = of_the_run(state.digest())
     manager = HookManager([], task, state, loop=loop)
     path = tmp_path / "a"
-    manager.isolated("checkpoint", lambda: save_checkpoint(path, state, {}, manager.run_streams))
+    manager.isolated("checkpoint", lambda: save_checkpoint(path, state, {}, manager.isolation.run_streams))
     _, other = noisy_build(case, seed=5)
     load_checkpoint(path, other)
     assert not differences(before, of_the_run(other.digest()))

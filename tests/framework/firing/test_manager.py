@@ -245,7 +245,7 @@ def test_a_hook_that_raises_is_named_with_its_point_and_step_and_changes_nothing
     run = train(Case(), [at(hook_class, HookPoint.POST_STEP)(raising)], steps=3, raises=HookError)
     assert str(run.error) == f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told"
     assert isinstance(run.error.__cause__, Mishap)
-    assert run.manager.failures.errors == [
+    assert run.manager.hooks.failures.errors == [
         {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: as told"}
     ]
 
@@ -258,7 +258,7 @@ def test_a_skipped_hook_is_not_called_again_and_the_run_has_the_same_bytes(hook_
         run = train(Case(loop=loop), [at(hook_class, *STEP_POINTS - {HookPoint.PRE_UPDATE})(raising), other],
                     on_error="skip")  # fmt: skip
     assert_same_bytes(run, Case(loop=loop))
-    assert len(run.manager.failures.errors) == 1
+    assert len(run.manager.hooks.failures.errors) == 1
     assert len(other.seen) == 3
     assert [hook.name for hook in run.manager.hooks] == ["other"]
 
@@ -394,10 +394,10 @@ def test_states_of_hooks_are_kept_by_name_and_given_back():
 
     first, second = Counter(), named(Counter, "second")()
     first.count, second.count = 3, 4
-    saved = HookManager([first, second], *build(Case())).state_dict()
+    saved = HookManager([first, second], *build(Case())).hooks.state_dict()
     assert saved == {"spy": {"count": 3}, "second": {"count": 4}}
     again, fresh = Counter(), named(Counter, "third")()
-    HookManager([again, fresh], *build(Case())).load_state_dict(saved)
+    HookManager([again, fresh], *build(Case())).hooks.load_state_dict(saved)
     assert (again.count, fresh.count) == (3, 0)
 
 
@@ -411,7 +411,7 @@ def test_described_metrics_and_treatments_are_known_before_the_run():
     described = type("Described", (SpyHook,), {"describe_metrics": lambda self: [info]})()
     committing = at(ReadOnlyHook, POST_BACKWARD, commits=frozenset(StatePart))(raising)
     manager = HookManager([described, committing], *build(Case()))
-    assert manager.metric_infos() == {"spy/size": info}
+    assert manager.hooks.metric_infos() == {"spy/size": info}
     assert treatments(manager.hooks) == {"read_only": tuple(sorted(part.value for part in StatePart))}
 
 

@@ -409,7 +409,7 @@ def test_a_tap_that_raises_can_be_skipped_and_changes_nothing():
     with pytest.warns(UserWarning, match="raised at tap on '0' of step 1.*goes on without it"):
         run = train(Case(), [hook], on_error="skip")
     assert_same_run(run, Case())
-    assert [error["point"] for error in run.manager.failures.errors] == ["tap on '0'"]
+    assert [error["point"] for error in run.manager.hooks.failures.errors] == ["tap on '0'"]
 
 
 class Failing(nn.Linear):

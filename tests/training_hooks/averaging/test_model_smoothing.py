@@ -290,7 +290,7 @@ def test_the_resumed_run_is_the_uninterrupted_one(model, loop, tmp_path):
 def test_a_hook_that_goes_on_from_a_checkpoint_of_another_model_refuses_with_the_names():
     run = train(Case("tied"), [ModelSmoothing(update_interval=1)])
     hook = ModelSmoothing()
-    hook.load_state_dict(run.manager.state_dict()["model_smoothing"])
+    hook.load_state_dict(run.manager.hooks.state_dict()["model_smoothing"])
     other = train(Case("batchnorm_mlp"))
     with pytest.raises(UsageError, match=r"Hook 'model_smoothing' cannot go on .* about embedding\.weight"):
         hook.start(run_info(other.task, other.manager, "epoch"))

@@ -282,7 +282,7 @@ def test_the_resumed_run_reports_what_the_uninterrupted_one_does(model, loop, tm
 def test_averages_of_another_model_are_refused_with_the_names():
     run = train(Case("tied"), [WeightAverage(interval=1)])
     hook = WeightAverage()
-    hook.load_state_dict(run.manager.state_dict()["weight_average"])
+    hook.load_state_dict(run.manager.hooks.state_dict()["weight_average"])
     other = train(Case("batchnorm_mlp"))
     with pytest.raises(UsageError, match=r"Hook 'weight_average' cannot go on .* about embedding\.weight"):
         hook.start(run_info(other.task, other.manager, "epoch"))

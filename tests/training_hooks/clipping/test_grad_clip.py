@@ -224,7 +224,7 @@ def test_a_step_whose_parameters_have_no_gradients_reports_no_share_and_no_histo
     planted = Planted(method=rule)
     planted.task.optimizer.zero_grad()
     planted.manager.fire(HookPoint.POST_BACKWARD)
-    metrics = planted.manager.get_last_metrics()
+    metrics = planted.manager.dispatch.last()
     assert metrics == {} or rule == "norm"
     assert repr(planted.hook.state_dict()) == repr(GradClip(method=rule).state_dict())
 

@@ -253,7 +253,7 @@ def test_a_hook_serves_strategies_with_and_without_quantised_layers_one_after_th
     hook = GradientOverflow()
     for recipe, steps in (("nvfp4", {1, 2, 3}), (None, {1}), ("fp8", {1, 2, 3})):
         run = LowBitRun(network(recipe), [hook])
-        run.manager.reset()
+        run.manager.hooks.reset()
         run.train()
         assert {step for step in (1, 2, 3) if run.values(step)} == steps
 
@@ -268,8 +268,10 @@ def test_a_resumed_run_goes_on_with_the_cumulative_numbers_and_the_delays(recipe
         return LowBitRun(network(recipe), [hook], steps=6)
 
     whole, first, rest = run().train(), run().train(until=3), run()
-    save_checkpoint(tmp_path / "3.pt", first.state, first.manager.state_dict(), first.manager.run_streams)
-    rest.manager.load_state_dict(load_checkpoint(tmp_path / "3.pt", rest.state))
+    save_checkpoint(
+        tmp_path / "3.pt", first.state, first.manager.hooks.state_dict(), first.manager.isolation.run_streams
+    )
+    rest.manager.hooks.load_state_dict(load_checkpoint(tmp_path / "3.pt", rest.state))
     rest.train()
     for step in (4, 5, 6):
         assert rest.values(step) == pytest.approx(whole.values(step), rel=0, abs=0, nan_ok=True)
@@ -308,7 +310,7 @@ def test_the_host_waits_once_for_a_step_and_never_for_a_quantisation(recipe):
 @pytest.mark.parametrize("formats", ["", "e2m1"])
 def test_a_table_of_the_whole_run_is_left_at_its_end(formats):
     run = LowBitRun(network("nvfp4"), [GradientOverflow(formats=formats, interval=1)]).train()
-    table, last = run.manager.tables["gradient_overflow"], run.values(3)
+    table, last = run.manager.hooks.tables["gradient_overflow"], run.values(3)
     asked = [f"gradients/e2m1/{rule}" for rule in ("tensor", "nvfp4", "mx_floor")] if formats else []
     assert list(table) == [*ROLES, "all roles", *asked]
     together = {name: value for name, value in table["all roles"].items() if name in CUMULATIVE}

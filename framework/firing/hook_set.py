@@ -1,0 +1,205 @@
+"""The hooks of a run: which are on, how their code is called, and their life from start to end."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar, overload
+
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from ..hooks import InterventionHook, MetricInfo, RunInfo, TapSet, TrainingHook
+from ..isolation import Call, Isolation
+from ..state import TrainingState
+from ..training import Profiler
+from .failures import HookFailures
+from .listeners import Listeners
+from .offload import StateOffload
+
+Result = TypeVar("Result")
+
+
+class HookSet(Sequence[TrainingHook]):
+    """The hooks that are on, in the order in which the user named them; all their code is called from here.
+
+    Args:
+        loop: ``"epoch"`` or ``"step"``.
+        taps: those of the run, which hear nothing of what hooks do.
+        failures: decides what becomes of the run when a hook raises.
+        offload: moves what hooks remember between their calls, if that is asked for.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[TrainingHook],
+        state: TrainingState,
+        isolation: Isolation,
+        *,
+        loop: str,
+        taps: TapSet,
+        failures: HookFailures,
+        profiler: Profiler,
+        offload: StateOffload | None,
+    ) -> None:
+        self.failures = failures
+        self.tables: dict[str, Mapping[str, Mapping[str, float]]] = {}
+        self._hooks = list(hooks)
+        self.loop = loop
+        self.listeners = Listeners(self._hooks, loop)
+        self.isolation = isolation
+        self.profiler = profiler
+        self._state = state
+        self._taps = taps
+        self._offload = offload
+        self._abandoned = False
+
+    @overload
+    def __getitem__(self, index: int) -> TrainingHook: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TrainingHook]: ...
+    def __getitem__(self, index: int | slice) -> TrainingHook | Sequence[TrainingHook]:
+        return self._hooks[index]
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    # Calls
+
+    def call(
+        self,
+        hook: TrainingHook,
+        where: str,
+        step: int,
+        function: Callable[[], Result],
+        *,
+        intervention: InterventionHook | None = None,
+    ) -> Result | None:
+        """Call a hook's code through the isolation, rolled back if it is an ``intervention``'s, and return its result.
+
+        Returns ``None`` if it raised and the run goes on for now, and always once the hooks were abandoned.
+        """
+        if self._abandoned:
+            return None
+        self.profiler.caller = hook.name
+        isolated = partial(self._isolated, Call(hook.name, where, step), self._at_home(hook, function), intervention)
+        try:
+            return self.profiler.call(hook.name, isolated, hook.state_dict) if self.profiler.enabled else isolated()
+        except StateMutationError:
+            self.abandon()
+            raise
+        except Exception as error:
+            self._failed(hook, where, step, error)
+            return None
+
+    def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
+        """Call the function of a tap; amid the run's own backward pass only its random stream can be isolated."""
+        where, step, streams = f"tap on {target!r}", self._state.loop.step, self._state.streams
+        try:
+            with streams.isolated(), self.profiler.section(hook.name):
+                streams.derive(hook.name, where, step)
+                return self._at_home(hook, function)()
+        except Exception as error:
+            self._failed(hook, where, step, error)
+            return None
+
+    def isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
+        """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
+        return self._isolated(Call(name, where, self._state.loop.step, "The"), function, None)
+
+    def abandon(self) -> None:
+        """Call no hook any more: the training state is damaged, and what they would find there is not the run."""
+        self._abandoned = True
+        self.isolation.rebase()  # or the sinks, which are still to be closed, would be blamed for it
+
+    def _isolated(self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None) -> Result:
+        with self._taps.silenced():
+            if intervention is None:
+                return self.isolation.observe(call, function)
+            return self.isolation.intervene(call, function, mutates=intervention.mutates)
+
+    def _at_home(self, hook: TrainingHook, function: Callable[[], Result]) -> Callable[[], Result]:
+        """Have what the hook remembers on its own devices while ``function`` runs."""
+        return function if self._offload is None else partial(self._offload.call, hook, function)
+
+    def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+        self.failures.treat(hook, where, step, error)
+        if self.failures.pending is None:
+            self._drop(hook)
+        else:  # the run ends after the step, and the hook is told of that
+            self.listeners.drop(hook)
+
+    def _drop(self, hook: TrainingHook) -> None:
+        self.listeners.drop(hook)
+        self._hooks = [other for other in self._hooks if other is not hook]
+
+    # Life cycle
+
+    def start(self, run: RunInfo) -> None:
+        """Tell every hook that the strategy starts; after an error only those remain that did start."""
+        started: list[TrainingHook] = []
+        try:
+            for hook in list(self._hooks):
+                self.call(hook, "start", 0, partial(_start, hook, run))
+                if hook in self._hooks:
+                    started.append(hook)
+        except LoopscopeError:
+            self._hooks = started
+            raise
+        self.listeners = Listeners(self._hooks, self.loop)  # a hook may fit its schedule to the run it starts
+
+    def goes_on(self) -> None:
+        """Do without the hooks that a run had gone on without before it was interrupted; called once they started."""
+        gone = self.failures.take_over()
+        for hook in [hook for hook in self._hooks if hook.name in gone]:
+            self._drop(hook)
+
+    def end(self, status: str) -> None:
+        """Tell every hook that the strategy is over, whatever others raise there, and take its table."""
+        with ExitStack() as one_after_another:
+            for hook in reversed(self._hooks):
+                one_after_another.callback(self._end, hook, status)
+
+    def reset(self) -> None:
+        """Let every hook forget the strategy that it served before."""
+        with self.isolation.visit():
+            for hook in list(self._hooks):
+                self.call(hook, "reset", 0, hook.reset)
+
+    def metric_infos(self) -> dict[str, MetricInfo]:
+        """Return every metric that the hooks describe, by full name."""
+        return {f"{hook.name}/{info.name}": info for hook in self._hooks for info in hook.describe_metrics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
+        states: dict[str, Any] = {}
+        for hook in list(self._hooks):
+            if all(error["hook"] != hook.name for error in self.failures.errors):
+                try:
+                    states[hook.name] = hook.state_dict()
+                except Exception as error:
+                    self._failed(hook, "state_dict", self._state.loop.step, error)
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
+        for hook in self._hooks:
+            if hook.name in state:
+                try:
+                    hook.load_state_dict(state[hook.name])
+                except Exception as error:
+                    raise UsageError(
+                        f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
+                        "the options that it had, or without it."
+                    ) from error
+
+    def _end(self, hook: TrainingHook, status: str) -> None:
+        self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
+        if table := self.call(hook, "table", self._state.loop.step, hook.table):
+            self.tables[hook.name] = table
+
+
+def _start(hook: TrainingHook, run: RunInfo) -> None:
+    if hook.needs_reference_weights and run.reference_weights is None:
+        raise UnsuitableError(
+            f"Hook {hook.name!r} measures against a reference solution, and there is none: name a run or a file of "
+            "final weights with --reference PATH."
+        )
+    hook.start(run)
