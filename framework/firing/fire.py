@@ -8,8 +8,7 @@ from ..isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
 from ..state import TrainingState
 from ..training import TrainingTask
 from .dispatch import MetricDispatch
-from .hook_set import HookSet
-from .listeners import Listener
+from .hook_set import HookSet, Listener
 from .views import Views
 
 
@@ -43,7 +42,7 @@ class Firing:
         isolation = self._isolation
         try:
             isolation.begin()
-            context = self._views.at(point, self._target_grad(point))
+            context = self._views.at(point, self._target_grad(point) if self._needs_target else None)
             for listener in due:
                 if listener.intervention is None:
                     self._observe(listener, context)
@@ -89,9 +88,7 @@ class Firing:
     def _target_grad(self, point: HookPoint) -> dict[str, Tensor] | None:
         """Ask the experiment for its target gradient, if a hook wants it now; isolated, and leaving nothing behind."""
         loop, model = self._state.loop, self._task.model
-        if not (
-            self._needs_target and self._hooks.listeners.wants("needs_target_grad", [point], loop.epoch, loop.step)
-        ):
+        if not self._hooks.listeners.wants("needs_target_grad", [point], loop.epoch, loop.step):
             return None
 
         def compute() -> dict[str, Tensor] | None:

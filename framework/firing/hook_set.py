@@ -1,20 +1,100 @@
-"""The hooks of a run: which are on, how their code is called, and their life from start to end."""
+"""The hooks of a run: which are on and where they listen, how they are called, their life from start to end."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
 
 from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
-from ..hooks import InterventionHook, MetricInfo, RunInfo, TapSet, TrainingHook
+from ..hooks import (
+    STEP_POINTS,
+    EpochWindow,
+    HookPoint,
+    InterventionHook,
+    MetricInfo,
+    RunInfo,
+    StepSchedule,
+    TapSet,
+    TrainingHook,
+    windows_for,
+)
 from ..isolation import Call, Isolation
 from ..state import TrainingState
 from ..training import Profiler
 from .failures import HookFailures
-from .listeners import Listeners
 from .offload import StateOffload
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A hook at one hook point of one loop type, everything resolved that can be before the run."""
+
+    hook: TrainingHook
+    point: HookPoint
+    window: EpochWindow
+    intervention: InterventionHook | None
+    schedule: StepSchedule | None
+    """``None``: every step, or a point between steps."""
+
+    @classmethod
+    def of(cls, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> "Listener":
+        """Resolve a hook at one of its points."""
+        intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
+        schedule = hook.point_schedules.get(point, hook.step_schedule)
+        thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
+        return cls(hook, point, window, intervention, schedule if thinned else None)
+
+    def is_due(self, epoch: int, step: int) -> bool:
+        """Return whether the hook fires at this step of this epoch."""
+        return self.in_window(epoch) and (self.schedule is None or self.schedule.is_due(step))
+
+    def in_window(self, epoch: int) -> bool:
+        """Return whether ``epoch`` lies within the hook's window at this point."""
+        first, last = self.window
+        return (first is None or epoch >= first) and (last is None or epoch <= last)
+
+    @property
+    def rank(self) -> int:
+        """Order at one point: observers, interventions, committing interventions."""
+        if self.intervention is None:
+            return 0
+        return 2 if self.intervention.commits else 1
+
+
+class Listeners:
+    """The listeners of a run, by hook point, in firing order."""
+
+    def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
+        by_point: list[list[Listener]] = [[] for _ in HookPoint]
+        for hook in hooks:
+            for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
+                by_point[point].append(Listener.of(hook, point, window))
+        self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
+        """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
+
+    def drop(self, hook: TrainingHook) -> None:
+        """Let a hook fire no more."""
+        self.at = [[listener for listener in listeners if listener.hook is not hook] for listeners in self.at]
+
+    def of(self, hook: TrainingHook) -> list[Listener]:
+        """Return where one hook listens."""
+        return [listener for listeners in self.at for listener in listeners if listener.hook is hook]
+
+    def wants(self, need: str, points: Iterable[HookPoint], epoch: int, step: int | None = None) -> bool:
+        """Return whether a hook with the flag ``need`` fires at one of ``points`` in ``epoch``, or just at ``step``."""
+        return any(
+            getattr(listener.hook, need)
+            and (listener.in_window(epoch) if step is None else listener.is_due(epoch, step))
+            for point in points
+            for listener in self.at[point]
+        )
+
+    def need(self, need: str) -> bool:
+        """Return whether any listening hook has the flag ``need``."""
+        return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
 
 
 class HookSet(Sequence[TrainingHook]):
@@ -79,7 +159,9 @@ class HookSet(Sequence[TrainingHook]):
         if self._abandoned:
             return None
         self.profiler.caller = hook.name
-        isolated = partial(self._isolated, Call(hook.name, where, step), self._at_home(hook, function), intervention)
+        if self._offload is not None:
+            function = partial(self._offload.call, hook, function)
+        isolated = partial(self._isolated, Call(hook.name, where, step), function, intervention)
         try:
             return self.profiler.call(hook.name, isolated, hook.state_dict) if self.profiler.enabled else isolated()
         except StateMutationError:
@@ -95,7 +177,7 @@ class HookSet(Sequence[TrainingHook]):
         try:
             with streams.isolated(), self.profiler.section(hook.name):
                 streams.derive(hook.name, where, step)
-                return self._at_home(hook, function)()
+                return function() if self._offload is None else self._offload.call(hook, function)
         except Exception as error:
             self._failed(hook, where, step, error)
             return None
@@ -114,10 +196,6 @@ class HookSet(Sequence[TrainingHook]):
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
-
-    def _at_home(self, hook: TrainingHook, function: Callable[[], Result]) -> Callable[[], Result]:
-        """Have what the hook remembers on its own devices while ``function`` runs."""
-        return function if self._offload is None else partial(self._offload.call, hook, function)
 
     def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         self.failures.treat(hook, where, step, error)
