@@ -12,7 +12,7 @@ from ..state import explained
 
 @dataclass
 class HookFailures:
-    """Treats what hooks raise, and remembers it.
+    """Decides what becomes of a run when a hook raises, and keeps a list of what they raised.
 
     Args:
         on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
@@ -24,9 +24,9 @@ class HookFailures:
     errors: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     pending: HookError | None = None
-    """What a hook raised during the step that is under way, which is finished before the run ends."""
+    """The first error of the step that is under way, which is finished before the run ends."""
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
-    """The errors of the run that was interrupted and goes on, and whom it left out."""
+    """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
@@ -49,13 +49,13 @@ class HookFailures:
         self.pending = self.pending or failure
 
     def raise_pending(self) -> None:
-        """Raise what a hook raised meanwhile, once."""
+        """Raise the error that was held back until the step was finished; a second call raises nothing."""
         pending, self.pending = self.pending, None
         if pending is not None:
             raise pending
 
     def take_over(self) -> set[str]:
-        """Take over what was before, the start included; return the hooks that the run had gone on without."""
+        """Add what happened before the interruption, and return the names of the hooks that the run did without."""
         errors, left_out = self.before
         left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
         self.left_out = {**left_out, **self.left_out}
@@ -65,6 +65,6 @@ class HookFailures:
 
 
 def _may_finish_step(hook: TrainingHook, where: str) -> bool:
-    """Tell whether the step at which a hook raised is the same without it: then it is finished, and can be saved."""
+    """Return whether a step in which a hook raised comes out the same without it, so that it can be finished."""
     within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
     return within and not (isinstance(hook, InterventionHook) and hook.commits)

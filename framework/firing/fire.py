@@ -92,12 +92,8 @@ class Firing:
             return None
 
         def compute() -> dict[str, Tensor] | None:
-            with (
-                borrowed_buffers(model),
-                borrowed_modes(model, train=None),
-                borrowed_gradients(model),
-                torch.enable_grad(),
-            ):
+            modes = borrowed_modes(model, train=None)
+            with borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
                 return self._task.target_grad(model)
 
         return self._hooks.isolated("target_grad", point.name, compute)

@@ -1,4 +1,4 @@
-"""Keeps of every step what hooks ask for: its gradient, the mean of all, its loss and gradient norm."""
+"""What hooks ask to have kept of every step: its gradient, the mean of all gradients, its loss and gradient norm."""
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ class GradientKeeper:
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def renew(self) -> None:
-        """Look the model's parameters up again at the next step: they are otherwise taken for the same."""
+        """Look the model's parameters up anew at the next step; until then they are taken to be the same objects."""
         self._named = []
 
     def gather(self, loop: LoopState, *, skipped: bool = False) -> None:
-        """Keep this step's gradients, as far as a hook asks for them; of a skipped step only loss and norm."""
+        """Keep this step's gradients as far as a hook asks for them; of a skipped step only loss and norm."""
         if not (self._sums or self._previous or self._series):
             return
         self._named = self._named or list(self._task.model.named_parameters())

@@ -16,8 +16,7 @@ CPU = torch.device("cpu")
 class StateOffload:
     """Moves the tensors of a hook's state to the CPU after every call and back before the next.
 
-    It goes through ``state_dict`` and ``load_state_dict``, which carry all that a hook remembers, so it changes where
-    a state lies and no metric.
+    They go through ``state_dict`` and ``load_state_dict``, which carry all that a hook remembers, so no metric changes.
     """
 
     def __init__(self, home: torch.device = CPU) -> None:

@@ -71,6 +71,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
 def scale(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply tensors of any devices by ``factor``, in place."""
     shards = local_shards(tensors)
+    # One foreach call for each device, since a factor that is a tensor has to lie on the device of what it multiplies.
     devices = {shard.device for shard in shards}
     for device in devices:
         own = shards if len(devices) == 1 else [shard for shard in shards if shard.device == device]
@@ -94,7 +95,7 @@ def clamp(parameters: Iterable[nn.Parameter], max_value: float) -> None:
     The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
     """
     shards = local_shards(live_gradients(parameters))
-    if shards:
+    if shards:  # foreach refuses an empty list
         torch._foreach_clamp_min_(shards, -max_value)
         torch._foreach_clamp_max_(shards, max_value)
 
@@ -116,7 +117,7 @@ def replace_gradients(model: nn.Module, values: Vector) -> None:
     """Give the named parameters these gradients, in place where they have one."""
     parameters = dict(model.named_parameters())
     for name in values:
-        if parameters[name].grad is None:
+        if parameters[name].grad is None:  # its values are written below, over whatever is in the memory
             parameters[name].grad = torch.empty_like(parameters[name])
     overwrite(gradients(model), values)
 

@@ -30,7 +30,7 @@ from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure
 class LossProbe:
     """Measures the mean loss of batches in the model's present modes.
 
-    Buffers, modes, gradients and random streams are lent, so that two measurements see one dropout mask and leave
+    Buffers, modes, gradients and random streams are borrowed, so that two measurements see one dropout mask and leave
     nothing behind. A batch is split into the task's micro-batches, as in training.
     """
 
@@ -53,7 +53,7 @@ class LossProbe:
             return self._gradient(batch)
 
     def run_once(self, batch: Batch) -> None:
-        """Run forward and backward, for those who listen; the gradients are those of the run's scale, finite or not."""
+        """Run forward and backward for taps to listen; the loss has the run's scale, the gradients may be infinite."""
         with self._borrowed():
             for parameter in self._model.parameters():
                 parameter.grad = None
@@ -135,7 +135,7 @@ class LossProbe:
 
     def _gradient(self, batch: Batch) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
-            parameter.grad = None
+            parameter.grad = None  # not zeros: a parameter that the loss does not depend on shall have no gradient
         self._profiler.passed("forward_backward", batch)
         measure_gradients(self._task, batch)
         return gradients(self._model)
