@@ -186,7 +186,7 @@ class MetricDispatch:
         """
         for sink in list(self._sinks):
             try:
-                self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), lambda s=sink: action(s))  # type: ignore[misc]
+                self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
             except (StateMutationError, fatal):
                 raise
             except Exception as error:
@@ -205,7 +205,7 @@ class MetricDispatch:
     def _close_failed(self, sink: MetricSink, step: int) -> None:
         """Let a failed sink release its files; that it may fail at this too is known."""
         try:
-            self._isolation.observe(Call(sink.name, "its end", step, "Sink"), lambda: sink.close("failed"))
+            self._isolation.observe(Call(sink.name, "its end", step, "Sink"), partial(sink.close, "failed"))
         except StateMutationError:
             raise
         except Exception:
