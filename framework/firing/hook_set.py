@@ -1,10 +1,10 @@
 """The hooks of a run: which are on and where they listen, how they are called, their life from start to end."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from ..hooks import (
@@ -97,7 +97,7 @@ class Listeners:
         return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
 
 
-class HookSet(Sequence[TrainingHook]):
+class HookSet:
     """The hooks that are on, in the order in which the user named them; all their code is called from here.
 
     Args:
@@ -131,15 +131,8 @@ class HookSet(Sequence[TrainingHook]):
         self._offload = offload
         self._abandoned = False
 
-    @overload
-    def __getitem__(self, index: int) -> TrainingHook: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TrainingHook]: ...
-    def __getitem__(self, index: int | slice) -> TrainingHook | Sequence[TrainingHook]:
-        return self._hooks[index]
-
-    def __len__(self) -> int:
-        return len(self._hooks)
+    def __iter__(self) -> Iterator[TrainingHook]:
+        return iter(self._hooks)
 
     # Calls
 
@@ -214,10 +207,11 @@ class HookSet(Sequence[TrainingHook]):
         """Tell every hook that the strategy starts; after an error only those remain that did start."""
         started: list[TrainingHook] = []
         try:
-            for hook in list(self._hooks):
-                self.call(hook, "start", 0, partial(_start, hook, run))
-                if hook in self._hooks:
-                    started.append(hook)
+            with self.isolation.visit():
+                for hook in list(self._hooks):
+                    self.call(hook, "start", 0, partial(_start, hook, run))
+                    if hook in self._hooks:
+                        started.append(hook)
         except LoopscopeError:
             self._hooks = started
             raise

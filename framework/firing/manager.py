@@ -88,11 +88,8 @@ class HookManager:
 
     def start_hooks(self, run: RunInfo) -> None:
         """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start."""
-        with self.isolation.visit():
-            self.hooks.start(run)
-            declared = self._wiring.declared()
-        # Outside of the visit, which would take a hook on a module for a change of the training state.
-        self._wiring.attach(declared)
+        self.hooks.start(run)
+        self._wiring.attach()
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``."""

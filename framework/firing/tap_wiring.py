@@ -1,6 +1,6 @@
 """The wiring of taps: between the hooks that declare them and the model in which they listen."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ..hooks import InterventionHook, StatePart, Tap, TapOwner, TapSet, TrainingHook
@@ -19,16 +19,14 @@ class TapWiring:
         self._task = task
         self._state = state
 
-    def declared(self) -> Mapping[str, Sequence[Tap]]:
-        """Ask every hook that has started for its taps, none of one that is left out of this loop; by hook name."""
+    def attach(self) -> None:
+        """Ask every hook that has started for its taps, then attach those of the hooks that are still on."""
         hooks = self._hooks
-        asked = {hook.name: hooks.call(hook, "taps", 0, partial(self._taps_of, hook)) for hook in list(hooks)}
-        return {name: taps or () for name, taps in asked.items()}
-
-    def attach(self, taps: Mapping[str, Sequence[Tap]]) -> None:
-        """Attach taps by the names of their hooks; those of a hook that is no longer on are left out."""
-        for hook in self._hooks:
-            self._taps.attach(self._owner(hook), taps[hook.name])
+        with hooks.isolation.visit():
+            taps = {hook.name: hooks.call(hook, "taps", 0, partial(self._declared, hook)) for hook in list(hooks)}
+        # Outside of the visit, which would take a hook on a module for a change of the training state.
+        for hook in hooks:
+            self._taps.attach(self._owner(hook), taps[hook.name] or ())
 
     def hear(self) -> None:
         """Run the step's batch once more, on streams of its own, for the taps that a compiled pass cannot serve."""
@@ -38,7 +36,8 @@ class TapWiring:
         with self._hooks.isolation.visit():
             self._hooks.isolation.observe(call, partial(self._taps.hear, run_once))
 
-    def _taps_of(self, hook: TrainingHook) -> Sequence[Tap]:
+    def _declared(self, hook: TrainingHook) -> Sequence[Tap]:
+        """Return the taps of a hook, none if it is left out of this loop."""
         return list(hook.taps(self._task.model)) if self._hooks.listeners.of(hook) else []
 
     def _owner(self, hook: TrainingHook) -> TapOwner:

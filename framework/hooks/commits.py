@@ -141,7 +141,7 @@ def thawing(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
     chosen = _named(model, names)
 
     def thaw() -> None:
-        for parameter in chosen:
+        for parameter in chosen.values():
             parameter.requires_grad_(True)
 
     return thaw
@@ -155,26 +155,24 @@ def forgetting(model: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> 
     chosen = _named(model, names)
 
     def forget() -> None:
-        for parameter in chosen:
+        for parameter in chosen.values():
             optimizer.state.pop(parameter, None)
 
     return forget
 
 
-def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+def _named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
     parameters, chosen = dict(model.named_parameters()), list(names)
     for name in chosen:
         if name not in parameters:
             raise unknown("parameter", name, parameters)
-    return [parameters[name] for name in chosen]
+    return {name: parameters[name] for name in chosen}
 
 
 def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:
     """Raise unless every name in ``factors`` is a parameter of the model, and every factor one number."""
-    parameters = dict(model.named_parameters())
+    _named(model, factors)
     for name, factor in factors.items():
-        if name not in parameters:
-            raise unknown("parameter", name, parameters)
         if isinstance(factor, Tensor) and factor.ndim:
             raise LoopscopeError(
                 f"The factor of {name!r} has shape {tuple(factor.shape)}; a factor is a number or a zero-dimensional "
@@ -195,12 +193,9 @@ def check_clamping(parameters: Iterable[nn.Parameter], max_value: float) -> None
 
 def check_vector(model: nn.Module, vector: Vector) -> None:
     """Raise unless every name in ``vector`` is a parameter of the model, of the same shape."""
-    parameters = dict(model.named_parameters())
-    for name, value in vector.items():
-        if name not in parameters:
-            raise unknown("parameter", name, parameters)
-        if value.shape != parameters[name].shape:
+    for name, parameter in _named(model, vector).items():
+        if vector[name].shape != parameter.shape:
             raise LoopscopeError(
-                f"The vector's {name!r} has shape {tuple(value.shape)}, but the parameter has "
-                f"{tuple(parameters[name].shape)}."
+                f"The vector's {name!r} has shape {tuple(vector[name].shape)}, but the parameter has "
+                f"{tuple(parameter.shape)}."
             )

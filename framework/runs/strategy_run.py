@@ -122,7 +122,7 @@ class StrategyRun:
         self.claim()
 
     def _train(self) -> None:
-        progress = self.display.strategy_started(self.run_info, self.task, self.manager.hooks)
+        progress = self.display.strategy_started(self.run_info, self.task, [*self.manager.hooks])
         loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:

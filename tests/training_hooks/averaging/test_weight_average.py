@@ -223,7 +223,7 @@ def test_one_average_alone_takes_half_the_memory_and_reports_nothing_of_the_othe
     run = train(Case(), [WeightAverage(interval=1, averages="ema", evaluate=False)])
     names = {name.removeprefix("weight_average/") for name, *_ in run.sink.rows("weight_average")}
     assert names == {"ema_distance", "ema_relative_distance", "ema_samples"}
-    assert list(run.manager.hooks[0].state_dict()) == ["snapshots", "ema"]
+    assert list(run.manager.hooks.state_dict()["weight_average"]) == ["snapshots", "ema"]
 
 
 def test_before_the_first_update_nothing_is_reported_and_nothing_written(tmp_path):
