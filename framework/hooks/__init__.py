@@ -16,17 +16,19 @@ from .hook_points import (
 )
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
-from .options import ConfiguredHook, build_hooks, refuse_idle_options
 from .remembered import Remembered, Remembering
 from .selection import (
     GROUPS,
+    ConfiguredHook,
     ExperimentRegistry,
     HookRegistry,
     SinkRegistry,
     always_on,
+    build_hooks,
     bulk_hooks,
     hook_kind,
     hook_options,
+    refuse_idle_options,
     select_hooks,
     without_duplicates,
 )
