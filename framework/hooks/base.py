@@ -58,6 +58,11 @@ class TrainingHook(Remembering, ABC):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """List every metric that ``compute`` or ``intervene`` can return."""
 
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Return the names of the files and folders that this hook may leave in the run's folder."""
+        return ()
+
     def start(self, run: RunInfo) -> None:
         """Prepare for a strategy, before its first step; raise :class:`UnsuitableError` for a model of no use here."""
 

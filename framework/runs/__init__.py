@@ -2,7 +2,7 @@
 
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words, require
 from .display import Display
-from .records import CHECKPOINTS, CONFIG, average_name, weights_name
+from .records import CHECKPOINTS, CONFIG, weights_name
 from .replay import RecordSink, ReplaySink, RunDescription, run_folders, status_of
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .session import Session, check_device
@@ -23,7 +23,6 @@ __all__ = [
     "RunOptions",
     "Session",
     "alternatives",
-    "average_name",
     "check_device",
     "choices",
     "field_names",

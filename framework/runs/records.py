@@ -20,7 +20,7 @@ from torch import nn
 from ..checkpoints import checkpoints_in, save_tensors, write_json
 from ..errors import UsageError
 from ..firing import HookManager
-from ..hooks import ConfiguredHook, RunInfo, SinkRegistry
+from ..hooks import ConfiguredHook, HookRegistry, RunInfo, SinkRegistry
 from ..state import TrainingState, settings
 from ..training import TrainingTask
 from .config import RunOptions
@@ -28,8 +28,6 @@ from .config import RunOptions
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
-AVERAGES = ("ema", "swa")
-"""Kinds of averaged weights that a run may leave beside its final ones."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,9 @@ class RunRecord:
 
     def _left_by_a_run(self) -> Iterator[Path]:
         """Yield every path that a run may write here, the one by which it is known last."""
-        for sink in SinkRegistry:
-            yield from (self.directory / name for name in sink.leaves(self.strategy))
+        for entry in (*SinkRegistry, *HookRegistry):
+            yield from (self.directory / name for name in entry.leaves(self.strategy))
         yield self.weights_path
-        for kind in AVERAGES:
-            yield self.directory / average_name(self.strategy, kind)
         yield self.checkpoints
         yield self.directory / SUMMARY
         yield self.directory / CONFIG
@@ -242,11 +238,6 @@ def weights_name(strategy: str) -> str:
 def reference_name(strategy: str) -> str:
     """Return the name of the file of the final weights that a run has written over and measures against."""
     return f"{strategy}_reference.pt"
-
-
-def average_name(strategy: str, kind: str) -> str:
-    """Return the name of the file of a strategy's averaged weights."""
-    return f"{strategy}_{kind}.pt"
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -20,7 +20,6 @@ from loopscope.hooks import (
     metric_table,
 )
 from loopscope.lowbit import layers_with_factors
-from loopscope.runs import average_name
 from loopscope.state import fully_sharded_modules, is_sharded, norm, trainable
 
 from .smoothing import distance
@@ -144,6 +143,11 @@ class WeightAverage(TrainingHook):
                 metrics |= {kind: numbers} if numbers else {}
         return metrics
 
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Name the files of both averages."""
+        return [average_name(strategy, kind) for kind in KINDS]
+
     def end(self, status: str) -> None:
         """Write the averages to the run's folder, if it has one; of a sharded model by rank 0 of a completed run."""
         run = self._run
@@ -173,6 +177,11 @@ class WeightAverage(TrainingHook):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe what is compared for each average."""
         return [info for kind in self.kinds for info in _infos(kind, KINDS[kind])]
+
+
+def average_name(strategy: str, kind: str) -> str:
+    """Return the name of the file of a strategy's averaged weights."""
+    return f"{strategy}_{kind}.pt"
 
 
 def _infos(kind: str, label: str) -> list[MetricInfo]:

@@ -213,7 +213,9 @@ def test_files_of_others_are_no_run_and_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
-    train(tmp_path, save_checkpoints=1, hooks=["norms"])
+    average = {"weight_average": {"interval": 1}}
+    train(tmp_path, save_checkpoints=1, hooks=["norms", *average], hook_options=average)
+    assert (tmp_path / "small/plain/plain_ema.pt").exists()
     train(tmp_path, overwrite=True, sinks=False, seed=3)
     folder = tmp_path / "small/plain"
     assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}

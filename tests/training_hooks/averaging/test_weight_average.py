@@ -12,13 +12,13 @@ from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.runs import average_name
 from loopscope.runs.records import RunRecord
 from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described
 from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.averaging import WeightAverage
+from loopscope.training_hooks.averaging.weight_average import average_name
 from loopscope.training_hooks.averaging.weight_averages import WeightAverage as Average
 from loopscope.training_hooks.averaging.weight_averages import averaged_state_dict
 from torch import nn
