@@ -1,37 +1,31 @@
-"""The JSONL record in the folder of a run that is over."""
+"""The JSONL record in the folder of a run that is over, as ``loopscope replay`` sends it."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from loopscope.errors import UsageError
-from loopscope.runs import RunDescription
-
-from .jsonl import read_jsonl
-from .record import Record
+from loopscope.runs import RunRecord, read_status
 
 
-def record_of(folder: Path) -> tuple[Path, RunDescription]:
-    """Return the record of the run in ``folder`` and what the run was.
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run that is over: what was run, the file of its metrics, and how it ended."""
 
-    Raises :class:`UsageError` for a folder that holds no run, or a run without a record.
-    """
-    run = RunDescription.of_folder(folder)
-    path = folder / f"{run.strategy}.jsonl"
-    if not path.is_file():
-        raise UsageError(
-            f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
-            "with --hook-wandb."
-        )
-    return path, run
+    run: RunRecord
+    record: Path
+    status: str
 
+    @classmethod
+    def read(cls, folder: Path) -> "RecordedRun":
+        """Read a run's folder; a run without a summary was killed, and counts as failed.
 
-def emits_of(record: Path) -> Iterator[Record]:
-    """Yield the emits in a record; raises :class:`UsageError` with the number of a line that is none."""
-    read = 0
-    try:
-        for emit in read_jsonl(record):
-            yield emit
-            read += 1
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{record} cannot be read: line {read + 1} is no emit ({reason}).") from error
+        Raises :class:`UsageError` for a folder that holds no run, or a run without a record.
+        """
+        run = RunRecord.read(folder)
+        path = folder / f"{run.strategy}.jsonl"
+        if not path.is_file():
+            raise UsageError(
+                f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
+                "with --hook-wandb."
+            )
+        return cls(run, path, read_status(folder) or "failed")

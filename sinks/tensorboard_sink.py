@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import UsageError, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import ReplaySink, RunDescription, status_of
+from loopscope.runs import ReplaySink, RunRecord, pass_on
 
-from .recorded_run import emits_of, record_of
+from .jsonl import read_jsonl
+from .record import Record
+from .recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from .event_file import EventFile
@@ -50,7 +52,7 @@ class TensorBoardSink(ReplaySink):
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's event file."""
-        self._begin(run.output_dir / FOLDER, RunDescription.of_run(run))
+        self._begin(run.output_dir / FOLDER, RunRecord.of_run(run))
 
     def position(self) -> dict[str, Any]:
         """Return the size of the event file and the newest step."""
@@ -68,7 +70,7 @@ class TensorBoardSink(ReplaySink):
         self._file = EventFile(_event_file(run.output_dir / FOLDER, run.strategy), size=position["size"])
         self._step = position["step"]
 
-    def _begin(self, folder: Path, run: RunDescription) -> None:
+    def _begin(self, folder: Path, run: RunRecord) -> None:
         from .event_file import EventFile, session_start, table
 
         self._release()
@@ -119,18 +121,21 @@ class TensorBoardSink(ReplaySink):
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
         """Write the event file of a run that is over; a folder of event files that is there is left as it is."""
-        record, run = record_of(folder)
+        recorded = RecordedRun.read(folder)
         target = folder / FOLDER
         if target.exists():
             raise UsageError(f"{target} exists already, and is left as it is; remove it to write it anew.")
 
         def send() -> str:
             sink = cls()
+
+            def take(emit: Record) -> None:
+                sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
+
             try:
-                sink._begin(target, run)
-                for emit in emits_of(record):
-                    sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
-                sink.close(status_of(folder))
+                sink._begin(target, recorded.run)
+                pass_on(recorded.record, read_jsonl(recorded.record), take)
+                sink.close(recorded.status)
             except BaseException:
                 sink._release()
                 shutil.rmtree(target, ignore_errors=True)

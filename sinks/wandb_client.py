@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.hooks import STEP_POINTS
-from loopscope.runs import RunDescription
+from loopscope.runs import RunRecord
 from loopscope.sinks import wandb_process
 
 from .record import plain
@@ -24,7 +24,7 @@ PATIENCE = 600.0
 _left_alone: list[subprocess.Popen[bytes]] = []
 
 
-def job_of(run: RunDescription, record: Path, project: str | None, *, patience: float | None) -> Job:
+def job_of(run: RunRecord, record: Path, project: str | None, *, patience: float | None) -> Job:
     """Describe what the client is to send; without a project it is the experiment."""
     return Job(
         record=str(record.absolute()),

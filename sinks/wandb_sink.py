@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
 from loopscope.hooks import HookPoint, RunInfo, SinkRegistry
-from loopscope.runs import ReplaySink, RunDescription, status_of
+from loopscope.runs import ReplaySink, RunRecord
 from loopscope.sinks import wandb_client
 
 from .jsonl import JSONLSink
-from .recorded_run import record_of
+from .recorded_run import RecordedRun
 from .wandb_client import Client, job_of
 from .wandb_process import Ending, new_run_id
 
@@ -91,8 +91,7 @@ class WandbSink(ReplaySink):
         if _is_disabled():
             return
         try:
-            description = RunDescription.of_run(run)
-            job = job_of(description, self._path, self._project, patience=wandb_client.PATIENCE)
+            job = job_of(RunRecord.of_run(run), self._path, self._project, patience=wandb_client.PATIENCE)
             self._client = Client(replace(job, run_id=self._run_id, resumed=resumed))
         except OSError as error:
             self._warn(f"The W&B client could not be started: {error}.")
@@ -146,13 +145,13 @@ class WandbSink(ReplaySink):
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
         """Send the record of a run that is over as a new W&B run."""
         project = checked_project(options.get("project"))
-        record, run = record_of(folder)
+        recorded = RecordedRun.read(folder)
         if _is_disabled():
             raise UsageError("WANDB_MODE is disabled, so nothing would be sent; unset it, or set it to offline.")
 
         def send() -> str:
-            client = Client(job_of(run, record, project, patience=None))
-            client.end(Ending(status_of(folder), record.stat().st_size), wait=None)
+            client = Client(job_of(recorded.run, recorded.record, project, patience=None))
+            client.end(Ending(recorded.status, recorded.record.stat().st_size), wait=None)
             outcome = client.outcome()
             if client.exit_status:
                 raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; {client.log} has more.")

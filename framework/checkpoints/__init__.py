@@ -1,9 +1,22 @@
 """A run on the disk, and back."""
 
-from .comparing import Moment, Parting, differing, moments_of
+from .comparing import Moment, Parting, differing, leaves, moments_of
 from .content import save_tensors
-from .durable_files import plain_json, write_json, write_whole
-from .format import Checkpoint, checkpoints_in, newest_intact, open_checkpoint
+from .durable_files import (
+    COUNT,
+    NUMBERS,
+    OBJECT,
+    TEXT,
+    Field,
+    checked,
+    is_there,
+    plain_json,
+    read_json,
+    refusal_of_disk,
+    write_json,
+    write_whole,
+)
+from .format import MANIFEST, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
 from .lock import run_lock
 from .run_state import RunState
 from .schedule import Checkpointing, CheckpointPlan
@@ -11,21 +24,32 @@ from .signals import Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [
+    "COUNT",
+    "MANIFEST",
+    "NUMBERS",
+    "OBJECT",
+    "TEXT",
     "Checkpoint",
     "CheckpointPlan",
     "CheckpointWriter",
     "Checkpointing",
+    "Field",
     "Moment",
     "Parting",
     "RunState",
     "Signals",
     "StoppedError",
+    "checked",
     "checkpoints_in",
     "differing",
+    "is_there",
+    "leaves",
     "moments_of",
     "newest_intact",
     "open_checkpoint",
     "plain_json",
+    "read_json",
+    "refusal_of_disk",
     "run_lock",
     "save_tensors",
     "write_json",

@@ -58,18 +58,19 @@ _ABSENT = object()
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what the rest of a run depends on, by paths of names."""
     for part in COMPARED:
-        for name, value in _leaves(content[part], ""):
+        for name, value in leaves(content[part]):
             if not name.startswith(tuple(f"loop/{item}" for item in ON_DEMAND)):
                 yield (name if part == "state" else f"generators/{name}"), value
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what lies in nested mappings and lists, each with its path of names and numbers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}/{key}" if path else str(key))
+            yield from leaves(item, f"{path}/{key}" if path else str(key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}/{index}")
+            yield from leaves(item, f"{path}/{index}")
     else:
         yield path, value
 

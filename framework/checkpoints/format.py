@@ -90,7 +90,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         digest = manifest.pop("digest")
         intact = digest == _digest_of_manifest(manifest)
         version = manifest["format"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}.") from error
     if not intact or not isinstance(version, int):
         raise DamagedCheckpointError(f"{path} is damaged: its text is not the one that was written.")

@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import RunNotice, UsageError
-from .durable_files import refusal_of_disk
+from .durable_files import read_json, refusal_of_disk
 
 LOCK = "run.lock"
 
@@ -75,9 +74,9 @@ def _lock(descriptor: int, path: Path) -> None:
 def _owner(path: Path) -> str:
     """Name the process that a lock file tells of."""
     try:
-        owner: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        owner = read_json(path)
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, KeyError):
         return "another process"
 
 

@@ -15,7 +15,7 @@ from .options import Experiment, Options, config_text, parse_recorded, parse_run
 from .parser import CommandParser
 from .plot import plot
 from .replay import replay
-from .resume import recorded_run
+from .resume import recorded_command
 from .values import dashed, parse_hook_options
 
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
@@ -128,9 +128,9 @@ def _resume(words: Sequence[str]) -> None:
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
-    recorded = recorded_run(Path(runs[0]))
-    experiment = ExperimentRegistry.get(recorded.experiment)
-    _start(experiment, parse_recorded(experiment, recorded.options))
+    name, recorded = recorded_command(Path(runs[0]))
+    experiment = ExperimentRegistry.get(name)
+    _start(experiment, parse_recorded(experiment, recorded))
 
 
 def _start(experiment: Experiment, options: Options) -> None:

@@ -1,17 +1,20 @@
 """``loopscope diff``: where two runs part."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoints import Parting, differing, moments_of, open_checkpoint
+from ..checkpoints import Parting, differing, leaves, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
-from ..runs import CHECKPOINTS, CONFIG, require, weights_name
+from ..runs import RunFolder, RunRecord, differences, require
 from .parser import CommandParser
+
+COMPARED = {"config": {"output_dir"}, "hooks": (), "versions": (), "environment": {"command"}}
+"""Parts of two records that are compared, each with what may differ in runs that are meant to be the same."""
 
 
 class DifferentRunsError(LoopscopeError):
@@ -28,40 +31,32 @@ def diff(words: Sequence[str], show: Callable[[str], None]) -> None:
     parser.add_argument("RUN", nargs="*", help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY")
     runs = parser.parse(words)["RUN"]
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}.")
-    a, b = map(Path, runs)
-    recorded = [_recorded(run) for run in (a, b)]
-    for line in _other_options(*recorded):
-        show(f"{line}\n")
-    checked = [_checkpoints(a, b), _metrics(a, b, recorded), _weights(a, b, recorded)]
+    records = [RunRecord.read(Path(run)) for run in runs]
+    a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
+    checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    require(bool(compared), f"{a} and {b} have no checkpoint of the same step, no JSONL and no weights in common.")
-    show("".join(f"{text}\n" for text in compared))
+    for line in [*_other_options(*records), *compared]:
+        show(line.encode(errors="backslashreplace").decode() + "\n")  # a file may hold what no terminal shows
+    require(
+        bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
+    )
     parted = [parting for _, parting in checked if parting]
     if parted:
         raise DifferentRunsError(f"The runs part {parted[0]}.")
     show("The runs are the same.\n")
 
 
-def _recorded(run: Path) -> Mapping[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((run / CONFIG).read_text("utf-8"))
-        return {**content, "strategy": str(content["strategy"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{run} is not the folder of a run: there is no readable {CONFIG} in it.") from error
+def _other_options(a: RunRecord, b: RunRecord) -> list[str]:
+    """Say in which options and surroundings two runs differ."""
+    return [
+        f"{part}: {name}: {old} / {new}"
+        for part, leave_out in COMPARED.items()
+        for name, old, new in differences(vars(a)[part], vars(b)[part], leave_out)
+    ]
 
 
-def _other_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Say in which options two runs differ."""
-    lines = []
-    for part in ("config", "hooks", "versions", "environment"):
-        old, new = a.get(part, {}), b.get(part, {})
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        lines += [f"{part}: {name}: {old.get(name)} / {new.get(name)}" for name in names if name != "output_dir"]
-    return [line for line in lines if not line.startswith("environment: command")]
-
-
-def _checkpoints(a: Path, b: Path) -> tuple[str, str]:
-    left, right = moments_of(a / CHECKPOINTS), moments_of(b / CHECKPOINTS)
+def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
+    left, right = moments_of(a.checkpoints), moments_of(b.checkpoints)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
         contents = [open_checkpoint(found[epoch, step]).content() for found in (left, right)]
@@ -72,8 +67,8 @@ def _checkpoints(a: Path, b: Path) -> tuple[str, str]:
     return (f"Checkpoints of steps {steps}: the same." if common else ""), ""
 
 
-def _metrics(a: Path, b: Path, recorded: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    paths = [run / f"{of['strategy']}.jsonl" for run, of in zip((a, b), recorded, strict=True)]
+def _metrics(a: RunFolder, b: RunFolder) -> tuple[str, str]:
+    paths = [run.path / f"{run.strategy}.jsonl" for run in (a, b)]
     if not all(path.is_file() for path in paths):
         return "", ""
     left, right = [path.open(encoding="utf-8", errors="replace") for path in paths]
@@ -88,26 +83,26 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
     if line_a is None or line_b is None:
         return f"Metrics in JSONL: one of them ends before line {number}.", f"in the number of metrics, line {number}"
     try:
-        a, b = json.loads(line_a), json.loads(line_b)
-    except ValueError:
+        a, b = ({name: json.dumps(item) for name, item in json.loads(line).items()} for line in (line_a, line_b))
+    except (ValueError, AttributeError, RecursionError):  # no JSON, no object, or one that is nested too deep
         return f"Metrics in JSONL: line {number} is cut off or damaged.", f"in the metrics, line {number}"
-    name = next((key for key in {**a, **b} if json.dumps(a.get(key)) != json.dumps(b.get(key))), "the order of metrics")
+    name = next((item.name for item in differences(a, b)), "the order of metrics")
     return f"Metrics in JSONL: {name} differs in line {number}.", f"by step {a.get('step')}, in the metric {name}"
 
 
-def _weights(a: Path, b: Path, recorded: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    paths = [run / weights_name(of["strategy"]) for run, of in zip((a, b), recorded, strict=True)]
-    if not all(path.is_file() for path in paths):
+def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
+    if not (a.weights.is_file() and b.weights.is_file()):
         return "", ""
-    contents = [{"streams": {}, "state": _loaded(path)} for path in paths]
+    contents = [{"streams": {}, "state": _loaded(run.weights)} for run in (a, b)]
     names = differing(*contents)
     if names:
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"
     return "Final weights: the same.", ""
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path) -> dict[str, Any]:
+    """Read the weights by name; raises :class:`UsageError` for whatever else the file may hold."""
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return dict(leaves(torch.load(path, weights_only=True, map_location="cpu")))
     except Exception as error:
         raise UsageError(f"{path} cannot be read as weights: it is damaged, or not one of loopscope's.") from error

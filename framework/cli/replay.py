@@ -25,7 +25,7 @@ def replay(words: Sequence[str], show: Callable[[str], None]) -> None:
         if option != sinks[target].option:
             raise UsageError(f"--{option} is no option of --to {target}.")
     sinks[target].check_installed()
-    for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]))]:
+    for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
         show(send() + "\n")
 
 

@@ -1,11 +1,11 @@
 """What hooks are told: the frozen view of one fire, and the description of one run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,6 +64,26 @@ def metric_table(text: str) -> list[MetricInfo]:
     return [MetricInfo(*cells) for cells in table]
 
 
+class Trained(Protocol):
+    """What hooks and sinks may see of a :class:`TrainingTask`: no optimizer, which only the loop steps."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+
+    @property
+    def loader(self) -> Sized:
+        """The training data; its length is the number of batches."""
+
+    @property
+    def length(self) -> int:
+        """Epochs of the epoch loop, steps of the step loop."""
+
+    @property
+    def config(self) -> Any:
+        """The options of the experiment."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """One strategy's run, as hooks (``start``) and sinks (``set_run_context``) are told of it."""
@@ -71,13 +91,9 @@ class RunInfo:
     experiment: str
     strategy: str
     output_dir: Path
-    model: nn.Module
-    config: Any
+    task: Trained = field(repr=False)
     loop: str
     seed: int
-    steps: int
-    """Steps of the whole run, unless it stops earlier."""
-    steps_per_epoch: int
     optimizer_class: type[Optimizer]
     reference_weights: Mapping[str, Tensor] | None = None
     """The weights of the reference solution by parameter name, if one was loaded."""
@@ -85,8 +101,26 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
-    compared_metrics: Sequence[str] = ()
-    """Metrics that the summary repeats, by full name."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.task.model
+
+    @property
+    def config(self) -> Any:
+        """The options of the experiment."""
+        return self.task.config
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one pass over the data."""
+        return len(self.task.loader)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, unless it stops earlier."""
+        return self.task.length * (self.steps_per_epoch if self.loop == "epoch" else 1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The curves in the record of a run: each number at its step."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..hooks import Series, SinkRegistry
-from ..runs import RecordSink, RunDescription
+from ..runs import RecordSink, RunRecord, pass_on
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
@@ -45,7 +46,7 @@ class RecordedRun:
     """What a record holds."""
 
     folder: Path
-    run: RunDescription
+    run: RunRecord
     curves: Mapping[str, Curve]
     """The metrics that were wanted, by full name, in the order of the record."""
     names: Sequence[str]
@@ -59,10 +60,10 @@ def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
 
     Raises :class:`UsageError` for a folder that holds no run, or a run without a record, and for a broken record.
     """
-    run = RunDescription.of_folder(folder)
+    run = RunRecord.read(folder)
     sink, path = _record(folder, run.strategy)
     points = _Points(wanted)
-    _read(sink, path, points)
+    pass_on(path, sink.read(path), points.take_all)
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
     return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
 
@@ -80,21 +81,6 @@ def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
 
 
-def _read(sink: type[RecordSink], path: Path, points: "_Points") -> None:
-    """Take all points of a record; raises :class:`UsageError` that says after how many emits it is broken."""
-    read = 0
-    try:
-        for step, metrics in sink.read(path):
-            for name, value in metrics.items():
-                points.take(name, step, value)
-            read += 1
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} cannot be read after {read} emits ({reason}).") from error
-
-
 class _Points:
     """Gathers the points of the metrics that are wanted, and the names of all."""
 
@@ -103,6 +89,12 @@ class _Points:
         self.found: dict[str, tuple[list[float], list[float]]] = {}
         self.names: dict[str, None] = {}
         self.others: dict[str, None] = {}
+
+    def take_all(self, emit: tuple[int, Mapping[str, Any]]) -> None:
+        """Take what the metrics of an emit were at its step."""
+        step, metrics = emit
+        for name, value in metrics.items():
+            self.take(name, step, value)
 
     def take(self, name: str, step: int, value: Any) -> None:
         """Take what a metric was at a step."""
@@ -126,5 +118,5 @@ class _Points:
             self.names[name] = None
         if values and self._wanted(name):
             at, numbers = self.found.setdefault(name, ([], []))
-            at.extend(steps)
-            numbers.extend(values)
+            at.extend(float(operator.index(step)) for step in steps)
+            numbers.extend(map(float, values))

@@ -2,13 +2,13 @@
 
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words, require
 from .display import Display
-from .records import CHECKPOINTS, CONFIG, weights_name
-from .replay import RecordSink, ReplaySink, RunDescription, run_folders, status_of
+from .records import CONFIG, RunRecord, differences, read_status, run_folders
+from .replay import RecordSink, ReplaySink, pass_on
+from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .session import Session, check_device
 
 __all__ = [
-    "CHECKPOINTS",
     "CONFIG",
     "Display",
     "ExperimentConfig",
@@ -18,17 +18,19 @@ __all__ = [
     "OptionsByHook",
     "RecordSink",
     "ReplaySink",
-    "RunDescription",
     "RunFlags",
+    "RunFolder",
     "RunOptions",
+    "RunRecord",
     "Session",
     "alternatives",
     "check_device",
     "choices",
+    "differences",
     "field_names",
     "in_words",
+    "pass_on",
+    "read_status",
     "require",
     "run_folders",
-    "status_of",
-    "weights_name",
 ]

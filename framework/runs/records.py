@@ -1,253 +1,177 @@
-"""What a run leaves in its folder: configuration, summary, final weights and checkpoints."""
+"""What a run was and how it ended, as its folder says: read or refused in a sentence, and compared with another run."""
 
-import json
-import os
 import platform
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoints import checkpoints_in, save_tensors, write_json
+from ..checkpoints import COUNT, NUMBERS, OBJECT, TEXT, Field, checked, is_there, read_json
 from ..errors import UsageError
-from ..firing import HookManager
-from ..hooks import ConfiguredHook, HookRegistry, RunInfo, SinkRegistry
-from ..state import TrainingState, settings
-from ..training import TrainingTask
-from .config import RunOptions
+from ..hooks import RunInfo
+from ..state import settings
+from .config import ExperimentConfig
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
-CHECKPOINTS = "checkpoints"
+LONGEST_NAME = 200
+NAME = Field(
+    "a name in one line, without slashes",
+    lambda value: (
+        isinstance(value, str) and value.isprintable() and "/" not in value and 0 < len(value.encode()) <= LONGEST_NAME
+    ),
+)
+"""Files are named after strategies: other text could lead out of the folder, or be longer than file systems take."""
+TREATMENTS = Field(
+    "an object of lists of names",
+    lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(parts, list) and all(map(TEXT.holds, parts)) for parts in value.values())
+    ),
+)
+REQUIRED = {"experiment": NAME, "strategy": NAME, "config": OBJECT}
+OPTIONAL = {
+    **dict.fromkeys(("data", "hooks", "run", "options", "versions", "environment"), OBJECT),
+    "treatments": TREATMENTS,
+}
+"""Earlier versions wrote records without some of these; an empty object stands for what is missing."""
+SHOWN = {
+    "strategy": NAME,
+    "epochs": COUNT,
+    "final": NUMBERS,
+    "metrics": NUMBERS,
+    "seconds": Field("an object with the seconds of training", lambda value: _has_number(value, "training")),
+    "target_reached": Field("null or an object with an epoch", lambda value: not value or _has_number(value, "epoch")),
+    "treatments": TREATMENTS,
+    "hook_errors": Field(
+        "a list of objects, each with a hook",
+        lambda value: (
+            isinstance(value, list) and all(isinstance(item, dict) and TEXT.holds(item.get("hook")) for item in value)
+        ),
+    ),
+    "output_dir": TEXT,
+}
+"""What the comparison of strategies shows of one that was completed before."""
 
 
-@dataclass(frozen=True)
+def _has_number(value: Any, name: str) -> bool:
+    return NUMBERS.holds(value) and name in value
+
+
+class Difference(NamedTuple):
+    """An entry in which two records differ; ``None`` stands for a missing one."""
+
+    name: str
+    before: Any
+    now: Any
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], leave_out: Collection[str] = ()) -> list[Difference]:
+    """List the entries in which the same part of two records differs.
+
+    >>> differences({"lr": 0.1, "seed": 1}, {"lr": 0.2, "seed": 2, "beta": 0.9}, {"seed"})
+    [Difference(name='lr', before=0.1, now=0.2), Difference(name='beta', before=None, now=0.9)]
+    """
+    pairs = [Difference(name, before.get(name), now.get(name)) for name in {**before, **now} if name not in leave_out]
+    return [pair for pair in pairs if pair.before != pair.now]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The folder of one strategy's run."""
+    """What was run, in plain values: the content of ``experiment_config.json``, and part of a checkpoint's manifest."""
 
-    directory: Path
+    experiment: str
     strategy: str
-    _made: list[Path] = field(default_factory=list)
-    """The folders that did not exist before, outermost first."""
+    config: Mapping[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Mapping[str, Any] = field(default_factory=dict)
+    """The options of every hook that was on, by its name."""
+    treatments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The committing hooks, by name, with the parts of the training state that each changes."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the command that started the run."""
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
-    def refuse_to_overwrite(self, *, allowed: bool) -> None:
-        """Raise :class:`UsageError` if a run lies here already, or the folder cannot be written; writes nothing."""
-        try:
-            if not allowed and any(path.exists() for path in self._left_by_a_run()):
-                raise UsageError(
-                    f"{self.directory} already holds {self._earlier_run()}, which is left as it is; choose another "
-                    "--output-dir, or write over it with --overwrite."
-                )
-            existing = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
-        except OSError as error:
-            raise self._not_writable(error) from error
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise UsageError(
-                f"The output directory {self.directory} cannot be written: {existing} is not a writable folder."
-            )
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        """Read the record of the run in ``folder``; raises :class:`UsageError` where there is none that can be used."""
+        path = folder / CONFIG
+        if not is_there(path):
+            raise UsageError(f"{folder} is not the folder of a run: there is no {CONFIG} in it.")
+        return cls.of(read_json(path), path)
 
-    def make_folder(self) -> None:
-        """Make the folder; what lies in it stays as it is."""
-        missing = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
-        try:
-            for path in reversed(missing):
-                path.mkdir(exist_ok=True)
-                self._made.append(path)
-        except OSError as error:
-            self.give_back()
-            raise self._not_writable(error) from error
+    @classmethod
+    def of(cls, content: Mapping[str, Any], path: Path) -> "RunRecord":
+        """Make a record of the content of the file ``path``; raises :class:`UsageError` for a field that is wrong."""
+        fields = REQUIRED | {name: kind for name, kind in OPTIONAL.items() if name in content}
+        checked(content, fields, path)
+        return cls(**{name: content[name] for name in fields})
 
-    def give_back(self) -> None:
-        """Remove the folders that were made, unless something lies in them by now."""
-        with suppress(OSError):
-            while self._made:
-                self._made.pop().rmdir()
-
-    def claim(self, reference: Path | None = None) -> Path | None:
-        """Remove what an earlier run left here, of which nothing else would be written over.
-
-        Its final weights stay under another name if they are the ``reference`` of the run that begins, which may have
-        to be resumed with them. Return where the reference lies from now on.
-        """
-        lies = None if reference is None else reference.resolve()
-        if lies == self.weights_path.resolve():
-            self.weights_path.replace(self.reference_path)
-            reference = self.reference_path
-        elif lies != self.reference_path.resolve():
-            self.reference_path.unlink(missing_ok=True)
-        for path in self._left_by_a_run():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        return reference
-
-    def _left_by_a_run(self) -> Iterator[Path]:
-        """Yield every path that a run may write here, the one by which it is known last."""
-        for entry in (*SinkRegistry, *HookRegistry):
-            yield from (self.directory / name for name in entry.leaves(self.strategy))
-        yield self.weights_path
-        yield self.checkpoints
-        yield self.directory / SUMMARY
-        yield self.directory / CONFIG
-
-    def _earlier_run(self) -> str:
-        """Say in a few words what lies here."""
-        try:
-            status = json.loads((self.directory / SUMMARY).read_text("utf-8"))["status"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return "an unfinished run"
-        return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
-
-    def _not_writable(self, error: OSError) -> UsageError:
-        return UsageError(f"The output directory {self.directory} cannot be written: {error.strerror}.")
-
-    def write_config(
-        self,
-        run: RunInfo,
-        hooks: Sequence[ConfiguredHook],
-        options: RunOptions,
-        reference: Path | None = None,
-        data: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Write what was run: configuration, data, hooks with their options, treatments, environment, versions."""
-        content = {
-            "experiment": run.experiment,
-            "strategy": run.strategy,
-            "config": run.config.as_dict(),
-            "data": dict(data),
-            "hooks": {item.hook.name: dict(item.options) for item in hooks},
-            "treatments": dict(run.treatments),
-            "run": {
-                "on_hook_error": options.on_hook_error,
-                "audit_hooks": options.audit_hooks,
-                "reference": None if reference is None else str(reference),
-            },
-            "options": dict(options.recorded),
-            "versions": versions(),
-            "environment": environment(run.model),
-        }
-        write_json(self.directory / CONFIG, content)
-
-    def write_summary(
-        self,
-        run: RunInfo,
-        task: TrainingTask,
-        state: TrainingState,
-        manager: HookManager,
-        *,
-        status: str,
-        error: BaseException | None,
-        seconds: Mapping[str, float],
-        initial: Mapping[str, float],
-        final: Mapping[str, float],
-        sample: str | None = None,
-    ) -> dict[str, Any]:
-        """Write how it went, and return it."""
-        loop = state.loop
-        summary: dict[str, Any] = {
-            "experiment": run.experiment,
-            "strategy": run.strategy,
-            "status": status,
-            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"),
-            "seed": run.seed,
-            "epochs": loop.epoch,
-            "steps": loop.step,
-            "skipped_steps": loop.skipped_steps,
-            "target_reached": loop.reached,
-            "seconds": dict(seconds),
-            "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
-            "model": model_size(task.model),
-            "training_loss": loop.epoch_loss,
-            "initial": dict(initial),
-            "final": dict(final),
-            "deltas": {name: final[name] - initial[name] for name in final if name in initial},
-            "metrics": newest(manager.dispatch.last(), run.compared_metrics),
-            "sample": sample,
-            "treatments": dict(run.treatments),
-            "hook_errors": manager.hooks.failures.errors,
-            "hooks_left_out": manager.hooks.failures.left_out,
-            "hook_tables": manager.hooks.tables,
-            "hook_samples": manager.profiler.samples,
-            "output_dir": str(self.directory),
-        }
-        if manager.profiler.enabled:
-            summary["hook_profile"] = manager.profiler.report()
-        write_json(self.directory / SUMMARY, summary)
-        return summary
+    @classmethod
+    def of_run(cls, run: RunInfo) -> "RunRecord":
+        """Describe a run that is under way, for the readers of a sink."""
+        config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
+        return cls(
+            experiment=run.experiment,
+            strategy=run.strategy,
+            config=config if isinstance(config, Mapping) else {},
+            treatments=run.treatments,
+        )
 
     @property
-    def weights_path(self) -> Path:
-        """Where the final weights lie."""
-        return self.directory / weights_name(self.strategy)
+    def surroundings(self) -> Mapping[str, Any]:
+        """The versions and the environment, on which the last bits of a run's numbers may depend."""
+        return {**self.versions, **self.environment}
 
     @property
-    def reference_path(self) -> Path:
-        """Where final weights that a run has written over lie, if it measures against them."""
-        return self.directory / reference_name(self.strategy)
-
-    def write_weights(self, model: nn.Module) -> None:
-        """Write the final weights as a state dict."""
-        save_tensors(model.state_dict(), self.weights_path)
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.directory / CHECKPOINTS
-
-    def newest_checkpoint(self) -> Path | None:
-        """Return the newest checkpoint, if there is one."""
-        return next(checkpoints_in(self.checkpoints), None)
-
-    def recorded(self) -> dict[str, Any] | None:
-        """Return what the configuration of a run that lies here says, if it can be read."""
-        try:
-            content: dict[str, Any] = json.loads((self.directory / CONFIG).read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-        return content
-
-    def finished(self) -> dict[str, Any] | None:
-        """Return the summary of a run that is complete, if one lies here."""
-        try:
-            summary: dict[str, Any] = json.loads((self.directory / SUMMARY).read_text("utf-8"))
-        except (OSError, ValueError):
-            return None
-        return summary if summary.get("status") == "completed" and self.weights_path.exists() else None
+    def treatments_text(self) -> str:
+        """The treatments in words: ``none``, or ``grad_clip (gradients)``."""
+        return ", ".join(f"{name} ({', '.join(parts)})" for name, parts in self.treatments.items()) or "none"
 
 
-def newest(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """Return the newest values of the named metrics that are there, as numbers."""
-    return {name: float(metrics[name]) for name in names if name in metrics}
+def read_status(folder: Path) -> str | None:
+    """Return how the run in ``folder`` ended, or ``None`` without a summary: it is under way, or was killed.
+
+    Raises :class:`UsageError` for a summary that cannot be read.
+    """
+    path = folder / SUMMARY
+    return str(checked(read_json(path), {"status": TEXT}, path)["status"]) if is_there(path) else None
 
 
-def weights_name(strategy: str) -> str:
-    """Return the name of the file of a strategy's final weights."""
-    return f"{strategy}_final.pt"
+def read_completed(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of the run in ``folder``, or ``None`` unless that run is completed.
+
+    Raises :class:`UsageError` for a summary that cannot be read, or lacks what is shown of it.
+    """
+    path = folder / SUMMARY
+    return checked(read_json(path), SHOWN, path) if read_status(folder) == "completed" else None
 
 
-def reference_name(strategy: str) -> str:
-    """Return the name of the file of the final weights that a run has written over and measures against."""
-    return f"{strategy}_reference.pt"
+def run_folders(path: Path, command: str) -> list[Path]:
+    """Return the folders of runs at ``path``: itself, or those of an experiment's strategies.
 
-
-def model_size(model: nn.Module) -> dict[str, int]:
-    """Count the parameters, those that are trained, and the bytes of all of them."""
-    parameters = list(model.parameters())
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-    }
+    Raises :class:`UsageError`, which names the ``command`` that needs them, where there is none.
+    """
+    if is_there(path / CONFIG):
+        return [path]
+    if not path.is_dir():
+        problem = "is not a folder" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
+    found = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
+    if not found:
+        raise UsageError(
+            f"{path} is not the folder of a run, and holds none: there is no {CONFIG}; {command} takes "
+            "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."
+        )
+    return found
 
 
 def versions() -> dict[str, str]:

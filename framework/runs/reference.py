@@ -1,7 +1,6 @@
 """A reference solution: the final weights of an earlier run, against which hooks measure."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints import is_there, plain_json
 from ..errors import UsageError, listed
 from .config import ExperimentConfig
-from .records import CONFIG, environment, reference_name, versions, weights_name
+from .records import CONFIG, RunRecord, differences, environment, versions
+from .run_folder import reference_name, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
 """Options that may differ between a run and its reference without making them two problems."""
-IRRELEVANT_SURROUNDINGS = frozenset({"command", "platform"})
+IRRELEVANT_SURROUNDINGS = frozenset({"loopscope", "command", "platform"})
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ def find_reference(given: Path | None, earlier: Sequence[Path], experiment: str,
     """
     if given is None:
         return next((path for path in earlier if path.is_file()), None)
+    if not is_there(given):
+        raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
     if given.is_file():
         return given
-    if not given.exists():
-        raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
     folders = given / strategy, given / experiment / strategy
     places = [folder / name for name in (weights_name(strategy), reference_name(strategy)) for folder in folders]
     found = next((place for place in [*places, *given.glob(weights_name("*"))] if place.is_file()), None)
@@ -59,7 +60,9 @@ def load_reference(path: Path, model: nn.Module) -> Reference:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise UsageError(f"The reference {path} is not a file of weights ({type(error).__name__}).") from error
-    found = content.get("parameters", content) if isinstance(content, dict) else {}
+    found = content if isinstance(content, dict) else {}
+    if isinstance(found.get("parameters"), dict):
+        found = found["parameters"]
     saved = set(model.state_dict())  # which leaves out the factors of a low-bit layer: there it is its merged weight
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in saved}
     wrong = [
@@ -76,22 +79,16 @@ def _shape(value: Any) -> str:
     return "x".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else "missing"
 
 
-def differences(path: Path, config: ExperimentConfig, model: nn.Module) -> list[str]:
-    """List how the run that left a reference differed in options, versions and surroundings, as far as it tells."""
-    try:
-        record = json.loads((path.parent / CONFIG).read_text("utf-8"))
-        parts = [
-            _differing(record["config"], config.as_dict(), IRRELEVANT),
-            _differing(record["versions"], versions(), frozenset({"loopscope"})),
-            _differing(record["environment"], environment(model), IRRELEVANT_SURROUNDINGS),
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+def unlike(path: Path, config: ExperimentConfig, model: nn.Module) -> list[str]:
+    """List how the run that left a reference differed in options, versions and surroundings.
+
+    A file of weights need not lie in the folder of a run; raises :class:`UsageError` for a record that is damaged.
+    """
+    if not is_there(path.parent / CONFIG):
         return []
-    return [line for part in parts for line in part]
-
-
-def _differing(there: Mapping[str, Any], here: Mapping[str, Any], leave_out: frozenset[str]) -> Iterator[str]:
-    for name in {**there, **here}:
-        was, now = there.get(name), here.get(name)
-        if name not in leave_out and was != now:
-            yield f"{name} {was} there, {now} here"
+    before = RunRecord.read(path.parent)
+    differing = differences(before.config, plain_json(config.as_dict()), IRRELEVANT)
+    if before.versions and before.environment:
+        now = {**versions(), **environment(model)}
+        differing += differences(before.surroundings, now, IRRELEVANT_SURROUNDINGS)
+    return [f"{name} {old} there, {new} here" for name, old, new in differing]

@@ -1,59 +1,14 @@
-"""Runs that are over, as sinks send them again from their folders."""
+"""Sinks that send the record of a run that is over, or read their own files back."""
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import UsageError
-from ..hooks import MetricSink, RunInfo
-from .config import ExperimentConfig
-from .records import CONFIG, SUMMARY
+from ..hooks import MetricSink
 
-
-@dataclass(frozen=True)
-class RunDescription:
-    """What a sink tells its readers of a run."""
-
-    experiment: str
-    strategy: str
-    config: Mapping[str, Any]
-    treatments: Mapping[str, tuple[str, ...]]
-    """The committing hooks, by name, with the parts of the training state that each changes."""
-
-    @classmethod
-    def of_run(cls, run: RunInfo) -> "RunDescription":
-        """Describe a run that is under way."""
-        config = run.config.as_dict() if isinstance(run.config, ExperimentConfig) else run.config
-        return cls(run.experiment, run.strategy, config if isinstance(config, Mapping) else {}, run.treatments)
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "RunDescription":
-        """Describe the run that lies in ``folder``; raises :class:`UsageError` where there is none."""
-        path = folder / CONFIG
-        try:
-            found = json.loads(path.read_text("utf-8"))
-            treatments = {name: tuple(parts) for name, parts in found["treatments"].items()}
-            return cls(found["experiment"], found["strategy"], dict(found["config"]), treatments)
-        except OSError as error:
-            raise UsageError(f"{folder} is no folder of a run: {path} cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} is not the configuration of a run: {type(error).__name__}: {error}.") from error
-
-    @property
-    def treatments_text(self) -> str:
-        """The treatments in words: ``none``, or ``grad_clip (gradients)``."""
-        return ", ".join(f"{name} ({', '.join(parts)})" for name, parts in self.treatments.items()) or "none"
-
-
-def status_of(folder: Path) -> str:
-    """Return how the run in ``folder`` ended; one without a summary was killed, and counts as failed."""
-    try:
-        return str(json.loads((folder / SUMMARY).read_text("utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "failed"
+Emit = TypeVar("Emit")
 
 
 class ReplaySink(MetricSink):
@@ -88,20 +43,18 @@ class RecordSink(MetricSink):
         """
 
 
-def run_folders(path: Path, command: str = "replay") -> list[Path]:
-    """Return the folders of runs at ``path``: itself, or those of an experiment's strategies.
+def pass_on(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None]) -> None:
+    """Read the emits of the record at ``path`` and give each to ``take``.
 
-    Raises :class:`UsageError` where there is none.
+    Raises :class:`UsageError` that says after how many emits the record is broken, or why the system refuses.
     """
-    if not path.is_dir():
-        problem = "is not a folder" if path.exists() else "does not exist"
-        raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
-    if (path / CONFIG).exists():
-        return [path]
-    found = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
-    if not found:
-        raise UsageError(
-            f"{path} holds no run, and no folders of runs: there is no {CONFIG}; {command} takes "
-            "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."
-        )
-    return found
+    taken = 0
+    try:
+        for emit in emits:
+            take(emit)
+            taken += 1
+    except OSError as error:
+        raise UsageError(f"{path} could not be read or passed on after {taken} emits: {error.strerror}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} cannot be read after {taken} emits ({reason}).") from error

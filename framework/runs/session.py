@@ -1,7 +1,7 @@
 """One run of the command: checks everything first, then trains the strategies one after the other."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, moments_of
+from ..checkpoints import Checkpoint, CheckpointPlan, plain_json
 from ..errors import RunNotice, UsageError, unknown
 from ..firing import HookManager
 from ..hooks import (
@@ -29,11 +29,29 @@ from ..training import Precision, TrainingTask, compile_model, quiet_graph_break
 from .config import RunOptions, require
 from .display import Display
 from .records import RunRecord, environment, versions
-from .reference import Reference, differences, find_reference, load_reference
-from .resuming import described, newest_of, refuse_another_run, tell_of_environment
+from .reference import Reference, find_reference, load_reference, unlike
+from .resuming import newest_of
+from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import StrategyRun
-from .validating import validate
+from .validating import checkpoints_to_compare, validate
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One strategy as it is to be run: everything that was checked and found before any strategy is built."""
+
+    folder: RunFolder
+    record: RunRecord
+    hooks: Sequence[ConfiguredHook]
+    guardian_device: torch.device | None
+    reference: Reference | None = None
+    resumed: Checkpoint | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy."""
+        return self.folder.strategy
 
 
 @dataclass
@@ -51,28 +69,17 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        options, runner = self.options, self.runner
+        options = self.options
         with deterministic(on=not options.no_determinism), quiet_graph_breaks():
-            strategies = chosen_strategies(runner, options.strategies)
-            hooks = self._hooks(strategies)
-            device = check_device(options.guardian_device) if options.guardian_device else None
-            records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
-            for record in records.values():
-                record.refuse_to_overwrite(allowed=options.overwrite or options.resume)
-            found = self._checkpoints(hooks, records) if options.resume else {}
-            references = self._references(hooks, records)
-            summaries: list[dict[str, Any]] = []
-            fresh = deepcopy(runner.state_dict())
-            for strategy in strategies:
-                finished = records[strategy].finished() if options.resume else None
-                if finished is None:
-                    runner.load_state_dict(deepcopy(fresh))
-                    run = self._prepare(strategy, hooks[strategy], records[strategy], device, references.get(strategy))
-                    run.resumed = found.get(strategy)
-                    if summaries:
-                        run.manager.hooks.reset()
-                    finished = run.run()
-                summaries.append(finished)
+            setups = self._setups()
+            for setup in setups:
+                setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
+            if options.resume:
+                setups = [replace(setup, resumed=newest_of(setup.folder, setup.record)) for setup in setups]
+            done = {setup.strategy: setup.folder.completed() for setup in setups} if options.resume else {}
+            setups = self._with_references(setups)
+            runs = self._runs([setup for setup in setups if done.get(setup.strategy) is None])
+            summaries = [done.get(setup.strategy) or next(runs).run() for setup in setups]
         self.display.ended(summaries)
         return summaries
 
@@ -87,48 +94,45 @@ class Session:
             quiet_graph_breaks(),
             TemporaryDirectory() as elsewhere,
         ):
-            strategies = chosen_strategies(self.runner, self.options.strategies)
-            hooks = self._hooks(strategies)
-            records = {strategy: RunRecord(self.directory(strategy), strategy) for strategy in strategies}
-            references = self._references(hooks, records)
-            fresh = deepcopy(self.runner.state_dict())
-            compared: dict[str, Sequence[int]] = {}
-            for strategy, record in records.items():
-                moments, before = moments_of(record.checkpoints), record.recorded()
-                if before is None or not moments:
-                    raise UsageError(f"{record.directory} holds no intact checkpoints to compare with.")
-                refuse_another_run(str(record.directory), before, self._described(strategy, hooks[strategy]))
-                self.runner.load_state_dict(deepcopy(fresh))
-                scratch = RunRecord(Path(elsewhere) / strategy, strategy)
-                scratch.make_folder()
-                device = check_device(self.options.guardian_device) if self.options.guardian_device else None
-                without_sinks = replace(self, make_sinks=list)
-                run = without_sinks._prepare(strategy, hooks[strategy], scratch, device, references.get(strategy))
-                if compared:
-                    run.manager.hooks.reset()
-                compared[strategy] = validate(run, moments, before["hooks"])
-        return compared
+            setups = self._setups()
+            earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
+            setups = [
+                replace(setup, folder=RunFolder(Path(elsewhere) / setup.strategy, setup.strategy))
+                for setup in self._with_references(setups)
+            ]
+            runs = replace(self, make_sinks=list)._runs(setups)
+            return {run.folder.strategy: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
 
-    def _checkpoints(
-        self, hooks: Mapping[str, Sequence[ConfiguredHook]], records: Mapping[str, RunRecord]
-    ) -> dict[str, Checkpoint | None]:
-        """Find where every strategy goes on."""
-        found: dict[str, Checkpoint | None] = {}
-        for strategy, record in records.items():
-            expected = self._described(strategy, hooks[strategy])
-            found[strategy] = newest_of(record, expected)
-        return found
+    def _setups(self) -> list[Setup]:
+        """Check strategies, hooks and devices."""
+        options = self.options
+        strategies = chosen_strategies(self.runner, options.strategies)
+        hooks = self._hooks(strategies)
+        device = check_device(options.guardian_device) if options.guardian_device else None
+        return [
+            Setup(
+                RunFolder(self.directory(strategy), strategy),
+                self._record(strategy, hooks[strategy]),
+                hooks[strategy],
+                device,
+            )
+            for strategy in strategies
+        ]
 
-    def _described(self, strategy: str, hooks: Sequence[ConfiguredHook]) -> dict[str, Any]:
-        """Return what tells one strategy's run from another."""
-        runner = self.runner
-        return described(
-            runner.name,
-            strategy,
-            runner.config.as_dict(),
-            {item.hook.name: item.options for item in hooks},
-            treatments(item.hook for item in hooks),
-        )
+    def _record(self, strategy: str, hooks: Sequence[ConfiguredHook]) -> RunRecord:
+        """Say what is run, as far as it is known before the model is built."""
+        runner, options = self.runner, self.options
+        known = {
+            "experiment": runner.name,
+            "strategy": strategy,
+            "config": runner.config.as_dict(),
+            "hooks": {item.hook.name: item.options for item in hooks},
+            "treatments": treatments(item.hook for item in hooks),
+            "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks, "reference": None},
+            "options": options.recorded,
+            "versions": versions(),
+        }
+        return RunRecord(**plain_json(known))
 
     def directory(self, strategy: str) -> Path:
         """Return the folder of one strategy's run."""
@@ -149,114 +153,102 @@ class Session:
             strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
         }
 
-    def _references(
-        self, hooks: Mapping[str, Sequence[ConfiguredHook]], records: Mapping[str, RunRecord]
-    ) -> dict[str, Reference]:
+    def _with_references(self, setups: Sequence[Setup]) -> list[Setup]:
         """Load the reference solution of every strategy that has one and a hook that asks for it."""
-        given, runner = self.options.reference, self.runner
-        asking = [strategy for strategy, active in hooks.items() if any(_asks_for_reference(item) for item in active)]
+        given = self.options.reference
+        asking = [any(asks_for_reference(type(item.hook)) for item in setup.hooks) for setup in setups]
         require(
-            given is None or bool(asking),
+            given is None or any(asking),
             f"--reference {given} is given, but no hook that is on measures against a reference; add one of "
             f"--hooks {', '.join(hook.name for hook in HookRegistry if asks_for_reference(hook))}.",
         )
-        found: dict[str, Reference] = {}
-        for strategy in asking:
-            earlier = (records[strategy].weights_path, records[strategy].reference_path)
-            path = find_reference(given, earlier, runner.name, strategy)
-            reference = None if path is None else self._load_reference(path, strategy)
-            if reference is not None:
-                found[strategy] = reference
-        return found
+        return [
+            replace(setup, reference=self._reference(setup.folder)) if asks else setup
+            for setup, asks in zip(setups, asking, strict=True)
+        ]
 
-    def _load_reference(self, path: Path, strategy: str) -> Reference | None:
+    def _reference(self, folder: RunFolder) -> Reference | None:
         """Load a reference and tell how its run differs; one that nobody asked for may be of another model."""
-        runner = self.runner
+        runner, given = self.runner, self.options.reference
+        path = find_reference(given, (folder.weights, folder.reference), runner.name, folder.strategy)
+        if path is None:
+            return None
         seed_everything(runner.config.seed)
         model = runner.build_model().to(runner.device)
         try:
             reference = load_reference(path, model)
         except UsageError as error:
-            if self.options.reference is not None:
+            if given is not None:
                 raise
-            warnings.warn(f"Strategy {strategy!r} has no reference solution: {error}", RunNotice, stacklevel=2)
+            _notice(f"Strategy {folder.strategy!r} has no reference solution: {error}")
             return None
-        if unlike := differences(path, runner.config, model):
-            sentence = f"The reference of strategy {strategy!r}, {path}, comes from a run that differs"
-            warnings.warn(f"{sentence}: {'; '.join(unlike)}.", RunNotice, stacklevel=2)
+        said = f"The reference of strategy {folder.strategy!r}, {path}, comes from a run that"
+        try:
+            if differing := unlike(path, runner.config, model):
+                _notice(f"{said} differs: {'; '.join(differing)}.")
+        except UsageError as error:
+            _notice(f"{said} may differ: {error}")
         return reference
 
-    def _prepare(
-        self,
-        strategy: str,
-        hooks: Sequence[ConfiguredHook],
-        record: RunRecord,
-        guardian_device: torch.device | None,
-        reference: Reference | None,
-    ) -> StrategyRun:
+    def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
+        """Build one run after the other: from the same state of the experiment, with hooks that remember no other."""
+        fresh = deepcopy(self.runner.state_dict())
+        for index, setup in enumerate(setups):
+            self.runner.load_state_dict(deepcopy(fresh))
+            run = self._built(setup)
+            if index:
+                run.manager.hooks.reset()
+            yield run
+
+    def _built(self, setup: Setup) -> StrategyRun:
         runner, options = self.runner, self.options
-        task, state = build_run(runner, strategy)
+        task, state = build_run(runner, setup.strategy)
+        reference = setup.reference
         weights = None if reference is None else reference.weights
         manager = HookManager(
-            [item.hook for item in hooks],
+            [item.hook for item in setup.hooks],
             task,
             state,
             loop=runner.loop,
-            required=[*options.hooks, *runner.strategy_hooks(strategy)],
+            required=[*options.hooks, *runner.strategy_hooks(setup.strategy)],
             sinks=self.make_sinks(),
             on_error=options.on_hook_error,
             audit=options.audit_hooks,
-            guardian_device=guardian_device,
+            guardian_device=setup.guardian_device,
             profile=options.profile_hooks,
             offload_state=options.hook_offload_state,
             reference_weights=weights,
         )
         run = RunInfo(
             experiment=runner.name,
-            strategy=strategy,
-            output_dir=record.directory,
-            model=task.model,
-            config=runner.config,
+            strategy=setup.strategy,
+            output_dir=setup.folder.path,
+            task=task,
             loop=runner.loop,
             seed=runner.config.seed,
-            steps=task.length * (len(task.loader) if runner.loop == "epoch" else 1),
-            steps_per_epoch=len(task.loader),
             optimizer_class=type(task.optimizer),
             reference_weights=weights,
             metric_infos=manager.hooks.metric_infos(),
             treatments=treatments(manager.hooks),
-            compared_metrics=runner.compared_metrics,
         )
-
-        def claim() -> None:
-            if session_run.resumed is not None:
-                tell_of_environment(session_run.resumed, {**versions(), **environment(task.model)})
-                return
-            path = record.claim(None if reference is None else reference.path)
-            record.write_config(run, hooks, options, path, runner.describe_data())
-
-        session_run = StrategyRun(
+        return StrategyRun(
             run,
+            runner,
             task,
             state,
             manager,
-            record,
+            setup.folder,
+            replace(setup.record, environment=environment(task.model)),
             self.display,
-            claim,
             plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
-            best_metric=runner.best_metric,
-            described=self._described(strategy, hooks),
+            resumed=setup.resumed,
+            reference=None if reference is None else reference.path,
         )
-        return session_run
 
 
 def asks_for_reference(hook: type[TrainingHook]) -> bool:
     """Tell whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
-
-
-def _asks_for_reference(item: ConfiguredHook) -> bool:
-    return asks_for_reference(type(item.hook))
 
 
 def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:
@@ -294,7 +286,6 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         evaluate=precision.autocast(runner.evaluate),
         scaler=precision.scaler(),
         should_stop=runner.should_stop,
-        sample=runner.sample,
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
@@ -311,6 +302,10 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
     )
     require(len(loader) > 0, f"Strategy {strategy!r} has no training batches.")
     return task, state
+
+
+def _notice(sentence: str) -> None:
+    warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 def check_device(name: str | None) -> torch.device:

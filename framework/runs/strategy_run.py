@@ -1,9 +1,10 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from ..checkpoints import (
     RunState,
     Signals,
     StoppedError,
+    plain_json,
     run_lock,
 )
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError
@@ -27,31 +29,31 @@ from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask
 from .display import Display
-from .records import RunRecord, environment, versions
+from .records import RunRecord
+from .resuming import tell_of_environment
+from .run_folder import RunFolder
+from .runner import ExperimentRunner
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class StrategyRun:
-    """A run of one strategy; ``claim`` is called once the hooks have started, before anything of it is written.
-
-    ``resumed`` is the checkpoint from which it goes on; ``best_metric`` names the number of the evaluation whose lowest
-    value marks the best checkpoint.
-    """
+    """A run of one strategy, which writes to its folder once its hooks have started."""
 
     run_info: RunInfo
+    runner: ExperimentRunner[Any]
     task: TrainingTask
     state: TrainingState
     manager: HookManager
+    folder: RunFolder
     record: RunRecord
     display: Display
-    claim: Callable[[], None]
-    plan: CheckpointPlan = CheckpointPlan()  # noqa: RUF009 - it is frozen
+    plan: CheckpointPlan
     resumed: Checkpoint | None = None
-    best_metric: str = "val_loss"
-    described: Mapping[str, Any] = field(default_factory=dict)
-    """What the manifests of checkpoints say of the run: configuration, hooks."""
+    """The checkpoint from which it goes on."""
+    reference: Path | None = None
+    """The weights that its hooks measure against."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
     _is_trained: bool = False
@@ -62,7 +64,7 @@ class StrategyRun:
         """Make what writes the checkpoints."""
         self._checkpointing = Checkpointing(
             self.manager,
-            CheckpointWriter(self.record.checkpoints, self.plan.keep),
+            CheckpointWriter(self.folder.checkpoints, self.plan.keep),
             self.plan,
             self._signals,
             describe=self._describe,
@@ -83,8 +85,8 @@ class StrategyRun:
                 self._train()
                 self.manager.end("completed")
                 final = self._evaluate()
-                sample = self._in_eval_mode("sample", self.task.sample)
-                self.record.write_weights(self.task.model)
+                sample = self._in_eval_mode("sample", self.runner.sample)
+                self.folder.write_weights(self.task.model)
             except StateMutationError as error:
                 self.manager.hooks.abandon()
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
@@ -103,9 +105,9 @@ class StrategyRun:
 
     def _start(self, held: ExitStack) -> None:
         """Lock the folder, put back the state of a run that goes on, and start the hooks."""
-        self.record.make_folder()
+        self.folder.make()
         try:
-            held.enter_context(run_lock(self.record.directory))
+            held.enter_context(run_lock(self.folder.path))
             if self.resumed is not None:
                 RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
             self.manager.start_hooks(self.run_info)
@@ -117,9 +119,19 @@ class StrategyRun:
         except BaseException:
             held.close()
             _attempt(lambda: self.manager.end("failed"))
-            self.record.give_back()
+            self.folder.give_back()
             raise
-        self.claim()
+        if self.resumed is None:
+            self._claim()
+        else:
+            tell_of_environment(self.resumed, self.record)
+
+    def _claim(self) -> None:
+        """Make room in the folder, and write what is run."""
+        reference = self.folder.claim(self.reference)
+        of_this_run = {**self.record.run, "reference": None if reference is None else str(reference)}
+        self.record = replace(self.record, data=plain_json(self.runner.describe_data()), run=of_this_run)
+        self.folder.write_record(self.record)
 
     def _train(self) -> None:
         progress = self.display.strategy_started(self.run_info, self.task, [*self.manager.hooks])
@@ -137,16 +149,12 @@ class StrategyRun:
         """Return what a checkpoint that is written now says of itself."""
         loop = self.state.loop
         return {
-            **self.described,
-            "experiment": self.run_info.experiment,
-            "strategy": self.run_info.strategy,
+            **vars(self.record),
             "epoch": loop.epoch,
             "step": loop.step,
             "evaluation": loop.evaluation,
-            "score": loop.evaluation.get(self.best_metric),
+            "score": loop.evaluation.get(self.runner.best_metric),
             "initial": self._initial,
-            "versions": versions(),
-            "environment": environment(self.task.model),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -165,30 +173,50 @@ class StrategyRun:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
         self._summarise(status, explained(error), dict(self.state.loop.evaluation))
-        if self.record.newest_checkpoint() is not None:
-            sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.record.directory}"
+        if self.folder.newest_checkpoint() is not None:
+            sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.folder.path}"
             warnings.warn(sentence, RunNotice, stacklevel=2)
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
     ) -> dict[str, Any]:
-        summary = self.record.write_summary(
-            self.run_info,
-            self.task,
-            self.state,
-            self.manager,
-            status=status,
-            error=error,
-            seconds={"total": perf_counter() - self._begin, "training": self._trained},
-            initial=self._initial,
-            final=final,
-            sample=sample,
-        )
+        """Write how it went, show it, and return it."""
+        loop, manager, seconds = self.state.loop, self.manager, perf_counter() - self._begin
+        metrics = manager.dispatch.last()
+        summary: dict[str, Any] = {
+            "experiment": self.record.experiment,
+            "strategy": self.record.strategy,
+            "status": status,
+            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"),
+            "seed": self.run_info.seed,
+            "epochs": loop.epoch,
+            "steps": loop.step,
+            "skipped_steps": loop.skipped_steps,
+            "target_reached": loop.reached,
+            "seconds": {"total": seconds, "training": self._trained},
+            "steps_per_second": loop.step / self._trained if self._trained else None,
+            "model": model_size(self.task.model),
+            "training_loss": loop.epoch_loss,
+            "initial": self._initial,
+            "final": final,
+            "deltas": {name: final[name] - self._initial[name] for name in final if name in self._initial},
+            "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
+            "sample": sample,
+            "treatments": self.run_info.treatments,
+            "hook_errors": manager.hooks.failures.errors,
+            "hooks_left_out": manager.hooks.failures.left_out,
+            "hook_tables": manager.hooks.tables,
+            "hook_samples": manager.profiler.samples,
+            "output_dir": str(self.folder.path),
+        }
+        if manager.profiler.enabled:
+            summary["hook_profile"] = manager.profiler.report()
+        self.folder.write_summary(summary)
         self.display.strategy_ended(summary)
         return summary
 
     def _last_checkpoint(self) -> str:
-        newest = self.record.newest_checkpoint()
+        newest = self.folder.newest_checkpoint()
         return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
 
 
@@ -198,3 +226,13 @@ def _attempt(action: Callable[[], None]) -> None:
         action()
     except LoopscopeError as error:
         warnings.warn(str(error), stacklevel=2)
+
+
+def model_size(model: nn.Module) -> dict[str, int]:
+    """Count the parameters, those that are trained, and the bytes of all of them."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    }

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Moment, Parting, RunState, differing, open_checkpoint
-from ..errors import LoopscopeError
+from ..checkpoints import Moment, Parting, RunState, differing, moments_of, open_checkpoint
+from ..errors import LoopscopeError, UsageError
 from ..firing import HookManager
 from ..loops import epoch_loop, step_loop
 from ..state import LoopState
+from .records import RunRecord
+from .resuming import refuse_another_run
+from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
 
@@ -45,11 +48,24 @@ class Validation:
         loop.stopped = len(self.compared) == len(self.moments)
 
 
+def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[Moment, Path], Mapping[str, Any]]:
+    """Return the intact checkpoints of an earlier run and its hooks.
+
+    Raises :class:`UsageError` where there are none, or where the run that is compared with them is another one.
+    """
+    moments, before = moments_of(folder.checkpoints), folder.record()
+    if before is None or not moments:
+        raise UsageError(f"{folder.path} holds no intact checkpoints to compare with.")
+    refuse_another_run(folder.path, before, now)
+    return moments, before.hooks
+
+
 def validate(run: StrategyRun, moments: Mapping[Moment, Path], before: Mapping[str, Any]) -> Sequence[int]:
     """Train a strategy that was just prepared and return the steps at which it is the same as the checkpoints."""
     manager = run.manager
     validation = Validation(manager, moments, before)
     loop = epoch_loop if run.run_info.loop == "epoch" else step_loop
+    run.folder.make()
     manager.start_hooks(run.run_info)
     try:
         loop(run.task, manager, pauses=validation)

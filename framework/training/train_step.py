@@ -29,8 +29,6 @@ class TrainingTask:
     compute_loss: Callable[[nn.Module, Batch], Tensor]
     evaluate: Callable[[nn.Module], dict[str, float]] = lambda model: {}
     should_stop: Callable[[dict[str, float]], bool] = lambda evaluation: False
-    sample: Callable[[nn.Module], str | None] = lambda model: None
-    """Shows at the end, in eval mode without gradients, what the model does."""
     target_grad: Callable[[nn.Module], dict[str, Tensor] | None] = lambda model: None
     scheduler: LRScheduler | None = None
     scaler: GradScaler | None = None

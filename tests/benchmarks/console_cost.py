@@ -14,7 +14,6 @@ from loopscope.hooks import RunInfo
 from loopscope.loops import NoProgress, Progress, epoch_loop
 from loopscope.training_hooks.progress import TrainingMetrics
 from rich.console import Console
-from torch import nn
 
 from tests.benchmarks.loop_cost import HeavyWork
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
@@ -50,7 +49,7 @@ class Shown:
         self._task, self._state = subject.task, subject.state
         hooks, sinks = [TrainingMetrics()], console.sinks() if console else []
         manager = HookManager(hooks, self._task, self._state, sinks=sinks)
-        run = run_info(self._task.model, len(self._task.loader), manager)
+        run = run_info(manager)
         manager.start(run)
         self._manager = manager
         self._progress: Progress = console.strategy_started(run, self._task, hooks) if console else NoProgress()
@@ -70,18 +69,15 @@ class Shown:
         self.shares.append((self._work.seconds - before) / (clock() - begin))
 
 
-def run_info(model: nn.Module, steps_per_epoch: int, manager: HookManager) -> RunInfo:
+def run_info(manager: HookManager) -> RunInfo:
     """Describe a run that writes no files."""
     return RunInfo(
         experiment="mod_arithmetic",
         strategy="stride",
         output_dir=Path("unused"),
-        model=model,
-        config=None,
+        task=manager.task,
         loop="epoch",
         seed=0,
-        steps=steps_per_epoch,
-        steps_per_epoch=steps_per_epoch,
         optimizer_class=type(manager.task.optimizer),
         metric_infos=manager.hooks.metric_infos(),
     )

@@ -113,12 +113,9 @@ def observers_at_the_end_of_epochs(effort: Effort) -> Iterator[Row]:
         experiment="mod_arithmetic",
         strategy="stride",
         output_dir=Path("unused"),
-        model=task.model,
-        config=task.config,
+        task=task,
         loop="epoch",
         seed=0,
-        steps=epochs * len(task.loader),
-        steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
         reference_weights=reference,
     )

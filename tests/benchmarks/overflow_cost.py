@@ -94,11 +94,8 @@ def _run_info(task: TrainingTask) -> RunInfo:
         experiment="overflow",
         strategy="only",
         output_dir=Path("unused"),
-        model=task.model,
-        config=task.config,
+        task=task,
         loop="step",
         seed=0,
-        steps=task.length,
-        steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
     )

@@ -1,6 +1,7 @@
 """What smoothing and averaging the weights of a model of 10M parameters costs, against lerps of the same bytes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -95,11 +96,8 @@ def _run(subject: Subject, steps: int) -> RunInfo:
         experiment="benchmark",
         strategy="only",
         output_dir=Path("unused"),
-        model=task.model,
-        config=task.config,
+        task=replace(task, length=-(-steps // len(task.loader))),
         loop="epoch",
         seed=0,
-        steps=steps,
-        steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
     )

@@ -105,12 +105,9 @@ def run_info(task: TrainingTask) -> RunInfo:
         experiment="tied_lm",
         strategy="baseline",
         output_dir=Path("unused"),
-        model=task.model,
-        config=task.config,
+        task=task,
         loop="step",
         seed=task.config.seed,
-        steps=task.length,
-        steps_per_epoch=len(task.loader),
         optimizer_class=type(task.optimizer),
     )
 

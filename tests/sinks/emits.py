@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series
+from loopscope.training import TrainingTask
 from torch import nn
 from torch.optim import SGD
 
@@ -23,8 +24,9 @@ STEPS = st.lists(st.integers(1, 10**6), min_size=1, max_size=4, unique=True).map
 
 def run_info(folder: Path, strategy: str = "only", described: list[str] = (), **fields: Any) -> RunInfo:  # type: ignore[assignment]
     infos = {name: MetricInfo(name.partition("/")[2], "formula", "range", "reading") for name in described}
-    settings = {"experiment": "exp", "model": nn.Linear(1, 1), "config": None, "loop": "epoch", "seed": 0}
-    settings |= {"steps": 1, "steps_per_epoch": 1, "optimizer_class": SGD, **fields}
+    model, config = fields.pop("model", nn.Linear(1, 1)), fields.pop("config", None)
+    task = TrainingTask(model, None, range(1), None, config=config)  # type: ignore[arg-type]
+    settings = {"experiment": "exp", "task": task, "loop": "epoch", "seed": 0, "optimizer_class": SGD, **fields}
     return RunInfo(strategy=strategy, output_dir=folder, metric_infos=infos, **settings)
 
 

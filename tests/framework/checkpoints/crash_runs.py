@@ -55,12 +55,12 @@ PLACES = {
     "after an optimizer's step": Place("loopscope.loops:update", "after"),
     "an evaluation": Place("loopscope.firing.manager:HookManager.isolated"),
     "the start of hooks": Place("loopscope.firing.manager:HookManager.start_hooks", "after"),
-    "the configuration half written": Place("loopscope.runs.records:RunRecord.write_config"),
+    "the configuration half written": Place("loopscope.runs.run_folder:RunFolder.write_record"),
     "sinks going on": Place("loopscope.firing.dispatch:MetricDispatch.start", "after"),
     "a whole file before it gets its name": Place("pathlib:Path.replace"),
     "the end of hooks and sinks": Place("loopscope.firing.manager:HookManager.end", "after"),
-    "before the final weights": Place("loopscope.runs.records:RunRecord.write_weights"),
-    "between strategies": Place("loopscope.runs.records:RunRecord.write_summary", "after"),
+    "before the final weights": Place("loopscope.runs.run_folder:RunFolder.write_weights"),
+    "between strategies": Place("loopscope.runs.run_folder:RunFolder.write_summary", "after"),
 }
 
 

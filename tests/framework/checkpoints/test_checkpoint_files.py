@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import Checkpoint, CheckpointWriter, checkpoints_in, newest_intact, open_checkpoint
-from loopscope.checkpoints.format import (
-    MANIFEST,
-    STATE,
-    DamagedCheckpointError,
-    checkpoint_name,
-    set_aside,
-    write_checkpoint,
-)
+from loopscope.checkpoints import MANIFEST, Checkpoint, CheckpointWriter, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints.format import STATE, DamagedCheckpointError, checkpoint_name, set_aside, write_checkpoint
 from loopscope.checkpoints.writer import Kept, Staging
 from loopscope.errors import LoopscopeError
 

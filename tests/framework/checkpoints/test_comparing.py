@@ -174,12 +174,21 @@ def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
     assert (status, "have no checkpoint of the same step, no JSONL and no weights in common" in said) == (2, True)
 
 
-@pytest.mark.parametrize("config", [None, "", "{}", "[1]", '{"strategy": '])
-def test_what_is_not_a_run_is_refused(config: str | None, pair, capfd) -> None:
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (None, "b is not the folder of a run: there is no experiment_config.json"),
+        ("", "b/experiment_config.json cannot be read: it is not JSON"),
+        ('{"strategy": ', "b/experiment_config.json cannot be read: it is not JSON"),
+        ("[1]", "b/experiment_config.json cannot be read: it is JSON, but a list instead of an object."),
+        ("{}", "b/experiment_config.json cannot be used: it has no field 'experiment'."),
+    ],
+)
+def test_what_is_not_a_run_is_refused(config: str | None, sentence: str, pair, capfd) -> None:
     path = pair[1] / "experiment_config.json"
     path.unlink() if config is None else path.write_text(config)
     status, said = diff(capfd, *pair)
-    assert (status, said.count("\n"), "b is not the folder of a run" in said) == (2, 1, True)
+    assert (status, said.count("\n"), sentence in said) == (2, 1, True), said
 
 
 def test_damaged_weights_and_checkpoints_are_named(pair, capfd) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing, checkpoints_in, newest_intact, open_checkpoint
+from loopscope.checkpoints import MANIFEST, Checkpointing, checkpoints_in, newest_intact, open_checkpoint
 from loopscope.checkpoints import format as checkpoint_files
-from loopscope.checkpoints.format import MANIFEST, STATE, write_checkpoint
+from loopscope.checkpoints.format import STATE, write_checkpoint
 from loopscope.checkpoints.writer import Kept
 from loopscope.cli import main
 from loopscope.errors import RunNotice, UnsuitableError, UsageError

@@ -11,10 +11,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpoint, Checkpointing, checkpoints_in, differing, newest_intact, open_checkpoint
+from loopscope.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    Checkpointing,
+    checkpoints_in,
+    differing,
+    newest_intact,
+    open_checkpoint,
+)
 from loopscope.checkpoints.content import put_back
-from loopscope.checkpoints.format import MANIFEST, STATE
-from loopscope.runs import CHECKPOINTS, Session
+from loopscope.checkpoints.format import STATE
+from loopscope.runs import Session
+from loopscope.runs.run_folder import CHECKPOINTS
 from loopscope.runs.session import build_run
 from loopscope.sinks import JSONLSink, read_jsonl
 

@@ -154,7 +154,7 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         (["run/exp/only"], "needs --metrics PATTERN... or --provenance; there are m/loss."),
         (["nowhere", "--metrics", "a"], "nowhere does not exist; plot takes the folder of a run"),
         (["a-file", "--metrics", "a"], "a-file is not a folder"),
-        (["empty", "--metrics", "a"], "empty holds no run"),
+        (["empty", "--metrics", "a"], "empty is not the folder of a run"),
         (
             ["bare", "--metrics", "a"],
             "bare holds neither s.jsonl nor s.csv; a run writes its metrics there with --hook-",

@@ -15,8 +15,9 @@ from loopscope import training_hooks
 from loopscope.checkpoints import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
-from loopscope.runs.records import RunRecord, model_size
+from loopscope.runs import RunFolder
 from loopscope.runs.session import build_run
+from loopscope.runs.strategy_run import model_size
 from torch import nn
 
 from tests.framework.runs.small_experiment import (
@@ -35,8 +36,8 @@ from tests.framework.runs.small_experiment import (
 assert training_hooks.__all__
 
 
-def record(folder: Path) -> RunRecord:
-    return RunRecord(folder / "small/plain", "plain")
+def record(folder: Path) -> RunFolder:
+    return RunFolder(folder / "small/plain", "plain")
 
 
 # The summary
@@ -188,9 +189,9 @@ def test_the_final_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
     "name", ["summary.json", "experiment_config.json", "plain.csv", "plain.jsonl", "plain_final.pt"]
 )
 def test_any_file_of_a_run_is_enough_to_refuse(name: str, tmp_path: Path) -> None:
-    record(tmp_path).make_folder()
+    record(tmp_path).make()
     (tmp_path / "small/plain" / name).write_text("precious")
-    with pytest.raises(UsageError, match="already holds an unfinished run, which is left as it is"):
+    with pytest.raises(UsageError, match=r"already holds an? (unf.* run|run whose .*), which is left as"):
         record(tmp_path).refuse_to_overwrite(allowed=False)
     record(tmp_path).refuse_to_overwrite(allowed=True)
     assert (tmp_path / "small/plain" / name).read_text() == "precious"
@@ -198,14 +199,14 @@ def test_any_file_of_a_run_is_enough_to_refuse(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("status", "words"), [("completed", "a finished run"), ("failed", "ended as 'failed'")])
 def test_a_refusal_says_how_the_earlier_run_ended(status: str, words: str, tmp_path: Path) -> None:
-    record(tmp_path).make_folder()
+    record(tmp_path).make()
     (tmp_path / "small/plain/summary.json").write_text(json.dumps({"status": status}))
     with pytest.raises(UsageError, match=words):
         record(tmp_path).refuse_to_overwrite(allowed=False)
 
 
 def test_files_of_others_are_no_run_and_are_left_alone(tmp_path: Path) -> None:
-    record(tmp_path).make_folder()
+    record(tmp_path).make()
     (tmp_path / "small/plain/notes.txt").write_text("mine")
     train(tmp_path)
     train(tmp_path, overwrite=True)
@@ -224,7 +225,7 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(tmp_path: Path) -> None:
 def test_a_folder_that_was_made_is_given_back_and_one_that_was_there_is_not(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     made = record(tmp_path)
-    made.make_folder()
+    made.make()
     assert (tmp_path / "small/plain").is_dir()
     made.give_back()
     assert contents(tmp_path) == {"small": b"a folder"}
@@ -232,7 +233,7 @@ def test_a_folder_that_was_made_is_given_back_and_one_that_was_there_is_not(tmp_
 
 def test_a_folder_in_which_something_lies_is_not_given_back(tmp_path: Path) -> None:
     made = record(tmp_path)
-    made.make_folder()
+    made.make()
     (tmp_path / "small/note").write_text("x")
     made.give_back()
     assert contents(tmp_path) == {"small": b"a folder", "small/note": b"x"}

@@ -9,8 +9,9 @@ import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.errors import UsageError
-from loopscope.runs import RunDescription, status_of
+from loopscope.runs import RunRecord, read_status
 from loopscope.sinks import JSONLSink, TensorBoardSink
+from loopscope.sinks.recorded_run import RecordedRun
 
 from tests.framework.runs.small_experiment import contents, session
 from tests.sinks.event_files import accumulated, scalars
@@ -103,7 +104,7 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
     (recorded / "plain/plain.jsonl").write_text(
         '{"epoch": 0, "step": 1, "hook_point": "POST_EPOCH", "a": 1}\nno json\n'
     )
-    with pytest.raises(UsageError, match=r"plain\.jsonl cannot be read: line 2"):
+    with pytest.raises(UsageError, match=r"plain\.jsonl cannot be read after 1 emits"):
         TensorBoardSink.replay(recorded / "plain")()
     assert not (recorded / "plain/tensorboard").exists()
 
@@ -121,8 +122,8 @@ def test_a_replay_that_fails_leaves_no_half_folder(recorded):
         (["a", "--to", "tensorboard", "--project", "p"], "--project is no option of --to tensorboard"),
         (["nowhere", "--to", "tensorboard"], "nowhere does not exist"),
         (["a-file", "--to", "wandb"], "a-file is not a folder"),
-        (["empty", "--to", "wandb"], "empty holds no run"),
-        (["broken", "--to", "wandb"], "is not the configuration of a run"),
+        (["empty", "--to", "wandb"], "empty is not the folder of a run"),
+        (["broken", "--to", "wandb"], "it is JSON, but a list instead of an object"),
         (["bare", "--to", "wandb"], "holds no s.jsonl"),
         (["bare", "--to", "wandb", "--project", "a/b"], "cannot be the name of a W&B project"),
     ],
@@ -157,12 +158,15 @@ def test_help_names_targets_and_options(capfd):
 
 
 def test_a_run_is_described_as_its_configuration_says(finished):
-    found = RunDescription.of_folder(finished / "clipped")
+    found = RunRecord.read(finished / "clipped")
     assert (found.experiment, found.strategy, found.config["epochs"]) == ("small", "clipped", 2)
-    assert found.treatments == {"grad_clip": ("gradients",)}
+    assert found.treatments == {"grad_clip": ["gradients"]}
     assert found.treatments_text == "grad_clip (gradients)"
 
 
 def test_a_run_without_a_summary_counts_as_failed(finished, tmp_path):
-    assert status_of(finished / "plain") == "completed"
-    assert status_of(tmp_path) == "failed"
+    assert read_status(finished / "plain") == "completed"
+    shutil.copytree(finished / "plain", tmp_path / "plain")
+    (tmp_path / "plain/summary.json").unlink()
+    assert read_status(tmp_path / "plain") is None
+    assert RecordedRun.read(tmp_path / "plain").status == "failed"

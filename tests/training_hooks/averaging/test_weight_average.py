@@ -12,7 +12,7 @@ from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.runs.records import RunRecord
+from loopscope.runs import RunFolder
 from loopscope.state import TrainingState, fully_sharded_modules
 from loopscope.state.digest import described
 from loopscope.state.training_state import of_the_run
@@ -263,8 +263,8 @@ def test_files_of_averages_count_as_left_by_a_run(tmp_path):
         path = tmp_path / average_name("plain", kind)
         path.touch()
         with pytest.raises(UsageError, match="already holds an unfinished run"):
-            RunRecord(tmp_path, "plain").refuse_to_overwrite(allowed=False)
-        RunRecord(tmp_path, "plain").claim()
+            RunFolder(tmp_path, "plain").refuse_to_overwrite(allowed=False)
+        RunFolder(tmp_path, "plain").claim()
         assert not path.exists()
 
 

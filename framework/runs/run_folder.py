@@ -1,0 +1,152 @@
+"""The folder of one strategy's run: what lies in it under which name, and who may write there."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoints import checkpoints_in, is_there, refusal_of_disk, save_tensors, write_json
+from ..errors import UsageError
+from ..hooks import HookRegistry, SinkRegistry
+from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one strategy's run, which need not exist."""
+
+    path: Path
+    strategy: str
+    _made: list[Path] = field(default_factory=list)
+    """The folders that did not exist before, outermost first."""
+
+    @property
+    def weights(self) -> Path:
+        """Where the final weights lie."""
+        return self.path / weights_name(self.strategy)
+
+    @property
+    def reference(self) -> Path:
+        """Where final weights that a run has written over lie, if it measures against them."""
+        return self.path / reference_name(self.strategy)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def newest_checkpoint(self) -> Path | None:
+        """Return the newest checkpoint, if there is one."""
+        return next(checkpoints_in(self.checkpoints), None)
+
+    def record(self) -> RunRecord | None:
+        """Return what was run here, if a run was; raises :class:`UsageError` where the file does not say it."""
+        return RunRecord.read(self.path) if is_there(self.path / CONFIG) else None
+
+    def completed(self) -> dict[str, Any] | None:
+        """Return the summary of a run that is complete, if one lies here; :class:`UsageError` for a damaged one."""
+        return read_completed(self.path) if is_there(self.weights) else None
+
+    def refuse_to_overwrite(self, *, allowed: bool) -> None:
+        """Raise :class:`UsageError` if a run lies here already, or the folder cannot be written; writes nothing."""
+        try:
+            if not allowed and any(path.exists() for path in self._left_by_a_run()):
+                raise UsageError(
+                    f"{self.path} already holds {self._earlier_run()}, which is left as it is; choose another "
+                    "--output-dir, or write over it with --overwrite."
+                )
+            existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        except OSError as error:
+            raise self._not_writable(error) from error
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"The output directory {self.path} cannot be written: {existing} is not a writable folder."
+            )
+
+    def make(self) -> None:
+        """Make the folder; what lies in it stays as it is."""
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            for path in reversed(missing):
+                path.mkdir(exist_ok=True)
+                self._made.append(path)
+        except OSError as error:
+            self.give_back()
+            raise self._not_writable(error) from error
+
+    def give_back(self) -> None:
+        """Remove the folders that were made, unless something lies in them by now."""
+        with suppress(OSError):
+            while self._made:
+                self._made.pop().rmdir()
+
+    def claim(self, reference: Path | None = None) -> Path | None:
+        """Remove what an earlier run left here, of which nothing else would be written over.
+
+        Its final weights stay under another name if they are the ``reference`` of the run that begins, which may have
+        to be resumed with them. Return where the reference lies from now on.
+        """
+        lies = None if reference is None else reference.resolve()
+        with refusal_of_disk(self.path):
+            if lies == self.weights.resolve():
+                self.weights.replace(self.reference)
+                reference = self.reference
+            elif lies != self.reference.resolve():
+                self.reference.unlink(missing_ok=True)
+            for path in self._left_by_a_run():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        return reference
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write what is run."""
+        write_json(self.path / CONFIG, vars(record))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write how it went."""
+        write_json(self.path / SUMMARY, summary)
+
+    def write_weights(self, model: nn.Module) -> None:
+        """Write the final weights as a state dict."""
+        save_tensors(model.state_dict(), self.weights)
+
+    def _left_by_a_run(self) -> Iterator[Path]:
+        """Yield every path that a run may write here; a run is recognised by the last one, which is removed last."""
+        for entry in (*SinkRegistry, *HookRegistry):
+            yield from (self.path / name for name in entry.leaves(self.strategy))
+        yield self.weights
+        yield self.checkpoints
+        yield self.path / SUMMARY
+        yield self.path / CONFIG
+
+    def _earlier_run(self) -> str:
+        """Say in a few words what lies here."""
+        try:
+            status = read_status(self.path)
+        except UsageError:
+            return f"a run whose {SUMMARY} cannot be read"
+        if status is None:
+            return "an unfinished run"
+        return "a finished run" if status == "completed" else f"a run that ended as {status!r}"
+
+    def _not_writable(self, error: OSError) -> UsageError:
+        return UsageError(f"The output directory {self.path} cannot be written: {error.strerror}.")
+
+
+def weights_name(strategy: str) -> str:
+    """Return the name of the file of a strategy's final weights."""
+    return f"{strategy}_final.pt"
+
+
+def reference_name(strategy: str) -> str:
+    """Return the name of the file of the final weights that a run has written over and measures against."""
+    return f"{strategy}_reference.pt"

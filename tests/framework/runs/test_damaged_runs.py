@@ -1,0 +1,268 @@
+"""Folders of runs whose files are damaged: every command that reads them says a sentence, and shows no traceback."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import read_json
+from loopscope.checkpoints.durable_files import MOST_LEVELS
+from loopscope.cli import main
+from loopscope.errors import RunNotice, UsageError
+from loopscope.runs import RunRecord, differences
+
+from tests.framework.runs.small_experiment import Small, registered, session
+
+FILLED = (sinks, training_hooks)
+CONFIG, SUMMARY, RECORD = "experiment_config.json", "summary.json", "plain.jsonl"
+RUN = ["run", "small", "--strategy", "plain", "--epochs", "1", "--no-console-output", "--hooks", "norms"]
+MEASURING = [*RUN, "gradient_projection", "--on-hook-error", "skip"]
+COMMANDS = {
+    "diff": ["diff", "{whole}", "{run}"],
+    "diff the other way round": ["diff", "{run}", "{whole}"],
+    "replay": ["replay", "{run}", "--to", "tensorboard"],
+    "plot": ["plot", "{run}", "--metrics", "norms/total_grad_norm", "--out", "{output}/picture.svg"],
+    "resume": ["resume", "{run}"],
+    "--resume": [*RUN, "--resume", "--output-dir", "{output}"],
+    "--overwrite": [*MEASURING, "--overwrite", "--output-dir", "{output}"],
+    "neither": [*RUN, "--output-dir", "{output}"],
+    "--reference": [*MEASURING, "--reference", "{run}", "--output-dir", "{output}/again"],
+    "--validate-checkpoints": [*RUN, "--validate-checkpoints", "--output-dir", "{output}"],
+}
+READING = ["diff", "diff the other way round", "replay", "plot", "resume", "--resume", "neither"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries():
+    with registered(Small):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train once, and return the folder of the run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main([*RUN, "--hook-jsonl", "--save-checkpoints", "--output-dir", str(folder)]) == 0
+    return folder / "small/plain"
+
+
+def said_by(command: str, whole: Path, damage: Callable[[Path], None], capfd: Any) -> tuple[int, str]:
+    """Damage a copy of a run, and return the status of a command that reads it and what it says on standard error."""
+    with tempfile.TemporaryDirectory() as output:
+        run = Path(output) / "small/plain"
+        shutil.copytree(whole, run)
+        damage(run)
+        capfd.readouterr()
+        status = main([word.format(whole=whole, run=run, output=output) for word in COMMANDS[command]])
+        return status, capfd.readouterr().err.replace(output, "OUTPUT")
+
+
+def written(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """Return what writes ``content`` in the place of a file."""
+
+    def damage(run: Path) -> None:
+        (run / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return damage
+
+
+def a_folder(name: str) -> Callable[[Path], None]:
+    """Return what puts a folder in the place of a file."""
+
+    def damage(run: Path) -> None:
+        (run / name).unlink()
+        (run / name).mkdir()
+
+    return damage
+
+
+def without(name: str, field: str) -> Callable[[Path], None]:
+    """Return what takes a field out of a file."""
+    return changed(name, lambda content: content.pop(field))
+
+
+def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Return what changes the object in a file."""
+
+    def damage(run: Path) -> None:
+        content = json.loads((run / name).read_text())
+        change(content)
+        (run / name).write_text(json.dumps(content))
+
+    return damage
+
+
+WRONG = {
+    "no JSON": (lambda name: written(name, "{no json"), "cannot be read: it is not JSON"),
+    "no object": (lambda name: written(name, "[1]"), "cannot be read: it is JSON, but a list instead of an object"),
+    "too deep to parse": (lambda name: written(name, "[" * 100_000 + "]" * 100_000), "it is nested too deep"),
+    "too deep to walk": (lambda name: changed(name, lambda to: to.update(config=deep(500))), "it is nested too deep"),
+    "no UTF-8": (lambda name: written(name, b'{"a": "\xff"}'), "cannot be read: byte 7 is not UTF-8"),
+    "a folder": (a_folder, "cannot be read: Is a directory"),
+    "empty": (lambda name: written(name, ""), "cannot be read: it is not JSON"),
+    "a number too long": (lambda name: written(name, "1" * 5000), "cannot be read: it is not JSON"),
+}
+OF_CONFIG = {
+    "no strategy": (without(CONFIG, "strategy"), "it has no field 'strategy'"),
+    "no config": (without(CONFIG, "config"), "it has no field 'config'"),
+    "a strategy that is a number": (changed(CONFIG, lambda to: to.update(strategy=3)), "is a number instead of a name"),
+    "a strategy that leads elsewhere": (changed(CONFIG, lambda to: to.update(strategy="../x")), "text instead of a na"),
+    "a long strategy": (changed(CONFIG, lambda to: to.update(strategy="x" * 300)), "is text instead of a name"),
+    "options that are a list": (changed(CONFIG, lambda to: to.update(options=[])), "is a list instead of an object"),
+    "treatments of a number": (changed(CONFIG, lambda to: to.update(treatments={"a": 1})), "'treatments' is an object"),
+}
+OF_SUMMARY = {
+    "no status": (without(SUMMARY, "status"), "it has no field 'status'"),
+    "a status that is a list": (changed(SUMMARY, lambda to: to.update(status=[])), "is a list instead of text"),
+    "no results": (without(SUMMARY, "final"), "it has no field 'final'"),
+    "results that are text": (changed(SUMMARY, lambda to: to.update(final={"a": "b"})), "instead of an object of numb"),
+    "no hook in an error": (changed(SUMMARY, lambda to: to.update(hook_errors=[{}])), "a list instead of a list of"),
+    "no time": (changed(SUMMARY, lambda to: to.update(seconds={})), "an object instead of an object with the seconds"),
+}
+
+
+def deep(levels: int) -> Any:
+    content: Any = {}
+    for _ in range(levels):
+        content = {"inner": content}
+    return content
+
+
+@pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--resume", "--validate-checkpoints"])
+@pytest.mark.parametrize("wrong", [*WRONG, *OF_CONFIG])
+def test_a_configuration_that_cannot_be_used_is_named_with_what_is_wrong(wrong, command, whole, capfd) -> None:
+    damage, sentence = OF_CONFIG.get(wrong) or (WRONG[wrong][0](CONFIG), WRONG[wrong][1])
+    status, said = said_by(command, whole, damage, capfd)
+    assert (status, said.count("\n")) == (2, 1), said
+    assert f"loopscope: OUTPUT/small/plain/{CONFIG} " in said
+    assert sentence in said
+
+
+@pytest.mark.parametrize("command", ["--resume", "resume"])
+@pytest.mark.parametrize("wrong", [*WRONG, *OF_SUMMARY])
+def test_a_summary_that_cannot_be_used_is_named_with_what_is_wrong(wrong, command, whole, capfd) -> None:
+    damage, sentence = OF_SUMMARY.get(wrong) or (WRONG[wrong][0](SUMMARY), WRONG[wrong][1])
+    status, said = said_by(command, whole, damage, capfd)
+    assert (status, said.count("\n"), sentence in said) == (2, 1, True), said
+    assert f"loopscope: OUTPUT/small/plain/{SUMMARY} " in said
+
+
+@pytest.mark.parametrize("command", ["diff", "--resume", "--validate-checkpoints"])
+@pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
+def test_a_checkpoint_with_a_manifest_that_cannot_be_read_is_passed_over(wrong, command, whole, capfd) -> None:
+    def damage(run: Path) -> None:
+        for name in ("summary.json", "plain_final.pt"):
+            (run / name).unlink()
+        for folder in (run / "checkpoints").iterdir():
+            WRONG[wrong][0](f"checkpoints/{folder.name}/manifest.json")(run)
+
+    status, said = said_by(command, whole, damage, capfd)
+    assert status == (2 if command.startswith("--validate") else 0), said
+    assert "no intact checkpoints to compare with" in said or not said
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_damaged_run_is_not_written_over_unless_that_is_asked_for(wrong, whole, capfd) -> None:
+    damage = WRONG[wrong][0](SUMMARY)
+    status, said = said_by("neither", whole, damage, capfd)
+    assert (status, said.count("\n")) == (2, 1)
+    assert "already holds a run whose summary.json cannot be read, which is left as it is" in said
+    assert said_by("--overwrite", whole, damage, capfd)[0] == 0
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_of_a_reference_with_a_damaged_configuration_it_is_said_that_its_run_may_differ(wrong, whole, tmp_path) -> None:
+    make, sentence = WRONG[wrong]
+    shutil.copytree(whole, tmp_path / "run")
+    make(CONFIG)(tmp_path / "run")
+    again = session(tmp_path, strategies=["plain"], epochs=1, hooks=["hessian"], reference=tmp_path / "run")
+    with pytest.warns(RunNotice, match=r"comes from a run that may differ: .*/experiment_config\.json ") as said:
+        again.run()
+    assert any(sentence in str(warning.message) for warning in said)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.just("\ud800")),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+@st.composite
+def damages(draw: Any, whole: Path) -> Callable[[Path], None]:
+    """Draw bytes that differ, a file that is cut off, and fields of other types, in any file of a run."""
+    checkpoint = next((whole / "checkpoints").iterdir()).relative_to(whole)
+    tensors = ["plain_final.pt", f"{checkpoint}/state.pt"]
+    name = draw(st.sampled_from([CONFIG, SUMMARY, RECORD, f"{checkpoint}/manifest.json", *tensors]))
+    data = (whole / name).read_bytes()
+    begin, length, kind = draw(st.integers(0, len(data))), draw(st.integers(0, 8)), draw(st.integers(0, 3))
+    if kind == 0:
+        return written(name, data[:begin])
+    if kind == 1 or name in tensors:
+        return written(name, data[:begin] + draw(st.binary(max_size=8)) + data[begin + length :])
+    lines = data.decode().splitlines() if name == RECORD else [data.decode()]
+    at = draw(st.integers(0, len(lines) - 1))
+    content = json.loads(lines[at])
+    owner, key = content, draw(st.sampled_from(sorted(content)))
+    while isinstance(owner[key], dict) and owner[key] and draw(st.booleans()):
+        owner, key = owner[key], draw(st.sampled_from(sorted(owner[key])))
+    owner[key] = draw(JSON)
+    lines[at] = json.dumps(draw(JSON) if kind == 2 else content)
+    return written(name, "\n".join(lines) + "\n")
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), command=st.sampled_from(READING))
+def test_whatever_is_damaged_a_command_says_a_sentence_and_no_traceback(whole, capfd, data, command) -> None:
+    status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
+    assert status in (0, 1, 2), said
+    assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
+    assert status == 0 or said
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS.keys() - set(READING))))
+def test_whatever_is_damaged_a_run_starts_or_says_a_sentence(whole, capfd, data, command) -> None:
+    status, said = said_by(command, whole, data.draw(damages(whole)), capfd)
+    assert status in (0, 2), said
+    assert all(line.startswith("loopscope: ") for line in said.splitlines()), said
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "no/such/folder"])
+@pytest.mark.parametrize("command", ["diff", "replay", "plot", "resume", "--reference"])
+def test_a_place_that_cannot_be_is_refused(command, name, whole, tmp_path, capfd) -> None:
+    words = [word.format(whole=whole, run=name, output=tmp_path) for word in COMMANDS[command]]
+    assert main(words) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+@given(levels=st.integers(0, 2 * MOST_LEVELS))
+def test_what_is_nested_is_read_up_to_a_depth(levels: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.json"
+        path.write_text(json.dumps(deep(levels)))
+        if levels < MOST_LEVELS:
+            assert read_json(path) == deep(levels)
+        else:
+            with pytest.raises(UsageError, match="nested too deep"):
+                read_json(path)
+
+
+@given(st.dictionaries(st.text(max_size=2), JSON, max_size=4), st.dictionaries(st.text(max_size=2), JSON, max_size=4))
+def test_differences_are_the_entries_that_one_lacks_or_has_otherwise(before, now) -> None:
+    found = {item.name: (item.before, item.now) for item in differences(before, now)}
+    assert found == {
+        name: (before.get(name), now.get(name)) for name in {**before, **now} if before.get(name) != now.get(name)
+    }
+    assert differences(before, now, {*before, *now}) == []
+
+
+def test_a_record_of_an_earlier_version_lacks_nothing_that_is_needed(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text('{"experiment": "e", "strategy": "s", "config": {"lr": 1}}')
+    assert RunRecord.read(tmp_path) == RunRecord(experiment="e", strategy="s", config={"lr": 1})
