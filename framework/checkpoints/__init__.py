@@ -2,20 +2,7 @@
 
 from .comparing import Moment, Parting, differing, leaves, moments_of
 from .content import save_tensors
-from .durable_files import (
-    COUNT,
-    NUMBERS,
-    OBJECT,
-    TEXT,
-    Field,
-    checked,
-    is_there,
-    plain_json,
-    read_json,
-    refusal_of_disk,
-    write_json,
-    write_whole,
-)
+from .durable_files import is_there, plain_json, read_json, refusal_of_disk, write_json, write_whole
 from .format import MANIFEST, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
 from .lock import run_lock
 from .run_state import RunState
@@ -24,22 +11,16 @@ from .signals import Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [
-    "COUNT",
     "MANIFEST",
-    "NUMBERS",
-    "OBJECT",
-    "TEXT",
     "Checkpoint",
     "CheckpointPlan",
     "CheckpointWriter",
     "Checkpointing",
-    "Field",
     "Moment",
     "Parting",
     "RunState",
     "Signals",
     "StoppedError",
-    "checked",
     "checkpoints_in",
     "differing",
     "is_there",

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,65 +76,28 @@ def is_there(path: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object; raises :class:`UsageError` that names the file and what is wrong with it.
 
-    Files may be anything: a user names them, a disk damages them, and other programs write under our names.
+    Anything may lie under the name: what a user put there, what a disk damaged, what another program wrote.
     """
     try:
         content = json.loads(path.read_text("utf-8"))
+        if isinstance(content, dict) and not _is_deep(content):
+            return content
+        reason = "it is nested too deep" if isinstance(content, dict) else "it is JSON, but no object"
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = str(error.strerror)
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8"
-    except ValueError as error:
-        reason = f"it is not JSON: {error}"
     except RecursionError:
         reason = "it is nested too deep"
-    else:
-        if not isinstance(content, dict):
-            reason = f"it is JSON, but {_kind(content)} instead of an object"
-        elif _is_deep(content):
-            reason = "it is nested too deep"
-        else:
-            return content
+    except ValueError as error:
+        reason = f"it is not JSON: {error}"
     raise UsageError(f"{path} cannot be read: {reason}.")
 
 
 def _is_deep(content: Any) -> bool:
-    """Return whether a value from a JSON file has more levels than ``MOST_LEVELS``, without recursion."""
+    """Return whether a value from a JSON file has more than ``MOST_LEVELS`` levels; does not recurse itself."""
     level = [content]
     for _ in range(MOST_LEVELS):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = list(chain.from_iterable(inner))
     return bool(level)
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-@dataclass(frozen=True)
-class Field:
-    """What an entry of a JSON object must be, in words and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-OBJECT = Field("an object", lambda value: isinstance(value, dict))
-TEXT = Field("text", lambda value: isinstance(value, str))
-COUNT = Field("a whole number", lambda value: type(value) is int)
-NUMBERS = Field(
-    "an object of numbers",
-    lambda value: isinstance(value, dict) and all(isinstance(item, (int, float)) for item in value.values()),
-)
-
-
-def checked(content: Mapping[str, Any], fields: Mapping[str, Field], path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; raises :class:`UsageError` for the first of ``fields`` that is wrong."""
-    for name, field in fields.items():
-        if name not in content:
-            raise UsageError(f"{path} cannot be used: it has no field {name!r}.")
-        if not field.holds(content[name]):
-            found = f"{_kind(content[name])} instead of {field.words}"
-            raise UsageError(f"{path} cannot be used: its field {name!r} is {found}.")
-    return dict(content)

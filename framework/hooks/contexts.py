@@ -1,6 +1,6 @@
 """What hooks are told: the frozen view of one fire, and the description of one run."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..data import Loader
 from ..errors import UsageError
 from ..training import Profiler
 from .hook_points import HookPoint
@@ -67,21 +68,10 @@ def metric_table(text: str) -> list[MetricInfo]:
 class Trained(Protocol):
     """What hooks and sinks may see of a :class:`TrainingTask`: no optimizer, which only the loop steps."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that is trained."""
-
-    @property
-    def loader(self) -> Sized:
-        """The training data; its length is the number of batches."""
-
-    @property
-    def length(self) -> int:
-        """Epochs of the epoch loop, steps of the step loop."""
-
-    @property
-    def config(self) -> Any:
-        """The options of the experiment."""
+    model: nn.Module
+    loader: Loader
+    length: int
+    config: Any
 
 
 @dataclass(frozen=True, kw_only=True)

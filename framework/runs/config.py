@@ -5,7 +5,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from ..errors import UsageError
 
@@ -17,6 +17,8 @@ WORDS: dict[Any, str] = {
     Path: "a path",
     type(None): "null",
     None: "null",
+    Any: "anything",
+    Mapping[str, Any]: "an object",
 }
 
 
@@ -174,6 +176,8 @@ def fits(value: Any, annotation: Any) -> bool:
 
     >>> fits(3, float), fits(True, int), fits(None, int | None), fits("a", Literal["a", "b"])
     (True, False, True, True)
+    >>> fits({"a": [1]}, Mapping[str, Sequence[int]]), fits({"a": ["b"]}, Mapping[str, Sequence[int]])
+    (True, False)
     """
     members = alternatives(annotation)
     if len(members) > 1:
@@ -183,6 +187,13 @@ def fits(value: Any, annotation: Any) -> bool:
         return any(type(value) is type(word) and value == word for word in get_args(annotation))
     if isinstance(value, bool) and origin in (int, float):
         return False
+    if is_typeddict(annotation):
+        entries = get_type_hints(annotation).items()
+        return isinstance(value, Mapping) and all(fits(value.get(name), of) for name, of in entries)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(fits(item, get_args(annotation)[1]) for item in value.values())
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(fits(item, get_args(annotation)[0]) for item in value)
     kinds = (int, float) if origin is float else origin
     return origin is Any or not isinstance(origin, type) or isinstance(value, kinds)
 
@@ -201,4 +212,10 @@ def in_words(annotation: Any) -> str:
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if annotation in WORDS:
         return WORDS[annotation]
+    if is_typeddict(annotation):
+        return f"an object with {' and '.join(get_type_hints(annotation))}"
+    if get_origin(annotation) is Mapping:
+        return f"an object (each value {in_words(get_args(annotation)[1])})"
+    if get_origin(annotation) is Sequence:
+        return f"a list (each item {in_words(get_args(annotation)[0])})"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -6,62 +6,56 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoints import COUNT, NUMBERS, OBJECT, TEXT, Field, checked, is_there, read_json
+from ..checkpoints import is_there, read_json
 from ..errors import UsageError
 from ..hooks import RunInfo
 from ..state import settings
-from .config import ExperimentConfig
+from .config import ExperimentConfig, fits, in_words
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
+REQUIRED = ("experiment", "strategy", "config")
+"""Earlier versions wrote records without some of the other fields; an empty object stands for them."""
 LONGEST_NAME = 200
-NAME = Field(
-    "a name in one line, without slashes",
-    lambda value: (
-        isinstance(value, str) and value.isprintable() and "/" not in value and 0 < len(value.encode()) <= LONGEST_NAME
-    ),
-)
-"""Files are named after strategies: other text could lead out of the folder, or be longer than file systems take."""
-TREATMENTS = Field(
-    "an object of lists of names",
-    lambda value: (
-        isinstance(value, dict)
-        and all(isinstance(parts, list) and all(map(TEXT.holds, parts)) for parts in value.values())
-    ),
-)
-REQUIRED = {"experiment": NAME, "strategy": NAME, "config": OBJECT}
-OPTIONAL = {
-    **dict.fromkeys(("data", "hooks", "run", "options", "versions", "environment"), OBJECT),
-    "treatments": TREATMENTS,
-}
-"""Earlier versions wrote records without some of these; an empty object stands for what is missing."""
-SHOWN = {
-    "strategy": NAME,
-    "epochs": COUNT,
-    "final": NUMBERS,
-    "metrics": NUMBERS,
-    "seconds": Field("an object with the seconds of training", lambda value: _has_number(value, "training")),
-    "target_reached": Field("null or an object with an epoch", lambda value: not value or _has_number(value, "epoch")),
-    "treatments": TREATMENTS,
-    "hook_errors": Field(
-        "a list of objects, each with a hook",
-        lambda value: (
-            isinstance(value, list) and all(isinstance(item, dict) and TEXT.holds(item.get("hook")) for item in value)
-        ),
-    ),
-    "output_dir": TEXT,
-}
-"""What the comparison of strategies shows of one that was completed before."""
+"""Bytes of the name of a strategy, after which files are named."""
 
 
-def _has_number(value: Any, name: str) -> bool:
-    return NUMBERS.holds(value) and name in value
+class Training(TypedDict):
+    """How long a run trained."""
+
+    training: float
+
+
+class Reached(TypedDict):
+    """Where a run reached its target."""
+
+    epoch: int
+
+
+class FailedHook(TypedDict):
+    """A hook that raised."""
+
+    hook: str
+
+
+class Completed(TypedDict):
+    """What is shown of the summary of a strategy that was done before."""
+
+    strategy: str
+    epochs: int
+    final: Mapping[str, float]
+    metrics: Mapping[str, float]
+    seconds: Training
+    target_reached: Reached | None
+    treatments: Mapping[str, Sequence[str]]
+    hook_errors: Sequence[FailedHook]
+    output_dir: str
 
 
 class Difference(NamedTuple):
@@ -111,9 +105,12 @@ class RunRecord:
     @classmethod
     def of(cls, content: Mapping[str, Any], path: Path) -> "RunRecord":
         """Make a record of the content of the file ``path``; raises :class:`UsageError` for a field that is wrong."""
-        fields = REQUIRED | {name: kind for name, kind in OPTIONAL.items() if name in content}
-        checked(content, fields, path)
-        return cls(**{name: content[name] for name in fields})
+        hints = get_type_hints(cls).items()
+        there = _checked(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
+        for name in ("experiment", "strategy"):
+            if not _can_name_a_file(there[name]):
+                raise UsageError(f"{path} cannot be used: its field {name!r} cannot be a name.")
+        return cls(**there)
 
     @classmethod
     def of_run(cls, run: RunInfo) -> "RunRecord":
@@ -143,7 +140,7 @@ def read_status(folder: Path) -> str | None:
     Raises :class:`UsageError` for a summary that cannot be read.
     """
     path = folder / SUMMARY
-    return str(checked(read_json(path), {"status": TEXT}, path)["status"]) if is_there(path) else None
+    return str(_checked(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
 
 
 def read_completed(folder: Path) -> dict[str, Any] | None:
@@ -151,8 +148,27 @@ def read_completed(folder: Path) -> dict[str, Any] | None:
 
     Raises :class:`UsageError` for a summary that cannot be read, or lacks what is shown of it.
     """
+    if read_status(folder) != "completed":
+        return None
     path = folder / SUMMARY
-    return checked(read_json(path), SHOWN, path) if read_status(folder) == "completed" else None
+    summary = read_json(path)
+    _checked(summary, get_type_hints(Completed), path)
+    return summary
+
+
+def _checked(content: Mapping[str, Any], hints: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of a file that have ``hints``; raises :class:`UsageError` that names the one that is wrong."""
+    for name, annotation in hints.items():
+        if name not in content:
+            raise UsageError(f"{path} cannot be used: it has no field {name!r}.")
+        if not fits(content[name], annotation):
+            raise UsageError(f"{path} cannot be used: its field {name!r} must be {in_words(annotation)}.")
+    return {name: content[name] for name in hints}
+
+
+def _can_name_a_file(name: str) -> bool:
+    """Return whether files can be named after ``name``; other text could lead out of the folder."""
+    return name.isprintable() and "/" not in name and 0 < len(name.encode()) <= LONGEST_NAME
 
 
 def run_folders(path: Path, command: str) -> list[Path]:

@@ -180,7 +180,7 @@ def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
         (None, "b is not the folder of a run: there is no experiment_config.json"),
         ("", "b/experiment_config.json cannot be read: it is not JSON"),
         ('{"strategy": ', "b/experiment_config.json cannot be read: it is not JSON"),
-        ("[1]", "b/experiment_config.json cannot be read: it is JSON, but a list instead of an object."),
+        ("[1]", "b/experiment_config.json cannot be read: it is JSON, but no object."),
         ("{}", "b/experiment_config.json cannot be used: it has no field 'experiment'."),
     ],
 )

@@ -100,7 +100,7 @@ def changed(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Pat
 
 WRONG = {
     "no JSON": (lambda name: written(name, "{no json"), "cannot be read: it is not JSON"),
-    "no object": (lambda name: written(name, "[1]"), "cannot be read: it is JSON, but a list instead of an object"),
+    "no object": (lambda name: written(name, "[1]"), "cannot be read: it is JSON, but no object"),
     "too deep to parse": (lambda name: written(name, "[" * 100_000 + "]" * 100_000), "it is nested too deep"),
     "too deep to walk": (lambda name: changed(name, lambda to: to.update(config=deep(500))), "it is nested too deep"),
     "no UTF-8": (lambda name: written(name, b'{"a": "\xff"}'), "cannot be read: byte 7 is not UTF-8"),
@@ -111,19 +111,31 @@ WRONG = {
 OF_CONFIG = {
     "no strategy": (without(CONFIG, "strategy"), "it has no field 'strategy'"),
     "no config": (without(CONFIG, "config"), "it has no field 'config'"),
-    "a strategy that is a number": (changed(CONFIG, lambda to: to.update(strategy=3)), "is a number instead of a name"),
-    "a strategy that leads elsewhere": (changed(CONFIG, lambda to: to.update(strategy="../x")), "text instead of a na"),
-    "a long strategy": (changed(CONFIG, lambda to: to.update(strategy="x" * 300)), "is text instead of a name"),
-    "options that are a list": (changed(CONFIG, lambda to: to.update(options=[])), "is a list instead of an object"),
-    "treatments of a number": (changed(CONFIG, lambda to: to.update(treatments={"a": 1})), "'treatments' is an object"),
+    "a strategy that is a number": (changed(CONFIG, lambda to: to.update(strategy=3)), "'strategy' must be text"),
+    "a strategy that leads elsewhere": (
+        changed(CONFIG, lambda to: to.update(strategy="../x")),
+        "cannot be a name",
+    ),
+    "a long strategy": (changed(CONFIG, lambda to: to.update(strategy="x" * 300)), "cannot be a name"),
+    "options that are a list": (changed(CONFIG, lambda to: to.update(options=[])), "must be an object"),
+    "treatments of a number": (
+        changed(CONFIG, lambda to: to.update(treatments={"a": 1})),
+        "'treatments' must be an object (each value a list (each item text))",
+    ),
 }
 OF_SUMMARY = {
     "no status": (without(SUMMARY, "status"), "it has no field 'status'"),
-    "a status that is a list": (changed(SUMMARY, lambda to: to.update(status=[])), "is a list instead of text"),
+    "a status that is a list": (changed(SUMMARY, lambda to: to.update(status=[])), "must be text"),
     "no results": (without(SUMMARY, "final"), "it has no field 'final'"),
-    "results that are text": (changed(SUMMARY, lambda to: to.update(final={"a": "b"})), "instead of an object of numb"),
-    "no hook in an error": (changed(SUMMARY, lambda to: to.update(hook_errors=[{}])), "a list instead of a list of"),
-    "no time": (changed(SUMMARY, lambda to: to.update(seconds={})), "an object instead of an object with the seconds"),
+    "results that are text": (
+        changed(SUMMARY, lambda to: to.update(final={"a": "b"})),
+        "must be an object (each value a number)",
+    ),
+    "no hook in an error": (
+        changed(SUMMARY, lambda to: to.update(hook_errors=[{}])),
+        "must be a list (each item an object with hook)",
+    ),
+    "no time": (changed(SUMMARY, lambda to: to.update(seconds={})), "must be an object with training"),
 }
 
 
