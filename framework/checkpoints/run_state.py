@@ -38,7 +38,7 @@ class RunState:
             return manager.isolation.observe(call, partial(self._take_now, pre_epoch))
 
     def _within_an_epoch(self) -> bool:
-        """Tell whether some but not all of the work of an epoch is done."""
+        """Return whether some, but not all, of the work of an epoch is done."""
         manager, loop = self._manager, self._manager.state.loop
         return manager.counts_epochs and loop.step > loop.epoch * len(manager.task.loader)
 

@@ -28,7 +28,7 @@ class CheckpointPlan:
     keep: int = 3
 
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
-        """Tell whether one is due now."""
+        """Return whether a checkpoint is due now."""
         step_ended = unit_ended != counts_epochs
         if step_ended and self.every_steps and loop.step % self.every_steps == 0:
             return True
@@ -40,7 +40,7 @@ class Checkpointing:
     """Writes the checkpoints of one run, and ends it where a signal asks for that.
 
     Args:
-        plan: when.
+        plan: how often checkpoints are written.
         describe: makes the manifest of a checkpoint that is written now.
     """
 

@@ -24,7 +24,7 @@ class RunFolder:
 
     path: Path
     strategy: str
-    _made: list[Path] = field(default_factory=list)
+    _made: list[Path] = field(default_factory=list, init=False)
     """The folders that did not exist before, outermost first."""
 
     @property

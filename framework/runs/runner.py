@@ -95,7 +95,7 @@ class ExperimentRunner(ABC, Generic[Config]):
         return None
 
     def should_stop(self, evaluation: Mapping[str, float]) -> bool:
-        """Tell whether the run has reached its goal."""
+        """Return whether the run has reached its goal, by the numbers of an evaluation, and ends."""
         return False
 
     def target_grad(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -119,7 +119,7 @@ class ExperimentRunner(ABC, Generic[Config]):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,8 @@ class Setup:
     guardian_device: torch.device | None
     reference: Reference | None = None
     resumed: Checkpoint | None = None
-
-    @property
-    def strategy(self) -> str:
-        """The name of the strategy."""
-        return self.folder.strategy
+    summary: dict[str, Any] | None = None
+    """That of a run that is completed already, and is left as it is."""
 
 
 @dataclass
@@ -75,11 +72,13 @@ class Session:
             for setup in setups:
                 setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
             if options.resume:
-                setups = [replace(setup, resumed=newest_of(setup.folder, setup.record)) for setup in setups]
-            done = {setup.strategy: setup.folder.completed() for setup in setups} if options.resume else {}
+                setups = [
+                    replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
+                    for setup in setups
+                ]
             setups = self._with_references(setups)
-            runs = self._runs([setup for setup in setups if done.get(setup.strategy) is None])
-            summaries = [done.get(setup.strategy) or next(runs).run() for setup in setups]
+            runs = self._runs([setup for setup in setups if setup.summary is None])
+            summaries = [setup.summary or next(runs).run() for setup in setups]
         self.display.ended(summaries)
         return summaries
 
@@ -97,7 +96,7 @@ class Session:
             setups = self._setups()
             earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
             setups = [
-                replace(setup, folder=RunFolder(Path(elsewhere) / setup.strategy, setup.strategy))
+                replace(setup, folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy))
                 for setup in self._with_references(setups)
             ]
             runs = replace(self, make_sinks=list)._runs(setups)
@@ -202,7 +201,7 @@ class Session:
 
     def _built(self, setup: Setup) -> StrategyRun:
         runner, options = self.runner, self.options
-        task, state = build_run(runner, setup.strategy)
+        task, state = build_run(runner, setup.folder.strategy)
         reference = setup.reference
         weights = None if reference is None else reference.weights
         manager = HookManager(
@@ -210,7 +209,7 @@ class Session:
             task,
             state,
             loop=runner.loop,
-            required=[*options.hooks, *runner.strategy_hooks(setup.strategy)],
+            required=[*options.hooks, *runner.strategy_hooks(setup.folder.strategy)],
             sinks=self.make_sinks(),
             on_error=options.on_hook_error,
             audit=options.audit_hooks,
@@ -221,7 +220,7 @@ class Session:
         )
         run = RunInfo(
             experiment=runner.name,
-            strategy=setup.strategy,
+            strategy=setup.folder.strategy,
             output_dir=setup.folder.path,
             task=task,
             loop=runner.loop,
@@ -247,7 +246,7 @@ class Session:
 
 
 def asks_for_reference(hook: type[TrainingHook]) -> bool:
-    """Tell whether a hook measures against a reference solution."""
+    """Return whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
 
 
