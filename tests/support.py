@@ -21,8 +21,7 @@ from loopscope.hooks import (
     treatments,
 )
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
-from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
-from loopscope.state.training_state import of_the_run
+from loopscope.state import LoopState, RandomStreams, TrainingState, of_the_run, seed_everything
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,7 @@
 """A run on the disk, and back."""
 
 from .comparing import Moment, Parting, differing, leaves, moments_of
-from .content import save_tensors
+from .content import load_checkpoint, save_checkpoint, save_tensors
 from .durable_files import is_there, plain_json, read_json, refusal_of_disk, write_json, write_whole
 from .format import MANIFEST, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
 from .lock import run_lock
@@ -25,6 +25,7 @@ __all__ = [
     "differing",
     "is_there",
     "leaves",
+    "load_checkpoint",
     "moments_of",
     "newest_intact",
     "open_checkpoint",
@@ -32,6 +33,7 @@ __all__ = [
     "read_json",
     "refusal_of_disk",
     "run_lock",
+    "save_checkpoint",
     "save_tensors",
     "write_json",
     "write_whole",

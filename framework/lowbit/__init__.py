@@ -1,8 +1,8 @@
 """Layers with narrow matrices."""
 
-from .conversion import layers_to_quantize, quantize_model
+from .conversion import dequantize_model, layers_to_quantize, quantize_model
 from .linear import BitLinear
-from .metis import Decomposition, Gains, MetisOptions
+from .metis import Decomposition, Gains, MetisOptions, low_rank_cast
 from .recipes import RECIPES, ROLES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised, share
 from .splitting import LowRankFactors, layers_with_factors, split_weight
@@ -22,9 +22,11 @@ __all__ = [
     "Quantized",
     "RangePenalty",
     "Recipe",
+    "dequantize_model",
     "find_recipe",
     "layers_to_quantize",
     "layers_with_factors",
+    "low_rank_cast",
     "penalised",
     "quantize_model",
     "quantized_modules",

@@ -6,7 +6,7 @@ from .records import CONFIG, RunRecord, differences, read_status, run_folders
 from .replay import RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
-from .session import Session, check_device
+from .session import Session, build_run, check_device
 
 __all__ = [
     "CONFIG",
@@ -24,6 +24,7 @@ __all__ = [
     "RunRecord",
     "Session",
     "alternatives",
+    "build_run",
     "check_device",
     "choices",
     "differences",

@@ -16,7 +16,7 @@ from .sharding import (
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities
 from .tensor_parts import addresses
-from .training_state import MODULE_HOOKS, ON_DEMAND, LoopState, TrainingState, differing, nested
+from .training_state import MODULE_HOOKS, ON_DEMAND, LoopState, TrainingState, differing, nested, of_the_run
 from .vectors import (
     WIDE,
     Vector,
@@ -80,6 +80,7 @@ __all__ = [
     "nested",
     "norm",
     "norm_of_each",
+    "of_the_run",
     "overwrite",
     "scaled",
     "seed_everything",

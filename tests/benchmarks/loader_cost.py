@@ -6,8 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from loopscope.data import Loader, TensorLoader, random_order
-from loopscope.data.loaders import TorchLoader
+from loopscope.data import Loader, TensorLoader, TorchLoader, random_order
 from loopscope.experiments.tied_lm.tokens import TokenLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

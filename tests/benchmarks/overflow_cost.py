@@ -13,7 +13,7 @@ from loopscope.experiments.lowbit_lm.runner import COUNT_INTERVAL, QUICK, Lowbit
 from loopscope.hooks import RunInfo
 from loopscope.loops import step_loop
 from loopscope.lowbit.casts.compiled import COMPILER
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from loopscope.state import TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.lowbit import GradientOverflow

@@ -19,7 +19,7 @@ from loopscope.hooks import (
     TrainingHook,
 )
 from loopscope.loops import NoProgress, epoch_loop
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from loopscope.state import LoopState, RandomStreams, TrainingState, seed_everything
 from loopscope.training import TrainingTask
 from torch import Tensor, nn

@@ -19,7 +19,7 @@ from loopscope.experiments.tied_lm.runner import QUICK, TiedLMConfig
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, RunInfo, StepSchedule, TrainingHook
 from loopscope.loops import step_loop
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from loopscope.state import TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks import EmbeddingProvenance, OutputProjectionClip

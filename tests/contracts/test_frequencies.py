@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from loopscope.checkpoints.content import save_checkpoint
+from loopscope.checkpoints import save_checkpoint
 from loopscope.hooks import HookPoint
 
 from tests.support import LOOPS, Case, SpyHook, at, differences, train

@@ -14,8 +14,7 @@ from loopscope.cli import main
 from loopscope.experiments.lowbit_lm import LowbitLMRunner
 from loopscope.experiments.lowbit_lm.runner import QUICK, LowbitLMConfig
 from loopscope.lowbit import BitLinear, RangePenalty
-from loopscope.runs import RunOptions, Session
-from loopscope.runs.session import build_run
+from loopscope.runs import RunOptions, Session, build_run
 from loopscope.sinks import read_jsonl
 from loopscope.training import forward_backward
 

@@ -15,7 +15,7 @@ from loopscope.cli import main
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
 from loopscope.experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from torch import Tensor
 
 from tests.framework.runs.small_experiment import read_json

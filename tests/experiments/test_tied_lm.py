@@ -10,7 +10,7 @@ from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.experiments.tied_lm import TiedLMRunner
 from loopscope.experiments.tied_lm.runner import TiedLMConfig
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from loopscope.sinks import read_jsonl
 
 from tests.framework.runs.small_experiment import read_json

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state.training_state import of_the_run
+from loopscope.state import of_the_run
 
 from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, Saving, build, run_info
 

@@ -4,7 +4,7 @@ from .casts import Cast, largest_magnitudes, refuse_other_types
 from .counts import MAXIMA, SUMS, Counts
 from .formats import FloatFormat, FormatRegistry
 from .kernels import Layout, Scaling, as_float32, computable, delayed, scales_for
-from .scaling import RuleRegistry
+from .scaling import RuleRegistry, ScalingRule, covering
 
 __all__ = [
     "MAXIMA",
@@ -16,8 +16,10 @@ __all__ = [
     "Layout",
     "RuleRegistry",
     "Scaling",
+    "ScalingRule",
     "as_float32",
     "computable",
+    "covering",
     "delayed",
     "largest_magnitudes",
     "refuse_other_types",

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loopscope.checkpoints import open_checkpoint
-from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
 from loopscope.checkpoints.format import write_checkpoint
 from loopscope.errors import UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import TrainingState, seed_everything
-from loopscope.state.training_state import of_the_run
+from loopscope.state import TrainingState, of_the_run, seed_everything
 from loopscope.training import TrainingTask
 from torch import nn
 

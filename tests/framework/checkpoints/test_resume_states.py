@@ -22,9 +22,8 @@ from loopscope.checkpoints import (
 )
 from loopscope.checkpoints.content import put_back
 from loopscope.checkpoints.format import STATE
-from loopscope.runs import Session
+from loopscope.runs import Session, build_run
 from loopscope.runs.run_folder import CHECKPOINTS
-from loopscope.runs.session import build_run
 from loopscope.sinks import JSONLSink, read_jsonl
 
 from tests.framework.checkpoints.crash_runs import leaves, patiently

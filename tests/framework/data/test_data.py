@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.data import TensorLoader, derived_seed, fixed_order, micro_batches, random_order, rows
-from loopscope.data.loaders import TorchLoader
+from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, micro_batches, random_order, rows
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.state import RandomStreams
 from torch.utils.data import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.data import Loader, TensorLoader, random_order
-from loopscope.data.loaders import TorchLoader
+from loopscope.data import Loader, TensorLoader, TorchLoader, random_order
 from loopscope.errors import UsageError
 from torch.utils.data import (
     BatchSampler,

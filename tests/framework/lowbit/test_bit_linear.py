@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe
-from loopscope.lowbit.conversion import dequantize_model
+from loopscope.lowbit import RECIPES, ROLES, BitLinear, Recipe, dequantize_model
 from loopscope.lowbit.linear_function import LayerCall, QuantizedLinear
 from loopscope.lowbit.recipes import uniform
 from loopscope.training import Precision, compile_model

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope.errors import LoopscopeError
-from loopscope.lowbit import ROLES, Recipe, find_recipe
+from loopscope.lowbit import ROLES, Recipe, dequantize_model, find_recipe
 from loopscope.lowbit.casts import Cast
-from loopscope.lowbit.conversion import dequantize_model
 from loopscope.state import axpy, dot
 from loopscope.training.curvature import ExactHessian
 from torch import Tensor, nn

@@ -6,10 +6,19 @@ import io
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import RECIPES, ROLES, BitLinear, MetisOptions, Recipe, find_recipe, quantize_model, split_weight
+from loopscope.lowbit import (
+    RECIPES,
+    ROLES,
+    BitLinear,
+    MetisOptions,
+    Recipe,
+    dequantize_model,
+    find_recipe,
+    low_rank_cast,
+    quantize_model,
+    split_weight,
+)
 from loopscope.lowbit.casts import Cast
-from loopscope.lowbit.conversion import dequantize_model
-from loopscope.lowbit.metis import low_rank_cast
 from loopscope.lowbit.recipes import uniform
 from loopscope.lowbit.splitting import SplitLinear, split_product
 from torch import Tensor, nn

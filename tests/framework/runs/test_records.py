@@ -15,8 +15,7 @@ from loopscope import training_hooks
 from loopscope.checkpoints import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
-from loopscope.runs import RunFolder
-from loopscope.runs.session import build_run
+from loopscope.runs import RunFolder, build_run
 from loopscope.runs.strategy_run import model_size
 from torch import nn
 

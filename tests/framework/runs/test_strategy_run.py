@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.checkpoints.content import load_checkpoint
+from loopscope.checkpoints import load_checkpoint
 from loopscope.cli import main
 from loopscope.errors import HookError, StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.runs.session import build_run
+from loopscope.runs import build_run
 from loopscope.sinks import read_jsonl
 
 from tests.framework.runs.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train

@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.state import OwnFunction, differing
+from loopscope.state import OwnFunction, differing, of_the_run
 from loopscope.state.digest import described, digest
-from loopscope.state.training_state import of_the_run
 from torch import nn
 
 from tests.support import Case, build, differences

@@ -10,8 +10,7 @@ from loopscope.errors import StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState
-from loopscope.state.training_state import of_the_run
+from loopscope.state import RandomStreams, TrainingState, of_the_run
 from loopscope.training import TrainingTask, forward_backward, update
 from torch import nn
 from torch.nn import functional

@@ -13,9 +13,8 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.runs import RunFolder
-from loopscope.state import TrainingState, fully_sharded_modules
+from loopscope.state import TrainingState, fully_sharded_modules, of_the_run
 from loopscope.state.digest import described
-from loopscope.state.training_state import of_the_run
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.averaging import WeightAverage
 from loopscope.training_hooks.averaging.weight_average import average_name

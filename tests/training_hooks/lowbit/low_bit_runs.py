@@ -13,8 +13,7 @@ from loopscope.hooks import GradientTap, HookPoint, TrainingHook
 from loopscope.loops import step_loop
 from loopscope.lowbit import quantize_model
 from loopscope.lowbit.casts import Cast
-from loopscope.state import RandomStreams, TrainingState, seed_everything
-from loopscope.state.training_state import of_the_run
+from loopscope.state import RandomStreams, TrainingState, of_the_run, seed_everything
 from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional

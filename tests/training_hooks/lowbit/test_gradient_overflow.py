@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.lowbit import RECIPES, ROLES, find_recipe
-from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry
-from loopscope.lowbit.casts.scaling import ScalingRule
+from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, READINGS
 from torch import nn

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import HookError, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, InterventionHook, TrainingHook

@@ -9,8 +9,7 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.firing import HookManager
 from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.state import RandomStreams, TrainingState
-from loopscope.state.training_state import of_the_run
+from loopscope.state import RandomStreams, TrainingState, of_the_run
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import Consecutive, Variance
 from loopscope.training_hooks.measures import FlatLayout, FlatMemory
