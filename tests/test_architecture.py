@@ -6,6 +6,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -21,14 +22,26 @@ FOLDERS = {
     "experiments": "loopscope.experiments",
 }
 ORDER = (
-    *("errors", "registry", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks", "firing"),
+    *(
+        "errors",
+        "registry",
+        "durable_files",
+        "state",
+        "isolation",
+        "data",
+        "lowbit.casts",
+        "lowbit",
+        "training",
+        "hooks",
+        "firing",
+    ),
     *("loops", "checkpoints", "runs", "report", "console", "cli"),
 )
 """The rooms of ``framework/`` and the files on top of it, lowest first: imports only point down."""
-MEASURES = ("errors", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks")
+MEASURES = ("errors", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks")
 ALLOWED = {
     "training_hooks": {"", *MEASURES},
-    "sinks": {"", "errors", "hooks", "runs", "checkpoints"},
+    "sinks": {"", "errors", "durable_files", "hooks", "runs"},
     "experiments": {"", "errors", "state", "data", "lowbit.casts", "lowbit", "training", "hooks", "runs"},
 }
 """What the other folders import of ``framework/``: what a stranger's hook, sink or experiment may."""
@@ -76,7 +89,10 @@ def imports() -> list[Import]:
 
 def _imports(file: str, tree: ast.Module) -> Iterator[Import]:
     package = dotted(file).split(".") if file.endswith("__init__.py") else dotted(file).split(".")[:-1]
+    typing = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
+        if node in typing:
+            continue
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
@@ -84,6 +100,10 @@ def _imports(file: str, tree: ast.Module) -> Iterator[Import]:
                 yield from _named(file, module, tuple(alias.name for alias in node.names))
         elif isinstance(node, ast.Import):
             yield from (Import(file, a.name, ()) for a in node.names if a.name.split(".")[0] == "loopscope")
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _named(file: str, module: str, names: tuple[str, ...]) -> Iterator[Import]:
@@ -162,6 +182,15 @@ def test_there_are_few_floors() -> None:
         return 1 + max((floor(other) for other in below.get(name, ()) if other != name), default=0)
 
     assert max(map(floor, below)) <= MOST_FLOORS + 4, {name: floor(name) for name in below}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    below: dict[str, set[str]] = {}
+    for found in imports():
+        target = MODULES[found.module]
+        if target != found.file and not target.endswith("__init__.py"):  # doors import their rooms
+            below.setdefault(found.file, set()).add(target)
+    TopologicalSorter(below).prepare()  # raises CycleError with the circle
 
 
 def test_hook_points_are_fired_in_one_place() -> None:

@@ -1,8 +1,7 @@
 """A run on the disk, and back."""
 
 from .comparing import Moment, Parting, differing, leaves, moments_of
-from .content import load_checkpoint, save_checkpoint, save_tensors
-from .durable_files import is_there, plain_json, read_json, refusal_of_disk, write_json, write_whole
+from .content import load_checkpoint, save_checkpoint
 from .format import MANIFEST, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
 from .lock import run_lock
 from .run_state import RunState
@@ -23,18 +22,11 @@ __all__ = [
     "StoppedError",
     "checkpoints_in",
     "differing",
-    "is_there",
     "leaves",
     "load_checkpoint",
     "moments_of",
     "newest_intact",
     "open_checkpoint",
-    "plain_json",
-    "read_json",
-    "refusal_of_disk",
     "run_lock",
     "save_checkpoint",
-    "save_tensors",
-    "write_json",
-    "write_whole",
 ]

@@ -9,16 +9,10 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..state import MT19937_BYTES, NumpyState, PythonState, StreamState, TrainingState
-from .durable_files import write_whole
 from .format import open_checkpoint, write_checkpoint
 
 PER_NAME = ("parameters", "buffers", "gradients", "requires_grad", "modes")
 KEYS = {*PER_NAME, "kinds", "optimizer", "scheduler", "scaler", "loop", "extras"}
-
-
-def save_tensors(content: Any, path: Path) -> None:
-    """Write tensors and plain values with ``torch.save``, whole or not at all."""
-    write_whole(path, lambda file: torch.save(content, file))
 
 
 def captured(state: TrainingState) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
+from ..durable_files import plain_json, refusal_of_disk
 from ..errors import UsageError
-from .durable_files import plain_json, refusal_of_disk
 
 FORMAT = 2
 STATE, MANIFEST = "state.pt", "manifest.json"

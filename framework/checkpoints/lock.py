@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..durable_files import read_json, refusal_of_disk
 from ..errors import RunNotice, UsageError
-from .durable_files import read_json, refusal_of_disk
 
 LOCK = "run.lock"
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator, StrMethodFormatter
 
-from ..checkpoints import write_whole
+from ..durable_files import write_whole
 from .curves import Curve, Floats
 from .naming import wrapped
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark

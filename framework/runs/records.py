@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoints import is_there, read_json
+from ..durable_files import is_there, read_json
 from ..errors import UsageError
 from ..hooks import RunInfo
 from ..state import settings

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints import is_there, plain_json
+from ..durable_files import is_there, plain_json
 from ..errors import UsageError, listed
 from .config import ExperimentConfig
 from .records import CONFIG, RunRecord, differences, environment, versions

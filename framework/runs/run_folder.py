@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoints import checkpoints_in, is_there, refusal_of_disk, save_tensors, write_json
+from ..checkpoints import checkpoints_in
+from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError
 from ..hooks import HookRegistry, SinkRegistry
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status

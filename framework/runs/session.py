@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, plain_json
+from ..checkpoints import Checkpoint, CheckpointPlan
+from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, unknown
 from ..firing import HookManager
 from ..hooks import (

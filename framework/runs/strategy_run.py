@@ -18,9 +18,9 @@ from ..checkpoints import (
     RunState,
     Signals,
     StoppedError,
-    plain_json,
     run_lock,
 )
+from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError
 from ..firing import HookManager
 from ..hooks import RunInfo

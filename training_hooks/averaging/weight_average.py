@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from loopscope.checkpoints import save_tensors
+from loopscope.durable_files import save_tensors
 from loopscope.errors import UnsuitableError, UsageError, listed, unknown
 from loopscope.hooks import (
     HookPoint,

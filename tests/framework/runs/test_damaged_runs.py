@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import read_json
-from loopscope.checkpoints.durable_files import MOST_LEVELS
 from loopscope.cli import main
+from loopscope.durable_files import MOST_LEVELS, read_json
 from loopscope.errors import RunNotice, UsageError
 from loopscope.runs import RunRecord, differences
 

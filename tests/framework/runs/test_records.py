@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.checkpoints import save_tensors, write_json, write_whole
+from loopscope.durable_files import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.runs import RunFolder, build_run

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..errors import LoopscopeError, UsageError
+from .errors import LoopscopeError, UsageError
 
 MOST_LEVELS = 100
 """How deep a JSON file may be nested: far deeper than any of ours, and what recursive readers can follow."""
@@ -34,6 +35,11 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def save_tensors(content: Any, path: Path) -> None:
+    """Write tensors and plain values with ``torch.save``, whole or not at all."""
+    write_whole(path, lambda file: torch.save(content, file))
 
 
 @contextmanager
