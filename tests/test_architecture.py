@@ -22,20 +22,8 @@ FOLDERS = {
     "experiments": "loopscope.experiments",
 }
 ORDER = (
-    *(
-        "errors",
-        "registry",
-        "durable_files",
-        "state",
-        "isolation",
-        "data",
-        "lowbit.casts",
-        "lowbit",
-        "training",
-        "hooks",
-        "firing",
-    ),
-    *("loops", "checkpoints", "runs", "report", "console", "cli"),
+    *("errors", "registry", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit"),
+    *("training", "hooks", "firing", "loops", "checkpoints", "runs", "report", "console", "cli"),
 )
 """The rooms of ``framework/`` and the files on top of it, lowest first: imports only point down."""
 MEASURES = ("errors", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks")
@@ -179,9 +167,10 @@ def test_there_are_few_floors() -> None:
 
     @cache
     def floor(name: str) -> int:
-        return 1 + max((floor(other) for other in below.get(name, ()) if other != name), default=0)
+        rooms = (other for other in below.get(name, ()) if other != name)
+        return 1 + max((floor(other) for other in rooms if not (ROOT / f"framework/{other}.py").is_file()), default=0)
 
-    assert max(map(floor, below)) <= MOST_FLOORS + 4, {name: floor(name) for name in below}
+    assert max(map(floor, below)) <= MOST_FLOORS, {name: floor(name) for name in below}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
