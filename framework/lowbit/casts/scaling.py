@@ -65,7 +65,8 @@ def covering(largest: Tensor, maximum: float, epsilon: float = 0.0) -> Tensor:
     """Return the float32 scale largest / maximum + epsilon, rounded up where it would not quite cover the range."""
     scale = largest / maximum + epsilon
     short = scale.double() * maximum < largest
-    return torch.where(short, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+    held = scale.detach()  # nextafter has no derivative before torch 2.10; the difference to it is exact
+    return torch.where(short, scale + (torch.nextafter(held, torch.full_like(held, torch.inf)) - held), scale)
 
 
 @RuleRegistry.register

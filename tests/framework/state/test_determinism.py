@@ -145,7 +145,8 @@ with deterministic(on=True):
     assert "torch._inductor" not in sys.modules
     compile_model(torch.nn.Linear(2, 2))
     from torch._inductor import config
-    assert config.deterministic
-assert not config.deterministic
+    told = hasattr(config, "deterministic")  # the compiler has the setting from torch 2.10 on
+    assert not told or config.deterministic
+assert not told or not config.deterministic
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -329,7 +329,7 @@ def test_threads_that_cast_at_once_compile_once_and_agree(monkeypatch):
 
 WITHOUT_A_COMPILER = """
 import torch
-from loopscope.lowbit import casts
+from loopscope.lowbit.casts import casts
 casts.COMPILER.patience = -1
 values = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
 rounded = casts.Cast("e2m1", "block")(values)
