@@ -291,7 +291,7 @@ def replace_a_parameter_by_an_equal_one(scene):
     scene.module._parameters["weight"] = nn.Parameter(scene.module.weight.detach().clone())
 
 
-@deed()
+@deed(SEEN)
 def replace_the_parameter_table(scene):
     table = {name: nn.Parameter(torch.rand_like(value)) for name, value in scene.module._parameters.items()}
     scene.module._parameters = table
@@ -394,7 +394,7 @@ def load_an_old_optimizer_state(scene):
     scene.optimizer.load_state_dict(fresh.state_dict())
 
 
-@deed()
+@deed(SEEN)
 def leave_a_hook_on_the_optimizer(scene):
     scene.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: spoil(optimizer))
 
@@ -454,12 +454,12 @@ def leave_a_hook_on_a_parameter(scene):
     scene.parameter.register_hook(lambda gradient: gradient * 0)
 
 
-@deed()
+@deed(SEEN)
 def leave_a_hook_after_accumulation(scene):
     scene.parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())
 
 
-@deed()
+@deed(SEEN)
 def change_dropout(scene):
     for module in scene.model.modules():
         if isinstance(module, nn.Dropout):
@@ -467,12 +467,12 @@ def change_dropout(scene):
     scene.module.in_features = 3
 
 
-@deed()
+@deed(SEEN)
 def change_the_forward_function(scene):
     scene.module.forward = lambda x: x.sum() * torch.ones((*x.shape[:-1], scene.module.out_features))
 
 
-@deed()
+@deed(SEEN)
 def change_the_class_of_a_module(scene):
     scene.module.__class__ = type(
         "Other", (type(scene.module),), {"forward": lambda self, x: 0 * nn.Linear.forward(self, x)}
@@ -490,7 +490,7 @@ def add_a_submodule(scene):
     scene.model.add_module("extra", nn.Linear(2, 2))
 
 
-@deed()
+@deed(SEEN)
 def set_an_attribute(scene):
     scene.model.extra = {"noise": [1, 2]}
 
@@ -591,13 +591,13 @@ def leave_a_hook_on_all_modules(scene):
 # The loop, and what else belongs to the run
 
 
-@deed()
+@deed(SEEN)
 def move_the_loop(scene):
     scene.state.loop.step += 5
     scene.state.loop.epoch += 1
 
 
-@deed()
+@deed(SEEN)
 def stop_the_loop(scene):
     scene.state.loop.stopped = True
 

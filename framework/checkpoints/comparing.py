@@ -11,7 +11,6 @@ from torch import Tensor
 from ..state import ON_DEMAND
 from .format import DamagedCheckpointError, checkpoints_in, open_checkpoint
 
-COMPARED = ("state", "streams")
 Moment = tuple[int, int]
 """Epoch and step of a checkpoint: at the end of an epoch there may be one before and one after its evaluation."""
 
@@ -57,10 +56,8 @@ _ABSENT = object()
 
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what the rest of a run depends on, by paths of names."""
-    for part in COMPARED:
-        for name, value in leaves(content[part]):
-            if not name.startswith(tuple(f"loop/{item}" for item in ON_DEMAND)):
-                yield (name if part == "state" else f"generators/{name}"), value
+    on_demand = tuple(f"loop/{item}" for item in ON_DEMAND)
+    return ((name, value) for name, value in leaves(content["state"]) if not name.startswith(on_demand))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

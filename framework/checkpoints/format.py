@@ -15,7 +15,7 @@ import xxhash
 from ..durable_files import plain_json, refusal_of_disk
 from ..errors import UsageError
 
-FORMAT = 2
+FORMAT = 3
 STATE, MANIFEST = "state.pt", "manifest.json"
 PARTIAL, REMOVED = ".partial", ".removed"
 
@@ -106,7 +106,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Tell whether a manifest has what is read of it before the state is."""
+    """Return whether a manifest has what is read of it before the state is."""
     files, score = manifest.get("files"), manifest.get("score", "missing")
     return (
         isinstance(manifest.get("step"), int)

@@ -8,10 +8,10 @@ from typing import Any
 from ..errors import UsageError
 from ..firing import HookManager
 from ..isolation import Call
-from .content import captured, captured_streams, put_back, put_back_streams
+from .content import captured, put_back, refusals
 from .writer import Staging
 
-KEYS = {"state", "pre_epoch", "streams", "hooks", "metrics", "samples", "errors", "left_out"}
+KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
 class RunState:
@@ -20,6 +20,15 @@ class RunState:
     def __init__(self, manager: HookManager) -> None:
         self._manager = manager
         self._staging, self._pre_epoch_staging = Staging(), Staging()
+
+    def refusals(self) -> list[str]:
+        """Say in a sentence each what of the present state no checkpoint can hold."""
+        with self._manager.between_steps():
+            return refusals(self._content())
+
+    def refusals_of_the_last(self) -> list[str]:
+        """Say in a sentence each what :meth:`take` could not copy and no checkpoint can hold."""
+        return self.refusals() if self._staging.foreign or self._pre_epoch_staging.foreign else []
 
     def take(self) -> Mapping[str, Any]:
         """Return a copy of everything; the next call writes over it.
@@ -43,22 +52,24 @@ class RunState:
         return manager.counts_epochs and loop.step > loop.epoch * len(manager.task.loader)
 
     def _take_now(self, pre_epoch: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        return {**self._staging.copy(self._content()), "pre_epoch": pre_epoch}
+
+    def _content(self) -> dict[str, Any]:
+        """Return everything, by reference, but the state before the epoch."""
         manager = self._manager
-        content = {
-            "state": captured(manager.state),
-            "streams": captured_streams(manager.isolation.run_streams),
+        return {
+            "state": captured(manager.state, manager.isolation.run_streams),
             "hooks": manager.hooks.state_dict(),
             "metrics": manager.dispatch.state_dict(),
             "samples": manager.profiler.samples,
             "errors": manager.hooks.failures.errors,
             "left_out": manager.hooks.failures.left_out,
         }
-        return {**self._staging.copy(content), "pre_epoch": pre_epoch}
 
     def _take_pre_epoch(self) -> Mapping[str, Any]:
         state = self._manager.state
         state.loop.pre_epoch.restore(state)
-        staged: Mapping[str, Any] = self._pre_epoch_staging.copy(captured(state))
+        staged: Mapping[str, Any] = self._pre_epoch_staging.copy(captured(state, self._manager.isolation.run_streams))
         return staged
 
     def put_back(self, content: Mapping[str, Any], where: Path) -> None:
@@ -71,7 +82,6 @@ class RunState:
             state.loop.pre_epoch = manager.pre_epoch_snapshot
             state.loop.pre_epoch.save(state)
         put_back(content["state"], state, where)
-        put_back_streams(content["streams"], state, where)
         manager.hooks.load_state_dict(content["hooks"])
         manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])

@@ -86,6 +86,10 @@ class Checkpointing:
             return
         self.writer.wait()
         content = self._run_state.take()
+        if sentences := self._run_state.refusals_of_the_last():
+            sentence = f"The checkpoint of step {step} is left out. {sentences[0]}"
+            warnings.warn(sentence, RunNotice, stacklevel=3)
+            return
         with self._manager.between_steps():
             dispatch = self._manager.dispatch
             manifest, sink_files = {**self._describe(), "sinks": dispatch.positions()}, dispatch.files()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..state import ATOMS
 from .format import (
     Checkpoint,
     DamagedCheckpointError,
@@ -28,6 +29,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.foreign: set[type] = set()
+        """Classes of the values that were not copied, beyond those of plain values."""
 
     @torch.no_grad()
     def copy(self, content: Any) -> Any:
@@ -35,7 +38,8 @@ class Staging:
         free = {key: list(buffers) for key, buffers in self._spare.items()}
         used: dict[tuple[Any, ...], list[Tensor]] = {}
         pairs: list[tuple[Tensor, Tensor]] = []
-        copied = _copied(content, free, used, pairs)
+        self.foreign.clear()
+        copied = _copied(content, free, used, pairs, self.foreign)
         self._spare = used
         if pairs:
             buffers, originals = zip(*pairs, strict=True)
@@ -46,7 +50,7 @@ class Staging:
 Buffers = dict[tuple[Any, ...], list[Tensor]]
 
 
-def _copied(value: Any, free: Buffers, used: Buffers, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+def _copied(value: Any, free: Buffers, used: Buffers, pairs: list[tuple[Tensor, Tensor]], foreign: set[type]) -> Any:
     """Copy the containers, and note which tensor is to be copied into which buffer."""
     if isinstance(value, Tensor):
         value = value.detach()
@@ -57,9 +61,11 @@ def _copied(value: Any, free: Buffers, used: Buffers, pairs: list[tuple[Tensor, 
         pairs.append((buffer, value))
         return buffer
     if isinstance(value, Mapping):
-        return {name: _copied(item, free, used, pairs) for name, item in value.items()}
+        return {name: _copied(item, free, used, pairs, foreign) for name, item in value.items()}
     if type(value) in (list, tuple, set):
-        return type(value)(_copied(item, free, used, pairs) for item in value)
+        return type(value)(_copied(item, free, used, pairs, foreign) for item in value)
+    if type(value) not in ATOMS:
+        foreign.add(type(value))
     return value
 
 
@@ -105,7 +111,6 @@ class CheckpointWriter:
         self._folder = folder
         self._keep = keep
         self._kept: Kept | None = None
-        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []
         self._spare: Path | None = None
@@ -114,13 +119,8 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether the last one is still being written."""
+        """Whether the last one is still being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    def stage(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Copy what is to be written, which may change from then on; not while the writer is busy."""
-        staged: Mapping[str, Any] = self._staging.copy(content)
-        return staged
 
     def write(self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]) -> None:
         """Begin to write, and return; ``before`` are files that must be on the disk before."""

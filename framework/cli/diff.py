@@ -93,7 +93,7 @@ def _first_metric(number: int, line_a: str | None, line_b: str | None) -> tuple[
 def _weights(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     if not (a.weights.is_file() and b.weights.is_file()):
         return "", ""
-    contents = [{"streams": {}, "state": _loaded(run.weights)} for run in (a, b)]
+    contents = [{"state": _loaded(run.weights)} for run in (a, b)]
     names = differing(*contents)
     if names:
         return f"Final weights: {', '.join(names[:5])} differ.", f"by the final weights, first in {names[0]}"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..errors import StateMutationError, UsageError, unknown
-from ..lowbit import QuantizationListener, QuantizationTap, Quantized
+from ..lowbit import QuantizationTap, Quantized
+from ..lowbit.casts import QuantizationListener
 from ..state import OwnFunction
 from ..training import eagerly, is_compiled, quiet_graph_breaks
 

@@ -9,8 +9,7 @@ from .borrowing import (
     borrowed_weights,
 )
 from .gate import Call, Isolation
-from .guardian import Snapshot
-from .light_snapshot import LightSnapshot
+from .guardian import LightSnapshot, Snapshot
 
 __all__ = [
     "Call",

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..state import TrainingState, differing
-from .guardian import Part
+from .guardian import Objects
 from .tripwire import mutation, unreadable
 
 
@@ -14,7 +14,7 @@ class Audit:
         self._state = state
         self.enabled = enabled
         self._before: dict[str, int] = {}
-        self._objects: Part | None = None
+        self._objects: Objects | None = None
         self._gradients: dict[Tensor, Tensor | None] = {}
 
     def begin(self) -> None:
@@ -22,7 +22,7 @@ class Audit:
         if self.enabled:
             self._before = self._state.digest()
             self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
-            self._objects = Part((*self._state.roots, self._gradients), lasting=False)
+            self._objects = Objects((*self._state.roots, self._gradients), lasting=False)
 
     def check(self, culprit: object) -> None:
         """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""

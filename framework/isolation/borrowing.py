@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoopscopeError, unknown
-from ..state import fully_sharded_modules, gathered_for_a_while
+from ..state import ATOMS, NATIVE, Structure, fully_sharded_modules, gathered_for_a_while
 
 
 @contextmanager
 def borrowed_buffers(model: nn.Module) -> Iterator[None]:
     """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards.
 
-    What the body sets on modules, as a forward pass that keeps its attention weights does, is put back as well.
+    What the body sets on modules, or puts into containers that hang on them, as a forward pass that keeps its attention
+    weights does, is put back as well.
     """
     modules = list(model.modules())
     tables = [table for module in modules for table in (vars(module), module._buffers)]
+    own = [item for module in modules for key, item in vars(module).items() if key not in NATIVE]
+    inside = Structure([item for item in own if type(item) not in ATOMS], apart={*map(id, modules)})
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
     try:
@@ -34,6 +37,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
             if len(table) != len(before) or any(map(is_not, table.values(), before.values())):
                 table.clear()
                 table.update(before)
+        inside.put_back()
 
 
 @contextmanager

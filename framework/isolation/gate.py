@@ -54,7 +54,7 @@ class Isolation:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model as of the beginning of the visit, in its order."""
+        """The parameters of the model at the beginning of the visit, in its order."""
         return self._tripwire.parameters
 
     @property
@@ -117,6 +117,7 @@ class Isolation:
         """Run ``function`` on the call's own random stream, without gradient tracking, and check."""
         self._rebase_after_commit()
         self._streams.derive(call.name, call.where, call.step)
+        # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:

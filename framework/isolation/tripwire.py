@@ -10,74 +10,99 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import StateMutationError, listed
-from ..state import MODULE_HOOKS, TrainingState, is_sharded, local_shards, nested
+from ..state import ATOMS, TrainingState, addresses, is_sharded, local_shards, nested
 
 _version = attrgetter("_version")
-_grad = attrgetter("grad")
-_requires_grad = attrgetter("requires_grad")
-_tensor_hooks = attrgetter("_backward_hooks")
-_training = attrgetter("training")
-_hook_tables = attrgetter(*MODULE_HOOKS)
 _pointer = Tensor.data_ptr
+_PASSING_BY = (*ATOMS, Tensor)
 
 
 class WatchList:
-    """What to sweep: the containers, the tensors in them, the modules; valid while the containers hold the same.
+    """What to sweep: all that the parts have watched, in flat lists; valid while the containers hold the same.
 
-    Containers that hold nothing but tensors (most ``_parameters`` tables and optimizer states) give their tensors
-    directly; from the others they are picked by place.
+    Tables that hold nothing but tensors (most ``_parameters`` tables and optimizer states) give their tensors directly;
+    from the others they are picked by place.
     """
 
     def __init__(self, state: TrainingState) -> None:
-        self.modules: list[nn.Module] = list(state.model.modules())
-        self.parameters = list(state.model.parameters())
-        self.optimizer_state = state.optimizer.state
-        structure = [vars(module)[name] for module in self.modules for name in ("_parameters", "_buffers", "_modules")]
-        hooks = [*chain.from_iterable(map(_hook_tables, self.modules))]
-        optimizer_state = [self.optimizer_state, *self.optimizer_state.values()]
-        tables = [table for table in structure + hooks if table] + optimizer_state
-        pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
-        known = set(map(id, pure))
-        self.empty = [table for table in structure + hooks if not table]
-        self.pure = [table.values() for table in pure]
-        self.mixed = [table.values() for table in tables if id(table) not in known]
-        self.tensors = (*chain.from_iterable(self.pure),)
-        self.others = (*chain.from_iterable(self.mixed),)
+        self.parameters = [*state.model.parameters()]
+        watched = [(part.name, part.watched(state)) for part in state.parts]
+        self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.attributes)}
+        tables = [table for _, part in watched for table in part.tables]
+        containers = [container for _, part in watched for container in part.attributes]
+        self.empty = [container for container in (*tables, *containers) if not container]
+        self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
+        pure = {*map(id, self.pure)}
+        self.mixed = [table for table in tables if table and id(table) not in pure]
+        self.attributes = [container for container in containers if container]
+        self.pure_views, self.mixed_views = _views(self.pure), _views(self.mixed)
+        self._attribute_views = _views(self.attributes)
+        glanced = [(part.glance, part) for _, part in watched if part.glance is not None]
+        looked = [(part.look, part) for _, part in watched if part.look is not None]
+        self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
+        self.looks, self.looked = [look for look, _ in looked], [part for _, part in looked]
+        self._settled = [(part.look, part.look()) for _, part in watched if part.look is not None and part.settled]
+        self.tensors = (*chain.from_iterable(self.pure_views),)
+        self.others = (*chain.from_iterable(self.mixed_views),)
+        self._tensors, self._others = addresses(self.tensors), addresses(self.others)
+        self._containers = _containers(self.read_attributes())
+        self._seen = addresses(self.read_attributes())
         found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
-        direct = set(map(id, self.tensors))
+        direct = {*map(id, self.tensors)}
         self.buried = [leaf for leaf in found if id(leaf) not in direct]
         self.sharded = any(map(is_sharded, self.parameters))
 
-    def tensor_hooks(self) -> list[int]:
-        """Return the number of hooks on each parameter."""
-        return [len(hooks or ()) for hooks in map(_tensor_hooks, self.parameters)]
+    def read_attributes(self) -> tuple[Any, ...]:
+        """Return what the containers that are no tables hold now, end to end."""
+        return (*chain.from_iterable(self._attribute_views),)
+
+    def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
+        """Return whether what was just read is in the containers of this list; plain values and tensors may change."""
+        if any(self.empty) or addresses(tensors) != self._tensors or addresses(others) != self._others:
+            return False
+        if any([look() != before for look, before in self._settled]):
+            return False
+        now = addresses(attributes)
+        if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
+            return False
+        self._seen = now
+        return True
+
+    def name(self, container: Any, names: dict[int, str]) -> str:
+        """Name a container: by the object that it belongs to, or else by its part."""
+        return names.get(id(container), self._owners[id(container)])
+
+    def place(self, containers: list[Any], before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
+        """Name the first place at which what some containers hold, end to end, differs."""
+        pairs = enumerate(zip(before, now, strict=False))
+        index = next((index for index, (was, is_now) in pairs if was is not is_now), min(len(before), len(now)))
+        for container in containers:
+            if index < len(container):
+                name = self.name(container, names)
+                return f"{name}.{[*container][index]}" if isinstance(container, dict) else name
+            index -= len(container)
+        return "a container"
+
+
+def _views(containers: list[Any]) -> list[Any]:
+    return [container.values() if isinstance(container, dict) else container for container in containers]
+
+
+def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([value for value in values if type(value) not in _PASSING_BY])
 
 
 Sweep = tuple[Any, ...]
-_OTHERS, _LASTING, _GRADS, _PASSING, _TRAINING, _VERSIONS = range(6)
-_POINTERS, _REQUIRES_GRAD, _HANDLES, _OPTIONS, _FLAGS = range(5)
-_QUICK_LABELS = {
-    _OTHERS: "modules, module hooks or optimizer state",
-    _LASTING: "a parameter, a buffer or an optimizer tensor was replaced",
-    _GRADS: "a gradient was replaced",
-    _PASSING: "the batch, the loss or accumulated gradients were replaced",
-    _TRAINING: "the train/eval mode of a module",
-}
-_REST_LABELS = {
-    _REQUIRES_GRAD: "requires_grad of a parameter",
-    _OPTIONS: "optimizer hyper-parameters, its groups or the scheduler",
-}
 
 
 class Tripwire:
     """Sweeps the training state; every clean check is the baseline of the next.
 
-    A quick sweep reads the objects in the containers, versions, gradients and modes; a complete one adds data
-    pointers, ``requires_grad``, optimizer settings, global flags and hooks: every handle that torch gives out for a
-    hook takes the next number, so one number tells whether any was registered.
+    A quick sweep reads the objects in the tables, gradients, batch and losses, and the versions of all tensors; a
+    complete one adds data pointers, the attributes of modules and optimizer, and plain values: options, flags, modes,
+    numbers of hooks.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -86,25 +111,20 @@ class Tripwire:
         self._quick: Sweep = ()
         self._rest: Sweep = ()
         self._swept: list[Tensor] = []
-        self._tensor_hooks: list[int] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model as of the last baseline, in its order."""
+        """The parameters of the model at the last baseline, in its order."""
         return self._watch.parameters
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
-        watch = self._watch
-        quick, tensors = self._sweep()
-        stale = self._state.optimizer.state is not watch.optimizer_state or any(watch.empty)
-        if stale or not (_equal(quick[_OTHERS], watch.others) and _equal(quick[_LASTING], watch.tensors)):
+        self._quick, tensors = self._sweep()
+        self._rest = self._sweep_rest(tensors)
+        if not self._watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
             self._watch = WatchList(self._state)
-            quick, tensors = self._sweep()
-        self._quick, rest = quick, self._sweep_rest(tensors)
-        if stale or self._rest == () or rest[_HANDLES] != self._rest[_HANDLES]:
-            self._tensor_hooks = self._watch.tensor_hooks()
-        self._rest = rest
+            self._quick, tensors = self._sweep()
+            self._rest = self._sweep_rest(tensors)
 
     def check(self, culprit: object) -> None:
         """Sweep completely; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
@@ -134,60 +154,53 @@ class Tripwire:
         self._rest = rest
 
     def release(self) -> None:
-        """Let go of the tensors of the last sweep, so that gradients and batches live no longer than without it."""
-        self._quick, self._swept = (), []
+        """Let go of what the last sweep read, so that gradients and batches live no longer than without it."""
+        self._quick, self._rest, self._swept = (), (), []
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
+        """Return what the tables hold, what was glanced at, and versions, with the tensors of these."""
         watch = self._watch
-        others = (*chain.from_iterable(watch.mixed),)
-        lasting = (*chain.from_iterable(watch.pure),)
-        grads = (*map(_grad, watch.parameters),)
-        passing = self._state.loop.in_flight()
-        training = (*map(_training, watch.modules),)
-        tensors = [*lasting, *watch.buried, *[grad for grad in grads if grad is not None], *passing]
+        pure = (*chain.from_iterable(watch.pure_views),)
+        mixed = (*chain.from_iterable(watch.mixed_views),)
+        glanced = [glance() for glance in watch.glances]
+        passing = [tensor for found in glanced for tensor in found if tensor is not None]
+        tensors = [*pure, *watch.buried, *passing]
         if watch.sharded:
             tensors = local_shards(tensors)
-        return (others, lasting, grads, passing, training, _column(_version, tensors)), tensors
+        return (pure, mixed, *glanced, _column(_version, tensors)), tensors
 
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
+        """Return what attributes hold, what was looked at, and pointers."""
         watch = self._watch
         return (
+            watch.read_attributes(),
+            *[look() for look in watch.looks],
             _column(_pointer, tensors),
-            (*map(_requires_grad, watch.parameters),),
-            RemovableHandle.next_id,
-            self._options(),
-            self._state.flags.read(),
         )
-
-    def _options(self) -> tuple[Any, ...]:
-        """Read hyper-parameters, group structure and scheduler position."""
-        optimizer = self._state.optimizer
-        groups = optimizer.param_groups
-        options: list[Any] = [optimizer.state, groups]
-        for group in groups:
-            options += group.values()
-            options += group["params"]
-        if self._state.scheduler is not None:
-            options += vars(self._state.scheduler).values()
-        return (*options,)
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name what differs from the baseline in a quick sweep."""
-        before = self._quick
-        changes = [label for part, label in _QUICK_LABELS.items() if not _equal(before[part], now[part])]
-        if changes or len(before[_VERSIONS]) != len(now[_VERSIONS]):
+        before, watch = self._quick, self._watch
+        names = self._state.names()
+        tables = zip((watch.pure, watch.mixed), before, now, strict=False)
+        changes = [watch.place(held, was, is_now, names) for held, was, is_now in tables if not _equal(was, is_now)]
+        glances = zip(watch.glanced, before[2:], now[2:], strict=False)
+        changes += [part.label for part, was, is_now in glances if not _equal(was, is_now)]
+        if changes or len(before[-1]) != len(now[-1]):
             return changes
-        return self._differing_tensors(before[_VERSIONS], now[_VERSIONS])
+        return self._differing_tensors(before[-1], now[-1])
 
     def _look_closer(self, now: Sweep) -> list[str]:
-        """Name what differs in the rest of a complete sweep; handles may have come and gone again."""
-        before = self._rest
-        changes = [label for part, label in _REST_LABELS.items() if not _equal(before[part], now[part])]
-        changes += self._state.flags.differences(before[_FLAGS])
-        changes += self._differing_tensors(before[_POINTERS], now[_POINTERS])
-        if any(self._watch.empty) or self._watch.tensor_hooks() != self._tensor_hooks:
-            changes.append("a hook on a parameter or module")
-        return changes
+        """Name what differs in the rest of a complete sweep."""
+        before, watch = self._rest, self._watch
+        changes: list[str] = []
+        if not _equal(before[0], now[0]):
+            changes.append(watch.place(watch.attributes, before[0], now[0], self._state.names()))
+        for part, was, is_now in zip(watch.looked, before[1:], now[1:], strict=False):
+            if not _equal(was, is_now):
+                changes += part.differences(was) if part.differences is not None else [part.label]
+        changes += self._differing_tensors(before[-1], now[-1])
+        return changes + [watch.name(container, self._state.names()) for container in watch.empty if container]
 
     def _differing_tensors(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
         if before == now:
@@ -218,14 +231,14 @@ def _number(read: Callable[[Tensor], int], tensor: Tensor) -> int:
         return -1
 
 
-def _equal(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _equal(before: Any, now: Any) -> bool:
     """Compare by identity first, which the tuple comparison does, then by value.
 
     Tensors that are other objects count as changed: comparing them either fails here or is truthy only for equal
     one-element tensors, whose pointers then differ.
     """
     try:
-        return before == now
+        return bool(before == now)
     except (RuntimeError, TypeError, ValueError):
         return False
 

@@ -6,7 +6,7 @@ from .metis import Decomposition, Gains, MetisOptions, low_rank_cast
 from .recipes import RECIPES, ROLES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised, share
 from .splitting import LowRankFactors, layers_with_factors, split_weight
-from .taps import QuantizationListener, QuantizationTap, Quantized, quantized_modules
+from .taps import QuantizationTap, Quantized, quantized_modules
 
 __all__ = [
     "OFFSET",
@@ -17,7 +17,6 @@ __all__ = [
     "Gains",
     "LowRankFactors",
     "MetisOptions",
-    "QuantizationListener",
     "QuantizationTap",
     "Quantized",
     "RangePenalty",

@@ -3,7 +3,7 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
 from ..state import is_sharded
-from .casts import Cast, Counts, largest_magnitudes
+from .casts import Cast, Counts, QuantizationListener, largest_magnitudes
 from .linear_function import Calls, LayerCall, QuantizedLinear
 from .metis import low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
 from .splitting import LowRankFactors, SplitLinear, split_product
-
-
-class QuantizationListener(Protocol):
-    """Somebody who is told what every cast of a layer lost."""
-
-    def is_heard(self) -> bool:
-        """Return whether the casts made now are to be counted."""
-        ...
-
-    def record(self, role: str, counts: Counts) -> None:
-        """Take the counts of one cast."""
-        ...
 
 
 class BitLinear(SplitLinear):

@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from ..errors import LoopscopeError
+from ..state import Transient
 from .casts import Cast, Counts
 from .recipes import ROLES, Recipe, Role
 
@@ -50,7 +51,7 @@ class LayerCall:
         return torch.Generator(device).manual_seed(self.seed + ROLES.index(role))
 
 
-class Calls:
+class Calls(Transient):
     """Holds the newest call of each part of a layer until its backward pass; between steps nobody needs it."""
 
     def __init__(self) -> None:

@@ -1,34 +1,13 @@
 """Taps on quantisers: what they count reaches a hook without any of its code running inside the pass."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..state import OwnHook
-from .casts import Counts
-
-
-class QuantizationListener(OwnHook):
-    """Takes what the quantisers of one module count while it is heard.
-
-    Args:
-        is_heard: tells whether anything is counted now; a quantiser that nobody hears does not count.
-        counts: where the counts go, by role; they add up until whoever owns it clears it.
-    """
-
-    def __init__(self, is_heard: Callable[[], bool], counts: MutableMapping[str, Counts]) -> None:
-        self.is_heard = is_heard
-        self._counts = counts
-
-    def record(self, role: str, counts: Counts) -> None:
-        """Add what one quantisation lost; on its device, which nobody waits for."""
-        if role not in self._counts:
-            self._counts[role] = Counts(counts.sums.clone(), counts.maxima.clone())
-        else:
-            self._counts[role].add(counts)
+from .casts import Counts, QuantizationListener
 
 
 @runtime_checkable

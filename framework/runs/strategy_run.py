@@ -21,7 +21,7 @@ from ..checkpoints import (
     run_lock,
 )
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_for_evaluation
@@ -111,6 +111,7 @@ class StrategyRun:
             if self.resumed is not None:
                 RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
             self.manager.start_hooks(self.run_info)
+            self._refuse_what_no_checkpoint_holds()
             self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
             if self.resumed is not None:
                 self.manager.hooks.goes_on()
@@ -132,6 +133,15 @@ class StrategyRun:
         of_this_run = {**self.record.run, "reference": None if reference is None else str(reference)}
         self.record = replace(self.record, data=plain_json(self.runner.describe_data()), run=of_this_run)
         self.folder.write_record(self.record)
+
+    def _refuse_what_no_checkpoint_holds(self) -> None:
+        """Raise :class:`UsageError` if checkpoints are to be written; say it where only a signal may ask for one."""
+        sentences = RunState(self.manager).refusals()
+        if sentences and (self.plan.every or self.plan.every_steps):
+            raise UsageError(sentences[0])
+        if sentences:
+            sentence = f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}"
+            warnings.warn(sentence, RunNotice, stacklevel=3)
 
     def _train(self) -> None:
         progress = self.display.strategy_started(self.run_info, self.task, [*self.manager.hooks])

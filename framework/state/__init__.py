@@ -1,9 +1,11 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
+from .attributes import ATOMS, NATIVE, Transient, name_of
 from .determinism import deterministic, explained, settings
 from .flags import entered_modes, leave_modes
-from .own_hooks import OwnFunction, OwnHook
-from .random_streams import MT19937_BYTES, NumpyState, PythonState, RandomStreams, StreamState, seed_everything
+from .model_parts import OwnFunction, OwnHook
+from .parts import Guarded, Part, Stored, Watched
+from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import (
     finish_sharding,
     fully_sharded_modules,
@@ -16,7 +18,7 @@ from .sharding import (
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities
 from .tensor_parts import addresses
-from .training_state import MODULE_HOOKS, ON_DEMAND, LoopState, TrainingState, differing, nested, of_the_run
+from .training_state import GENERATORS, ON_DEMAND, PARTS, LoopState, TrainingState, differing, nested, of_the_run
 from .vectors import (
     WIDE,
     Vector,
@@ -39,22 +41,27 @@ from .vectors import (
 )
 
 __all__ = [
-    "MODULE_HOOKS",
-    "MT19937_BYTES",
+    "ATOMS",
+    "GENERATORS",
+    "NATIVE",
     "ON_DEMAND",
+    "PARTS",
     "WIDE",
     "BriefIdentities",
+    "Guarded",
     "LoopState",
-    "NumpyState",
     "OwnFunction",
     "OwnHook",
-    "PythonState",
+    "Part",
     "RandomStreams",
+    "Stored",
     "StreamState",
     "Structure",
     "TensorIdentities",
     "TrainingState",
+    "Transient",
     "Vector",
+    "Watched",
     "accumulate",
     "addresses",
     "axpy",
@@ -77,6 +84,7 @@ __all__ = [
     "local_shards",
     "max_abs",
     "minus",
+    "name_of",
     "nested",
     "norm",
     "norm_of_each",

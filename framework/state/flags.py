@@ -44,6 +44,10 @@ def leave_modes(before: tuple[int, int]) -> None:
         _set_dispatch_modes(_dispatch_modes()[: before[1]])
 
 
+# torch has no public way to read or set the two stacks of modes. These are the functions that its own context managers
+# use (torch/overrides.py, torch/utils/_python_dispatch.py), there in torch 2.9 to 2.15.
+
+
 def _function_modes() -> tuple[Any, ...]:
     length = _C._len_torch_function_stack()
     return tuple([_C._get_function_stack_at(index) for index in range(length)]) if length else ()
@@ -75,6 +79,7 @@ def _set_inference_mode(enabled: bool) -> None:
 
 
 def _default_device() -> tuple[Any, Any]:
+    # a mode on the function stack, which one thread remembers in _GLOBAL_DEVICE_CONTEXT, and the device it gives out
     return vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"), default_device.CURRENT_DEVICE  # type: ignore[attr-defined]
 
 
@@ -82,7 +87,7 @@ def _set_default_device(saved: tuple[Any, Any]) -> None:
     torch._GLOBAL_DEVICE_CONTEXT.device_context, default_device.CURRENT_DEVICE = saved  # type: ignore[attr-defined]
 
 
-def _autocast_nesting() -> int:
+def _autocast_nesting() -> int:  # torch counts, but tells the count only where it changes it
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
@@ -143,6 +148,7 @@ def _set_matmul_precision(saved: str | None) -> None:
 
 
 def _saved_tensor_hooks() -> Any:
+    # only the top of the stack can be read; True: also while hooks are disabled
     return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -170,6 +176,7 @@ def _attribute(owner: Any, name: str) -> Flag:
     return Flag(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 
+# getters that take about 0.1 µs each and are read twice a fire
 _QUICK = {
     "function modes": Flag(_function_modes, _set_function_modes),
     "dispatch modes": Flag(_dispatch_modes, _set_dispatch_modes),
@@ -187,6 +194,7 @@ _QUICK = {
     "math attention": Flag(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     "oneDNN": Flag(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 }
+# getters that build objects or walk tables; only the guardian and the audit read them
 _SLOW = {
     "default device": Flag(_default_device, _set_default_device),
     "float32 precision by operation": Flag(partial(_precisions, _PRECISIONS), partial(_set_precisions, _PRECISIONS)),
@@ -195,6 +203,7 @@ _SLOW = {
     "filling of uninitialised memory": Flag(
         _C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory
     ),
+    # the processor's mode cannot be asked for, but the smallest denormal times one is 0 where they are flushed
     "flushing of denormals": Flag(lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
     "autocast cache": Flag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     "anomaly detection": Flag(_anomaly, lambda saved: torch.set_anomaly_enabled(*saved)),

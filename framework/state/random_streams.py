@@ -12,7 +12,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -47,11 +47,12 @@ class NumpyState:
 
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the object behind the module's functions
+_SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 
 
 def _python_state_is_inline() -> bool:
-    """Tell whether the object behind ``random`` holds its position and its 624 words right after its header."""
+    """Return whether the object behind ``random`` holds its position and its 624 words right after its header."""
     if type(_PYTHON).__basicsize__ < object.__basicsize__ + MT19937_BYTES:
         return False
     position, *words = struct.unpack("625I", ctypes.string_at(_PYTHON_ADDRESS, MT19937_BYTES))
@@ -138,6 +139,42 @@ class StreamState:
             generator.set_state(state)
 
 
+def plain(streams: StreamState) -> dict[str, Any]:
+    """Return the states of the generators as tensors and plain values, which checkpoints can hold."""
+    return {
+        "torch": streams.torch_cpu,
+        "python": _as_tensor(streams.python.key),
+        "python_gaussian": streams.python.cached_gaussian,
+        "numpy": _as_tensor(streams.numpy.key),
+        "numpy_gaussian": streams.numpy.cached_gaussian,
+        "accelerators": [state for _, state in streams.accelerators],
+        "owned": [state for _, state in streams.owned],
+    }
+
+
+def from_plain(stored: Mapping[str, Any], now: StreamState) -> StreamState:
+    """Return the states that :func:`plain` gave, for the generators of ``now``."""
+    return StreamState(
+        stored["torch"],
+        PythonState(_as_bytes(stored["python"]), stored["python_gaussian"]),
+        NumpyState(now.numpy.bit_generator, _as_bytes(stored["numpy"]), stored["numpy_gaussian"]),
+        tuple((device, saved) for (device, _), saved in zip(now.accelerators, stored["accelerators"], strict=False)),
+        tuple((generator, saved) for (generator, _), saved in zip(now.owned, stored["owned"], strict=True)),
+    )
+
+
+def _as_tensor(key: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(key), dtype=torch.uint8)
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    """Return the state of a Mersenne Twister; raises ``ValueError`` for another size, since it is copied raw."""
+    key = tensor.numpy().tobytes()
+    if len(key) != MT19937_BYTES:
+        raise ValueError(f"a random generator's state has {len(key)} bytes instead of {MT19937_BYTES}")
+    return key
+
+
 class RandomStreams:
     """The run's generators, and the streams derived from its seed.
 
@@ -188,7 +225,8 @@ class RandomStreams:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch, Python and NumPy; ``seed`` is an integer in [0, 2**64)."""
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
+    _SEED_PYTHON(_PYTHON, seed)  # random.seed of an integer, but for the detour through Python
+    _PYTHON.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
     for device in accelerator_devices():
         torch.get_device_module(device).manual_seed_all(seed)

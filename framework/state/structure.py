@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .attributes import attributes_of, is_frozen, refill
 from .tensor_parts import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -20,7 +21,7 @@ class Structure:
     """Containers reachable from some objects, what they hold, and the tensors in them.
 
     Putting a structure back makes every container hold the very objects it held, and every object be of the class
-    it was of. The tensors' own identity and bytes are the business of others.
+    it was of. What makes a tensor that tensor, and its bytes, are in ``tensor_identity`` and ``guardian``.
     """
 
     def __init__(self, roots: Iterable[Any], *, apart: Container[int] = ()) -> None:
@@ -37,14 +38,14 @@ class Structure:
         self._values = [table.values() for table in self._tables]
         self._sequences = [sequence for sequence in self._sequences if sequence]
         self._lengths, self._held = self._read_lengths(), self._read()
-        self._addresses = addresses(self._held)
+        self._addresses = addresses(self._held)  # sound, since what is held cannot be freed: no address comes twice
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         seen, apart = self.seen, self._apart
         for value in values:
             kind = type(value)
             if kind not in _ATOMS and id(value) not in seen and id(value) not in apart:
-                if kind is Tensor and not value.requires_grad:
+                if kind is Tensor and not value.requires_grad:  # most of them; nothing can hang on one
                     seen.add(id(value))
                     self.tensors.append(value)
                 else:
@@ -61,6 +62,11 @@ class Structure:
             self._note(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS):
             self._note(self._objects, value, (vars(value),))
+        elif (attributes := attributes_of(value)) is not None:
+            if is_frozen(value):
+                self._visit_all(attributes.values())
+            else:
+                self._note(self._objects, value, (attributes,))
 
     def _note(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
         self.seen.add(id(value))
@@ -76,8 +82,12 @@ class Structure:
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._tables), *map(len, self._sequences)]
 
+    def containers(self) -> list[Any]:
+        """Return the containers, the empty ones too."""
+        return [*self._tables, *self._sequences, *self._empty]
+
     def is_current(self) -> bool:
-        """Tell whether every container still holds the objects it held."""
+        """Return whether every container still holds the objects it held."""
         return (
             not any(self._empty)
             and self._lengths == self._read_lengths()
@@ -112,7 +122,7 @@ class Structure:
         if self.is_current():
             return
         for thing, kind, space in self._natures():
-            if type(thing) is not kind:
+            if type(thing) is not kind:  # parametrizations and FSDP2 change the class of a module in place
                 thing.__class__ = kind
             if vars(thing) is not space:
                 thing.__dict__ = space
@@ -120,20 +130,10 @@ class Structure:
             container.clear()
         for container, keys, values in self._contents():
             if not _holds(container, keys, values):
-                _refill(container, keys, values)
+                refill(container, keys, values)
 
 
 def _holds(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
     if isinstance(container, dict):
         return addresses((*container,)) == addresses(keys) and addresses((*container.values(),)) == addresses(values)
     return addresses((*container,)) == addresses(values)
-
-
-def _refill(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(keys, values, strict=True))
-    elif isinstance(container, set):
-        container.update(values)
-    else:
-        container.extend(values)

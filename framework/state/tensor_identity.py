@@ -56,7 +56,10 @@ class TensorIdentities:
         self._wrappers = [] if plain else [*filter(is_wrapper, tensors)]
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
         self._guards = _guards(tensors) if lasting else None
+        # torch.utils.swap_tensors exchanges the implementations (TensorImpl) of two Python objects
         self._implementations = [*map(_implementation, self.owners)]
+        # 1 if nothing but this object holds the implementation, more once a graph holds the node that accumulates
+        # its gradient; hooks left on that node would act in the run's own backward pass
         self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
         self._addresses = addresses(self._attachments)
@@ -83,7 +86,7 @@ class TensorIdentities:
         return (*found,)
 
     def is_current(self) -> bool:
-        """Tell whether every tensor is what it was, its bytes aside."""
+        """Return whether every tensor is what it was, its bytes aside."""
         return (
             self._marks_are_current()
             and self._implementations == [*map(_implementation, self.owners)]
@@ -140,7 +143,7 @@ class TensorIdentities:
 
 
 class BriefIdentities:
-    """The same for tensors of one moment that need no gradient: they are set again rather than compared, once."""
+    """The identities of tensors of one moment that need no gradient: set again once, rather than compared."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -149,7 +152,7 @@ class BriefIdentities:
 
     @classmethod
     def suit(cls, tensors: list[Tensor]) -> bool:
-        """Tell whether all of ``tensors`` are such."""
+        """Return whether all of ``tensors`` are plain strided tensors that need no gradient."""
         simple = {Tensor}.issuperset(map(type, tensors)) and _pointer_reader(tensors) is Tensor.data_ptr
         return simple and not any(map(_requires_grad, tensors))
 
@@ -173,6 +176,7 @@ def _make_plain(tensor: Any) -> None:
 
 def _guards(tensors: list[Tensor]) -> Any:
     """Make torch's own comparer of types, dtypes, shapes, strides and requires_grad of many tensors."""
+    # the C++ class behind torch.compile's guards, there in torch 2.9 to 2.15; importing it does not import the compiler
     kind: Any = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
     return kind(
         *tensors,
@@ -195,11 +199,11 @@ def _pointer(tensor: Tensor) -> Any:
 
 def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
     """Give a tensor back the kind of device, class, storage, layout and requires_grad it had."""
-    if tensor.device.type != alias.device.type and not is_wrapper(alias):
+    if tensor.device.type != alias.device.type and not is_wrapper(alias):  # ``.data`` refuses another kind of device
         torch.utils.swap_tensors(tensor, alias.detach())  # type: ignore[no-untyped-call]
     if type(tensor) is not before.kind:
         tensor.__class__ = before.kind
-    if leaf and tensor.grad_fn is not None:
+    if leaf and tensor.grad_fn is not None:  # written to in place under a graph: it is no leaf any more
         tensor.detach_()
     if not is_wrapper(alias):
         if alias.layout is torch.strided and alias.data_ptr() != before.pointer:
@@ -212,6 +216,7 @@ def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
 def _forget_accumulator(owner: Any) -> None:
     """Part a tensor from the node that accumulates its gradient, and from hooks on it: a new dtype makes it void."""
     if not is_wrapper(owner):
+        # setting ``.data`` drops the accumulator where dtype or device change, and nowhere else (set_data of autograd)
         data = owner.data
         owner.data = data.to(torch.float64 if data.dtype is torch.float32 else torch.float32)
         owner.data = data

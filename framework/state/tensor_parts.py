@@ -15,7 +15,7 @@ _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 def is_owner(tensor: Tensor) -> bool:
-    """Tell whether a tensor may carry a gradient and hooks: a parameter, or a leaf that requires a gradient."""
+    """Return whether a tensor may carry a gradient and hooks: a parameter, or a leaf that requires a gradient."""
     kind = type(tensor)
     return (
         kind is nn.Parameter
@@ -29,7 +29,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Tell whether a tensor keeps its bytes in other tensors, as a DTensor does."""
+    """Return whether a tensor keeps its bytes in other tensors, as a DTensor does."""
     return type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
@@ -71,7 +71,7 @@ def storage_needed(tensor: Tensor) -> int:
 
 
 def is_cut_off(tensor: Tensor) -> bool:
-    """Tell whether the storage of a strided tensor was shrunk below it, so that reading it could end the process."""
+    """Return whether the storage of a strided tensor was shrunk below it, so that reading it could end the process."""
     return tensor.untyped_storage().nbytes() < storage_needed(tensor)
 
 

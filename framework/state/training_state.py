@@ -1,192 +1,276 @@
-"""The one list of everything that the rest of a run depends on.
+"""The one list of everything that the rest of a run depends on: a table of parts, each with all that is done to it.
 
-The guardian copies it, the tripwire watches it, the audit digests it, the durable checkpoint stores it and the
-tests of bit identity compare it: what is added here is known to all of them.
+The guardian copies the parts, the tripwire watches them, the audit and the tests of bit identity digest them, and
+checkpoints store them. All walk :data:`PARTS` and know nothing else of a run: what is added here is known to all.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from .attributes import is_hook_table
 from .digest import digest
-from .flags import GlobalFlags
-from .own_hooks import OwnHook
-from .random_streams import RandomStreams
+from .model_parts import MODEL_PARTS, attribute_forms, device_of, from_plain_forms, plain_forms
+from .parts import Guarded, Leaves, LoopState, Part, Stateful, StateObjects, Stored, Watched, nested
+from .random_streams import from_plain, plain
 from .structure import Structure
 from .tensor_parts import inner_tensors
 
-MODULE_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+__all__ = ["ON_DEMAND", "PARTS", "LoopState", "Stateful", "TrainingState", "differing", "nested", "of_the_run"]
+
+
+def _optimizer_leaves(state: StateObjects) -> Leaves:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+    for parameter, held in state.optimizer.state.items():
+        yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", held)
+    for index, group in enumerate(state.optimizer.param_groups):
+        yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
+        for key, option in group.items():
+            if key != "params":
+                yield from nested(f"optimizer/group {index}/{key}", option)
+    for key, value in vars(state.optimizer).items():
+        if is_hook_table(key, value):
+            yield f"optimizer/{key}", [*value.values()]
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that its ``state_dict`` leaves out."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups") and not is_hook_table(key, value)
+    }
+
+
+def _watch_optimizer(state: StateObjects) -> Watched:
+    optimizer = state.optimizer
+    apart = {id(optimizer.state), id(optimizer.param_groups), *map(id, state.model.parameters())}
+
+    def options() -> tuple[Any, ...]:
+        found: list[Any] = [optimizer.state, optimizer.param_groups]
+        for group in optimizer.param_groups:
+            found += group.values()
+            found += group["params"]
+        return (*found,)
+
+    return Watched(
+        [optimizer.state, *optimizer.state.values()],
+        attributes=Structure([vars(optimizer)], apart=apart).containers(),
+        look=options,
+        label="optimizer hyper-parameters or its groups",
+    )
+
+
+def _optimizer_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
+    return plain_forms(state).table(_own(state.optimizer))
+
+
+def _load_optimizer_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    from_plain_forms(state).fill(vars(state.optimizer), stored, [*_own(state.optimizer)])
+
+
+def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
+    """Name the classes whose states only they can read."""
+    parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
+    return {part: "none" if owner is None else type(owner).__qualname__ for part, owner in parts.items()}
+
+
+def _other_kinds(state: StateObjects, stored: Mapping[str, str]) -> str:
+    for part, kind in _kinds(state).items():
+        if stored.get(part) != kind:
+            return f"was written with the {part} {stored.get(part)}, but this one is {kind}"
+    return ""
+
+
+def _beside(name: str, owner: Callable[[StateObjects], Any]) -> Part:
+    """Make the part of the scheduler or the scaler, which may not be there."""
+
+    def read(state: StateObjects, _: Any = None) -> dict[str, Any]:
+        return {} if owner(state) is None else owner(state).state_dict()
+
+    def load(state: StateObjects, stored: Mapping[str, Any]) -> None:
+        if owner(state) is not None:
+            owner(state).load_state_dict(stored)
+
+    def watch(state: StateObjects) -> Watched:
+        attributes = {} if owner(state) is None else vars(owner(state))
+        return Watched(look=lambda: (*attributes.values(),), label=f"the {name}")
+
+    guarded = Guarded(keep=lambda state, owners: owner(state), passing=lambda kept: (kept,))
+    return Part(name, lambda state: nested(name, read(state)), guarded, watch, Stored(read, load))
+
+
+def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
+    return {name: extra.state_dict() for name, extra in state.extras.items()}
+
+
+def _load_extras(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    for name, extra in state.extras.items():
+        extra.load_state_dict(stored[name])
+
+
+def _loop_leaves(state: StateObjects) -> Leaves:
+    for name, value in vars(state.loop).items():
+        yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
+
+
+def _watch_loop(state: StateObjects) -> Watched:
+    return Watched(
+        glance=state.loop.in_flight,
+        look=lambda: (*vars(state.loop).values(),),
+        label="the batch, the loss, accumulated gradients or the loop's counters",
+    )
+
+
+def _load_loop(state: StateObjects, stored: Any) -> None:
+    state.loop.load_state_dict(_on_device(stored, device_of(state)))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in nested dicts."""
+    if isinstance(value, dict):
+        return {name: _on_device(item, device) for name, item in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _generator_leaves(state: StateObjects) -> Leaves:
+    streams = state.streams.save()
+    yield "generators/torch", streams.torch_cpu
+    yield "generators/python", (streams.python.key, streams.python.cached_gaussian)
+    yield "generators/numpy", (streams.numpy.key, streams.numpy.cached_gaussian)
+    for index, (_, held) in enumerate((*streams.accelerators, *streams.owned)):
+        yield f"generators/{index}", held
+
+
+def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:
+    """Yield the objects from which all that the guardian walks can be reached."""
+    owners: list[Tensor] = [*state.model.parameters()]
+    for part in [part.guarded for part in parts]:
+        yield from part.lasting(state)
+        if part.passing is not None:
+            yield from part.passing(part.keep(state, owners))
+
+
+def _others(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
+    """Return the tensors that the guardian finds and no part names, such as parameters that only the optimizer has."""
+    known: set[int] = set()
+    for _, leaf in chain.from_iterable(part.leaves(state) for part in _NAMED):
+        known.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            known.update(map(id, inner_tensors(leaf)))
+    found = [tensor for tensor in Structure(_roots(state, _NAMED)).tensors if id(tensor) not in known]
+    return {str(index): tensor for index, tensor in enumerate(found)}
+
+
+@torch.no_grad()
+def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    present = _others(state)
+    if len(stored) != len(present):
+        raise ValueError(f"{len(stored)} tensors that no part names were stored, and {len(present)} are there")
+    for name, tensor in present.items():
+        tensor.copy_(stored[name])
+
+
+_NAMED = (
+    Part(
+        "flags",  # not stored: they are the process's, and a run that goes on in another one has that one's
+        lambda state: zip([f"flags/{name}" for name in state.flags.names], state.flags.read_all(), strict=True),
+        Guarded(
+            keep=lambda state, owners: state.flags.read_all(),
+            put_back=lambda state, owners, kept: state.flags.restore(kept),
+            first=True,
+        ),
+        lambda state: Watched(look=state.flags.read, differences=state.flags.differences),
+    ),
+    Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _other_kinds)),
+    *MODEL_PARTS,
+    Part(
+        "optimizer",
+        _optimizer_leaves,
+        Guarded(
+            lambda state: (state.optimizer, *[group["params"] for group in state.optimizer.param_groups]),
+            apart=lambda state: state.optimizer.param_groups,
+            keep=lambda state, owners: (*state.optimizer.param_groups,),
+            passing=lambda kept: kept,
+        ),
+        _watch_optimizer,
+        Stored(
+            lambda state, streams: state.optimizer.state_dict(),
+            lambda state, stored: state.optimizer.load_state_dict(stored),
+        ),
+    ),
+    Part(
+        "optimizer attributes",
+        lambda state: chain.from_iterable(
+            nested(f"optimizer/{key}", form) for key, form in _optimizer_forms(state).items()
+        ),
+        stored=Stored(_optimizer_forms, _load_optimizer_forms),
+    ),
+    _beside("scheduler", lambda state: state.scheduler),
+    _beside("scaler", lambda state: state.scaler),
+    Part(
+        "extras",
+        lambda state: chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items()),
+        Guarded(
+            keep=lambda state, owners: deepcopy(_extra_states(state)),
+            put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
+        ),
+        stored=Stored(_extra_states, _load_extras),
+    ),
+    Part(
+        "loop",
+        _loop_leaves,
+        Guarded(keep=lambda state, owners: vars(state.loop), passing=lambda kept: (kept,)),
+        _watch_loop,
+        Stored(lambda state, streams: state.loop.state_dict(), _load_loop),
+    ),
 )
-
-
-class Stateful(Protocol):
-    """Anything with a state of its own that the run depends on: a strategy, an experiment."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back."""
-        ...
-
-
-@dataclass
-class LoopState:
-    """The loop's own position and accumulators."""
-
-    epoch: int = 0
-    step: int = 0
-    batch_idx: int | None = None
-    batch: Any = None
-    loss: Tensor | None = None
-    epoch_loss: float | None = None
-    running_loss: Tensor | None = None
-    running_steps: int = 0
-    evaluation: dict[str, float] = field(default_factory=dict)
-    evaluated_at: int | None = None
-    """The step after which ``evaluation`` was made."""
-    gradient_sum: dict[str, Tensor] | None = None
-    gradient_steps: int = 0
-    step_series: Tensor | None = None
-    """Loss and gradient norm of the steps of the epoch (step loop: since SNAPSHOT), one column each, and room for
-    more; float64."""
-    series_steps: int = 0
-    accumulated_grads: dict[str, Tensor] | None = None
-    prev_step_grads: dict[str, Tensor] | None = None
-    current_grads: dict[str, Tensor] | None = None
-    pre_epoch: Any = None
-    """The snapshot taken at PRE_EPOCH; handed to nobody, so the guardian need not copy it."""
-    loss_scale: float | None = None
-    """What the loss of the step was multiplied by for its backward pass (float16 only)."""
-    skipped_steps: int = 0
-    """Steps whose update was skipped, since their gradients left float16."""
-    stopped: bool = False
-    reached: dict[str, int] | None = None
-
-    def in_flight(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
-        shown = [leaf for leaf in (self.loss, self.running_loss, self.step_series) if leaf is not None]
-        batch = self.batch
-        if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
-            shown += batch
-        elif batch is not None:
-            shown += [leaf for _, leaf in nested("", batch) if isinstance(leaf, Tensor)]
-        for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
-            if vector:
-                shown += vector.values()
-        return tuple(shown)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but the batch in flight and the pre-epoch snapshot, which the next epoch renews."""
-        return {
-            name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
-        vars(self).update(state)
-
-
-def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts and lists with their paths."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from nested(f"{prefix}/{key}", item)
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
-        for index, item in enumerate(value):
-            yield from nested(f"{prefix}/{index}", item)
-    else:
-        yield prefix, value
+GENERATORS = Part(
+    "generators",
+    _generator_leaves,
+    Guarded(
+        keep=lambda state, owners: state.streams.save(),
+        put_back=lambda state, owners, kept: kept.restore(),
+    ),
+    stored=Stored(
+        lambda state, streams: plain(streams),
+        lambda state, stored: from_plain(stored, state.streams.save()).restore(),
+    ),
+)
+OTHERS = Part(
+    "other tensors",
+    lambda state: ((f"other tensors/{name}", tensor) for name, tensor in _others(state).items()),
+    stored=Stored(_others, _load_others),
+)
+PARTS = (*_NAMED, OTHERS, GENERATORS)
 
 
 @dataclass
-class TrainingState:
-    """Everything the rest of the run depends on, held by reference."""
+class TrainingState(StateObjects):
+    """Everything the rest of the run depends on, held by reference, and the table of its parts."""
 
-    model: nn.Module
-    optimizer: Optimizer
-    streams: RandomStreams
-    loop: LoopState = field(default_factory=LoopState)
-    scheduler: LRScheduler | None = None
-    scaler: torch.amp.GradScaler | None = None
-    extras: Mapping[str, Stateful] = field(default_factory=dict)
-    flags: GlobalFlags = field(default_factory=GlobalFlags)
+    parts: Sequence[Part] = PARTS
 
     def __post_init__(self) -> None:
-        """Count generators that modules own, for stochastic rounding say, among those of the run."""
-        values = [value for module in self.model.modules() for value in vars(module).values()]
-        found = [value for value in values if isinstance(value, torch.Generator) and value not in self.streams.owned]
+        """Count generators that modules hold, for stochastic rounding say, among those of the run."""
+        forms = attribute_forms(self).items()
+        found = [leaf for name, form in forms for _, leaf in nested(name, form) if isinstance(leaf, torch.Generator)]
         self.streams.owned += tuple(dict.fromkeys(found))
 
     @property
     def roots(self) -> tuple[Any, ...]:
-        """The objects from which everything but gradients, generators, flags and extras can be reached."""
-        return self.model, self.optimizer, self.scheduler, self.scaler, vars(self.loop)
+        """The objects from which all that the guardian walks can be reached."""
+        return (*_roots(self, self.parts),)
 
     def _leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yield every tensor and plain value with its name; this is the list."""
-        known = set()
-        for name, leaf in chain(self._model_leaves(), self._optimizer_leaves(), self._loop_leaves()):
-            known.add(id(leaf))
-            if isinstance(leaf, Tensor):
-                known.update(map(id, inner_tensors(leaf)))
-            yield name, leaf
-        others = [tensor for tensor in Structure(self.roots).tensors if id(tensor) not in known]
-        yield from ((f"other tensors/{index}", tensor) for index, tensor in enumerate(others))
-
-    def _model_leaves(self) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self.model.named_parameters():
-            yield f"parameters/{name}", parameter
-            yield f"requires_grad/{name}", parameter.requires_grad
-            yield f"gradients/{name}", parameter.grad
-            yield f"gradient hooks/{name}", _of_others(parameter._backward_hooks)
-            yield f"gradient hooks/{name}/after", _of_others(parameter._post_accumulate_grad_hooks)
-        for name, buffer in self.model.named_buffers():
-            yield f"buffers/{name}", buffer
-        for name, module in self.model.named_modules():
-            yield f"modules/{name}", (type(module), *map(tuple, (module._parameters, module._buffers, module._modules)))
-            for key, value in vars(module).items():
-                if "_hooks" in key and isinstance(value, dict):
-                    yield f"module hooks/{name}.{key}", _of_others(value)
-                elif key not in ("_parameters", "_buffers", "_modules"):
-                    yield from nested(f"modules/{name}.{key}", value)
-
-    def _optimizer_leaves(self) -> Iterator[tuple[str, Any]]:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
-        for parameter, state in self.optimizer.state.items():
-            yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", state)
-        for index, group in enumerate(self.optimizer.param_groups):
-            yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
-            for key, option in group.items():
-                if key != "params":
-                    yield from nested(f"optimizer/group {index}/{key}", option)
-        for key, value in vars(self.optimizer).items():
-            if key not in ("state", "param_groups"):
-                yield from nested(f"optimizer/{key}", [*value.values()] if "_hooks" in key else value)
-        for label, owner in (("scheduler", self.scheduler), ("scaler", self.scaler), *self.extras.items()):
-            if owner is not None:
-                yield from nested(label, owner.state_dict())
-
-    def _loop_leaves(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self.loop).items():
-            yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
-        for name, flag in zip(self.flags.names, self.flags.read_all(), strict=True):
-            yield f"flags/{name}", flag
+        """Yield every tensor and plain value with its name."""
+        return chain.from_iterable(part.leaves(self) for part in self.parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state, by name."""
@@ -205,19 +289,7 @@ class TrainingState:
 
     def digest(self) -> dict[str, int]:
         """Return a 64-bit digest of every byte of the state, entry by entry."""
-        entries = {name: digest(leaf) for name, leaf in self._leaves()}
-        streams = self.streams.save()
-        entries["generators/torch"] = digest(streams.torch_cpu)
-        entries["generators/python"] = digest((streams.python.key, streams.python.cached_gaussian))
-        entries["generators/numpy"] = digest((streams.numpy.key, streams.numpy.cached_gaussian))
-        for index, (_, state) in enumerate((*streams.accelerators, *streams.owned)):
-            entries[f"generators/{index}"] = digest(state)
-        return entries
-
-
-def _of_others(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Return the hooks that are there without loopscope's own, which change nothing they do not declare."""
-    return [hook for hook in (hooks or {}).values() if not isinstance(hook, OwnHook)]
+        return {name: digest(leaf) for name, leaf in self._leaves()}
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

@@ -1,7 +1,7 @@
 """Formats, scales, rounding and counting: tensor in, tensor out."""
 
 from .casts import Cast, largest_magnitudes, refuse_other_types
-from .counts import MAXIMA, SUMS, Counts
+from .counts import MAXIMA, SUMS, Counts, QuantizationListener
 from .formats import FloatFormat, FormatRegistry
 from .kernels import Layout, Scaling, as_float32, computable, delayed, scales_for
 from .scaling import RuleRegistry, ScalingRule, covering
@@ -14,6 +14,7 @@ __all__ = [
     "FloatFormat",
     "FormatRegistry",
     "Layout",
+    "QuantizationListener",
     "RuleRegistry",
     "Scaling",
     "ScalingRule",

@@ -1,10 +1,12 @@
 """What a quantisation lost: overflow, underflow, error, and the spread of its scales, kept on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ...state import OwnHook
 
 SUMS = (
     "quantizations",
@@ -57,6 +59,26 @@ class Counts:
             **dict(zip(SUMS, self.sums.unbind(-1), strict=True)),
             **dict(zip(MAXIMA, self.maxima.unbind(-1), strict=True)),
         }
+
+
+class QuantizationListener(OwnHook):
+    """Takes what the quantisers of one module count while it is heard.
+
+    Args:
+        is_heard: tells whether anything is counted now; a quantiser that nobody hears does not count.
+        counts: where the counts go, by role; they add up until whoever owns it clears it.
+    """
+
+    def __init__(self, is_heard: Callable[[], bool], counts: MutableMapping[str, Counts]) -> None:
+        self.is_heard = is_heard
+        self._counts = counts
+
+    def record(self, role: str, counts: Counts) -> None:
+        """Add what one quantisation lost; on its device, which nobody waits for."""
+        if role not in self._counts:
+            self._counts[role] = Counts(counts.sums.clone(), counts.maxima.clone())
+        else:
+            self._counts[role].add(counts)
 
 
 def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor, total: int) -> Counts:

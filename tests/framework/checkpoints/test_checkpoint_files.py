@@ -59,10 +59,18 @@ def test_a_file_that_is_cut_off_empty_or_missing_is_noticed(name: str, tmp_path:
 
 
 def test_a_checkpoint_of_a_newer_format_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 3)
+    monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 4)
     folder = written(tmp_path).folder
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpointError, match=r"of format 3, .* newer loopscope; this one reads format 2"):
+    with pytest.raises(DamagedCheckpointError, match=r"of format 4, .* newer loopscope; this one reads format 3"):
+        open_checkpoint(folder)
+
+
+def test_a_checkpoint_of_the_format_before_is_named_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 2)
+    folder = written(tmp_path).folder
+    monkeypatch.undo()
+    with pytest.raises(DamagedCheckpointError, match=r"of format 2, .* older loopscope; this one reads format 3"):
         open_checkpoint(folder)
 
 

@@ -125,7 +125,10 @@ def test_content_of_the_wrong_shape_is_refused_in_a_sentence(damage: dict[str, A
 def test_a_generator_state_of_the_wrong_size_is_refused_since_it_is_copied_raw(tmp_path: Path) -> None:
     _, state = build(Case())
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
-    rewritten(tmp_path / "a", lambda content: content["streams"].update(numpy=torch.zeros(9000, dtype=torch.uint8)))
+    rewritten(
+        tmp_path / "a",
+        lambda content: content["state"]["generators"].update(numpy=torch.zeros(9000, dtype=torch.uint8)),
+    )
     with pytest.raises(UsageError, match="has 9000 bytes instead of 2500"):
         load_checkpoint(tmp_path / "a", build(Case())[1])
 

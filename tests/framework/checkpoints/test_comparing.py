@@ -56,7 +56,7 @@ def flip_optimizer(content: Content) -> None:
 
 
 def draw(content: Content) -> None:
-    content["streams"]["torch"][100] ^= 1
+    content["state"]["generators"]["torch"][100] ^= 1
 
 
 def count(content: Content) -> None:
@@ -113,7 +113,7 @@ def test_what_differs_in_one_bit_or_type_differs(finished: Path) -> None:
 
 def test_minus_zero_and_nan_are_told_apart_bit_for_bit() -> None:
     def content(value: Any) -> Content:
-        return {"state": {"a": torch.tensor([1.0]), "b": value}, "streams": {}}
+        return {"state": {"a": torch.tensor([1.0]), "b": value}}
 
     nan = torch.tensor([float("nan")])
     assert differing(content(nan), content(nan.clone())) == []

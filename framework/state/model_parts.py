@@ -1,0 +1,252 @@
+"""The parts of a training state that hang on the model: its tensors, their gradients, its modules, hooks on these."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .attributes import TABLES, FromPlainForms, PlainForms, is_hook_table, own_attributes
+from .parts import NOT_KEPT, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
+from .structure import Structure
+from .tensor_parts import addresses
+
+_grad = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
+_hooks_on_gradient = attrgetter("_backward_hooks")
+_hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
+
+
+class OwnHook:
+    """Marks what loopscope registers on parameters and modules, which changes nothing that was not declared.
+
+    What others register there belongs to the training state, since the run may depend on it. What bears this mark does
+    not: a run with it and a run without it have the same digests.
+    """
+
+
+class OwnFunction(OwnHook):
+    """A function that loopscope registers as a hook of a parameter or module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self._function(*arguments)
+
+
+def _parameters(state: StateObjects) -> dict[str, Any]:
+    return dict(state.model.named_parameters())
+
+
+def _buffers(state: StateObjects) -> dict[str, Any]:
+    return dict(state.model.named_buffers())
+
+
+def _by_name(
+    what: str,
+    tensors: Callable[[StateObjects], Mapping[str, Any]],
+    read: Callable[[Any], Any],
+    load: Callable[[Any, Any], object],
+    guarded: Guarded = NOT_KEPT,
+    watched: Callable[[StateObjects], Watched] = lambda state: Watched(),
+) -> Part:
+    """Make the part that holds one thing of each of the model's parameters or buffers."""
+
+    def values(state: StateObjects) -> dict[str, Any]:
+        return {name: read(tensor) for name, tensor in tensors(state).items()}
+
+    def leaves(state: StateObjects) -> Leaves:
+        return ((f"{what}/{name}", value) for name, value in values(state).items())
+
+    @torch.no_grad()
+    def load_all(state: StateObjects, stored: Mapping[str, Any]) -> None:
+        for name, tensor in tensors(state).items():
+            load(tensor, stored[name])
+
+    def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
+        have = tensors(state)
+        others = [name for name, value in stored.items() if name in have and not _fits(value, have[name])]
+        return _of_another_model(what, sorted(have.keys() ^ stored.keys()) or sorted(others))
+
+    return Part(what, leaves, guarded, watched, Stored(lambda state, streams: values(state), load_all, misfit))
+
+
+def _fits(value: Any, tensor: Tensor) -> bool:
+    return not isinstance(value, Tensor) or (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+
+
+def _of_another_model(what: str, names: Sequence[str]) -> str:
+    return f"was written for another model: of its {what}, {', '.join(names[:5])} differ" if names else ""
+
+
+def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
+    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _give_gradients_back(state: StateObjects, owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
+    if addresses(kept) != addresses((*map(_grad, owners),)):
+        for owner, gradient in zip(owners, kept, strict=True):
+            owner.grad = gradient
+
+
+def _watch_parameters(state: StateObjects) -> Watched:
+    parameters = [*state.model.parameters()]
+    return Watched(look=lambda: (*map(_requires_grad, parameters),), label="requires_grad of a parameter")
+
+
+def _watch_gradients(state: StateObjects) -> Watched:
+    parameters = [*state.model.parameters()]
+    return Watched(glance=lambda: (*map(_grad, parameters),), label="a gradient was replaced")
+
+
+def _gradient_hooks(state: StateObjects) -> Leaves:
+    for name, parameter in state.model.named_parameters():
+        yield f"gradient hooks/{name}", _without_taps(parameter._backward_hooks)
+        yield f"gradient hooks/{name}/after", _without_taps(parameter._post_accumulate_grad_hooks)
+
+
+def _watch_gradient_hooks(state: StateObjects) -> Watched:
+    parameters = [*state.model.parameters()]
+    tables = lambda: chain(map(_hooks_on_gradient, parameters), map(_hooks_after_gradient, parameters))
+    return Watched(look=HookCounts(tables).read, label="a hook on a parameter")
+
+
+class HookCounts:
+    """Counts hooks, but only where torch gave out a handle since: each takes the next number."""
+
+    def __init__(self, tables: Callable[[], Iterable[Mapping[int, Any] | None]]) -> None:
+        self._tables = tables
+        self._handles = -1
+        self._counts: tuple[int, ...] = ()
+
+    def read(self) -> tuple[int, ...]:
+        """Return the numbers of hooks, one for each table that has any."""
+        if RemovableHandle.next_id != self._handles:
+            self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
+        return self._counts
+
+
+def _without_taps(hooks: Mapping[int, Any] | None) -> list[Any]:
+    """Return the hooks that are there without loopscope's own, which change nothing they do not declare."""
+    return [hook for hook in (hooks or {}).values() if not isinstance(hook, OwnHook)]
+
+
+def _elsewhere(state: StateObjects) -> dict[str, Any]:
+    """Return by name what attributes may refer to and other parts store: modules, parameters, buffers, generators."""
+    found: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
+    found |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
+    found |= {f"buffers/{name}": buffer for name, buffer in state.model.named_buffers()}
+    return found | {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
+
+
+def plain_forms(state: StateObjects) -> PlainForms:
+    """Return what makes plain forms of attributes of the model or the optimizer."""
+    return PlainForms({id(thing): name for name, thing in _elsewhere(state).items()})
+
+
+def from_plain_forms(state: StateObjects) -> FromPlainForms:
+    """Return what puts attributes back from their plain forms."""
+    return FromPlainForms(_elsewhere(state), device_of(state))
+
+
+def device_of(state: StateObjects) -> torch.device:
+    """Return the device of the model's first parameter."""
+    return next(state.model.parameters()).device
+
+
+def _tables(state: StateObjects) -> list[dict[Any, Any]]:
+    return [vars(module)[name] for module in state.model.modules() for name in TABLES]
+
+
+def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
+    """Return the plain forms of what modules hold beside tensors, modules and hooks, by name."""
+    forms = plain_forms(state)
+    return {
+        f"{name}.{key}": forms.of(value)
+        for name, module in state.model.named_modules()
+        for key, value in own_attributes(module).items()
+    }
+
+
+def _module_leaves(state: StateObjects) -> Leaves:
+    for name, module in state.model.named_modules():
+        yield f"modules/{name}", (type(module), *(tuple(vars(module)[table]) for table in TABLES))
+    for name, form in attribute_forms(state).items():
+        yield from nested(f"modules/{name}", form)
+
+
+def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    tables: dict[str, dict[str, Any]] = {name: {} for name, _ in state.model.named_modules()}
+    for name, form in stored.items():
+        module, _, key = name.rpartition(".")
+        tables[module][key] = form
+    forms = from_plain_forms(state)
+    for name, module in state.model.named_modules():
+        forms.fill(vars(module), tables[name], [*own_attributes(module)])
+
+
+def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    have = {name for name, _ in state.model.named_modules()}
+    return _of_another_model("modules", sorted(have ^ {name.rpartition(".")[0] for name in stored}))
+
+
+def _watch_modules(state: StateObjects) -> Watched:
+    modules = [*state.model.modules()]
+    spaces = [vars(module) for module in modules]
+    tables = [table for space in spaces for key, table in space.items() if key in TABLES or is_hook_table(key, table)]
+    apart = {*map(id, modules), *map(id, tables), *map(id, state.model.parameters())}
+    return Watched(
+        _tables(state),
+        attributes=Structure(spaces, apart=apart).containers(),
+        look=lambda: (*map(type, modules),),
+        label="the class of a module",
+    )
+
+
+def _hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
+    for name, module in state.model.named_modules():
+        for key, value in vars(module).items():
+            if is_hook_table(key, value):
+                yield f"module hooks/{name}.{key}", value
+
+
+def _watch_module_hooks(state: StateObjects) -> Watched:
+    tables = [table for _, table in _hook_tables(state)]
+    filled = [table for table in tables if table]
+    return Watched(filled, look=HookCounts(lambda: tables).read, label="a hook on a module", settled=True)
+
+
+MODEL_PARTS = (
+    _by_name("parameters", _parameters, lambda found: found, Tensor.copy_, Guarded(lambda state: (state.model,))),
+    _by_name("buffers", _buffers, lambda found: found, Tensor.copy_),
+    _by_name("requires_grad", _parameters, _requires_grad, nn.Parameter.requires_grad_, watched=_watch_parameters),
+    _by_name(
+        "gradients",
+        _parameters,
+        _grad,
+        _set_gradient,
+        Guarded(
+            keep=lambda state, owners: (*map(_grad, owners),),
+            passing=lambda kept: kept,
+            put_back=_give_gradients_back,
+        ),
+        _watch_gradients,
+    ),
+    Part("gradient hooks", _gradient_hooks, watched=_watch_gradient_hooks),  # building the model makes them again
+    Part(
+        "modules",
+        _module_leaves,
+        watched=_watch_modules,
+        stored=Stored(attribute_forms, _load_attributes, _other_modules),
+    ),
+    Part(
+        "module hooks",  # building the model makes them again
+        lambda state: ((name, _without_taps(table)) for name, table in _hook_tables(state)),
+        watched=_watch_module_hooks,
+    ),
+)

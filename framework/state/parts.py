@@ -1,0 +1,191 @@
+"""What a training state is made of: the objects of a run, and the form in which a part of it is described."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .flags import GlobalFlags
+from .random_streams import RandomStreams, StreamState
+
+Leaves = Iterable[tuple[str, Any]]
+
+
+class Stateful(Protocol):
+    """Anything with a state of its own that the run depends on: a strategy, an experiment."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state back."""
+        ...
+
+
+@dataclass
+class LoopState:
+    """The loop's own position and accumulators."""
+
+    epoch: int = 0
+    step: int = 0
+    batch_idx: int | None = None
+    batch: Any = None
+    loss: Tensor | None = None
+    epoch_loss: float | None = None
+    running_loss: Tensor | None = None
+    running_steps: int = 0
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    """The step after which ``evaluation`` was made."""
+    gradient_sum: dict[str, Tensor] | None = None
+    gradient_steps: int = 0
+    step_series: Tensor | None = None
+    """Loss and gradient norm of the steps of the epoch (step loop: since SNAPSHOT), one column each, and room for
+    more; float64."""
+    series_steps: int = 0
+    accumulated_grads: dict[str, Tensor] | None = None
+    prev_step_grads: dict[str, Tensor] | None = None
+    current_grads: dict[str, Tensor] | None = None
+    pre_epoch: Any = None
+    """The snapshot taken at PRE_EPOCH; handed to nobody, so the guardian need not copy it."""
+    loss_scale: float | None = None
+    """What the loss of the step was multiplied by for its backward pass (float16 only)."""
+    skipped_steps: int = 0
+    """Steps whose update was skipped, since their gradients left float16."""
+    stopped: bool = False
+    reached: dict[str, int] | None = None
+
+    def in_flight(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hooks are shown and the loop goes on with: batch, losses, kept gradients."""
+        shown = [leaf for leaf in (self.loss, self.running_loss, self.step_series) if leaf is not None]
+        batch = self.batch
+        if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
+            shown += batch
+        elif batch is not None:
+            shown += [leaf for _, leaf in nested("", batch) if isinstance(leaf, Tensor)]
+        for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
+            if vector:
+                shown += vector.values()
+        return tuple(shown)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the batch in flight and the pre-epoch snapshot, which the next epoch renews."""
+        return {
+            name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        vars(self).update(state)
+
+
+def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts and lists with their paths."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from nested(f"{prefix}/{key}", item)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in value):
+        for index, item in enumerate(value):
+            yield from nested(f"{prefix}/{index}", item)
+    else:
+        yield prefix, value
+
+
+@dataclass
+class StateObjects:
+    """The objects of a run that everything in the table is read from, held by reference."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    streams: RandomStreams
+    loop: LoopState = field(default_factory=LoopState)
+    scheduler: LRScheduler | None = None
+    scaler: torch.amp.GradScaler | None = None
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+    flags: GlobalFlags = field(default_factory=GlobalFlags)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """How the guardian copies a part and puts it back, in place.
+
+    Args:
+        lasting: objects that live as long as the run; all that hangs on them is walked once, and copied.
+        apart: objects on lasting ones that change at most steps, and are kept instead.
+        keep: returns what hangs on no lasting object; it is given the tensors of the state that may carry a gradient.
+        passing: objects among what is kept that are walked and copied at every save.
+        put_back: puts back what was kept, beyond the contents of the walked objects.
+        first: it is put back before objects and tensors are, whose putting back it would disturb.
+    """
+
+    lasting: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
+    apart: Callable[[StateObjects], Iterable[Any]] = lambda state: ()
+    keep: Callable[[StateObjects, list[Tensor]], Any] = lambda state, owners: None
+    passing: Callable[[Any], Iterable[Any]] | None = None
+    put_back: Callable[[StateObjects, list[Tensor], Any], None] = lambda state, owners, kept: None
+    first: bool = False
+
+
+NOT_KEPT = Guarded()
+"""For what hangs on the lasting objects of another part."""
+
+
+class Watched(NamedTuple):
+    """What the tripwire reads of a part, put together anew when one of the containers is another.
+
+    Args:
+        tables: dicts whose values are compared after every call, tensors among them by version and pointer too.
+        glance: reads tensors that are others at most steps (``None`` for one that is not there), for the same.
+        attributes: containers whose contents are compared once a fire.
+        look: reads plain values, once a fire.
+        settled: what ``look`` reads decides which containers there are to read.
+        label: says what differs if ``glance`` or ``look`` does.
+        differences: says it more precisely, given what ``look`` read before.
+    """
+
+    tables: Sequence[dict[Any, Any]] = ()
+    glance: Callable[[], tuple[Tensor | None, ...]] | None = None
+    attributes: Sequence[Any] = ()
+    look: Callable[[], Any] | None = None
+    settled: bool = False
+    label: str = ""
+    differences: Callable[[Any], list[str]] | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How checkpoints store a part.
+
+    Args:
+        read: returns tensors and plain values, by reference; it is given the states of the run's own generators.
+        load: puts what was read back into a state that was just built.
+        misfit: says in what a stored part is not one of this run, before anything is changed; empty if it is.
+    """
+
+    read: Callable[[StateObjects, StreamState], Any]
+    load: Callable[[StateObjects, Any], object]
+    misfit: Callable[[StateObjects, Any], str] = lambda state, stored: ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the training state.
+
+    Args:
+        name: what it is called in checkpoints.
+        leaves: yields its tensors and plain values with their names, for the digest.
+        guarded: how the guardian copies it.
+        watched: what the tripwire reads of it.
+        stored: how checkpoints store it; ``None`` for what the process, or building the run, gives again.
+    """
+
+    name: str
+    leaves: Callable[[StateObjects], Leaves]
+    guarded: Guarded = NOT_KEPT
+    watched: Callable[[StateObjects], Watched] = lambda state: Watched()
+    stored: Stored | None = None

@@ -1,0 +1,388 @@
+"""One table of parts: plain attributes of modules, and a part that is added, are known to all who walk it."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopscope.checkpoints import open_checkpoint
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.errors import RunNotice, StateMutationError, UsageError
+from loopscope.firing import HookManager
+from loopscope.isolation import Call, Isolation, Snapshot, borrowed_for_evaluation
+from loopscope.isolation.audit import Audit
+from loopscope.loops import epoch_loop
+from loopscope.state import PARTS, Guarded, Part, Stored, TrainingState, Transient, Watched, differing
+from loopscope.state.training_state import of_the_run
+from loopscope.training import TrainingTask
+from torch import Tensor, nn
+
+from tests.framework.runs.small_experiment import Small, registered, session
+from tests.support import Case, Saving, build
+
+CALL = Call("spy", "POST_STEP", 1)
+
+
+class Phase(Enum):
+    """Where a module stands."""
+
+    EARLY = 1
+    LATE = 2
+
+
+@dataclass
+class Memory:
+    """An object of a user's own."""
+
+    total: float = 0.0
+    seen: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An object that many share and nobody changes, but for what it works out once."""
+
+    name: str
+    steps: dict[str, int]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.steps.values())
+
+
+RECIPES = [Recipe("first", {"a": 1}), Recipe("second", {"a": 2})]
+
+
+class Scratch(Transient):
+    """What no later step reads."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counting(nn.Module):
+    """A model whose outputs depend on what it keeps in attributes of every kind that is plain."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls = 0
+        self.recent: deque[float] = deque(maxlen=2)
+        self.table: dict[Any, Any] = {"mean": torch.zeros(2), 3: [torch.zeros(1)]}
+        self.shared = [0.0]
+        self.also_shared = self.shared
+        self.memory, self.scratch = Memory(), Scratch()
+        self.phase = Phase.EARLY
+        self.scale = np.sqrt(2.0)
+        self.hidden = [nn.BatchNorm1d(4)]
+        self.names = {"b", "a"}
+        self.history: Any = None
+        self.act = torch.tanh
+        self.recipe = RECIPES[0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.scratch.calls += 1
+            self.recent.append(float(self.calls))
+            self.table["mean"].add_(inputs.detach().mean())
+            self.table[3].append(self.table["mean"].clone())
+            self.shared[0] += 0.5
+            self.memory.total += 0.25
+            self.memory.seen.append((self.calls, OrderedDict(last=self.calls)))
+            self.recipe = RECIPES[int(self.calls > 4)]
+            self.phase = Phase.LATE if self.calls > 4 else Phase.EARLY
+            self.scale = self.scale * np.float64(1.01)
+            self.names.add(str(self.calls))
+            self.history = [self.history, self.calls] if self.calls < 9 else self.history
+        kept = sum(self.recent) + self.also_shared[0] + self.memory.total + len(self.names)
+        kept += self.phase.value + self.recipe.total
+        outputs = self.inner(self.hidden[0](inputs) if self.training else inputs)
+        return self.act(outputs) * (1 + 0.01 * self.calls + 0.001 * kept * float(self.scale)) + self.table["mean"].sum()
+
+
+def counting_build(length: int = 4) -> tuple[TrainingTask, TrainingState]:
+    task, state = build(Case(), length=length)
+    task.model = Counting(task.model)
+    return task, TrainingState(task.model, task.optimizer, state.streams, scheduler=state.scheduler)
+
+
+def trained(path: Path | None = None) -> dict[str, int]:
+    task, state = counting_build()
+    manager = HookManager([], task, state)
+    save = lambda: save_checkpoint(path / str(state.loop.step), state, {}, manager.isolation.run_streams)
+    epoch_loop(task, manager, pauses=Saving(manager, 0 if path is None else 2, save))
+    return of_the_run(state.digest())
+
+
+def test_a_run_that_goes_on_has_every_attribute_that_the_whole_run_has(tmp_path: Path) -> None:
+    whole = trained()
+    assert trained(tmp_path) == whole
+    task, state = counting_build()
+    load_checkpoint(tmp_path / "6", state)
+    assert (task.model.calls, task.model.phase, task.model.scratch.calls) == (6, Phase.LATE, 0)
+    assert task.model.shared is task.model.also_shared
+    assert (task.model.recipe, RECIPES[0].name) == (RECIPES[1], "first")
+    assert task.model.recent == deque([5.0, 6.0], maxlen=2)
+    epoch_loop(task, HookManager([], task, state))
+    assert differing(whole, of_the_run(state.digest())) == []
+    assert task.model.calls == 12
+
+
+def test_reading_a_checkpoint_of_attributes_executes_no_code(tmp_path: Path) -> None:
+    trained(tmp_path)
+    stored = open_checkpoint(tmp_path / "6").content()["state"]["modules"]
+    assert stored[".calls"] == 6
+    assert stored[".act"] == {"code": "torch._VariableFunctionsClass.tanh"}
+    assert stored[".also_shared"] == {"again": stored[".also_shared"]["again"]}
+
+
+DEEDS = {
+    ".calls": lambda model: setattr(model, "calls", 99),
+    ".recent": lambda model: model.recent.append(7.0),
+    ".table": lambda model: model.table.update(new=1),
+    ".memory": lambda model: setattr(model.memory, "total", 99.0),
+    ".phase": lambda model: setattr(model, "phase", Phase.LATE),
+    ".names": lambda model: model.names.add("c"),
+    ".hidden": lambda model: setattr(model.hidden[0], "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DEEDS)
+def test_a_changed_attribute_is_digested_rolled_back_and_seen_by_tripwire_and_audit(name: str) -> None:
+    task, state = counting_build()
+    before = state.digest()
+    snapshot = Snapshot().save(state)
+    DEEDS[name](task.model)
+    assert [entry.startswith(f"modules/{name}") for entry in differing(before, state.digest())][:1] == [True]
+    snapshot.restore(state)
+    assert differing(before, state.digest()) == []
+    isolation, audit = Isolation(state), Audit(state, enabled=True)
+    audit.begin()
+    with pytest.raises(StateMutationError, match=r"changed the training state: ."), isolation.visit():
+        isolation.observe(CALL, lambda: DEEDS[name](task.model))
+    with pytest.raises(StateMutationError, match=rf"modules/\{name}"):
+        audit.check("Somebody")
+
+
+def test_what_an_evaluation_puts_into_containers_and_objects_is_put_back() -> None:
+    task, state = counting_build()
+    before = state.digest()
+    with borrowed_for_evaluation(task.model):
+        for deed in DEEDS.values():
+            deed(task.model)
+    assert differing(before, state.digest()) == []
+
+
+def test_a_transient_object_belongs_to_nobody() -> None:
+    task, state = counting_build()
+    before, isolation = state.digest(), Isolation(state)
+    with isolation.visit():
+        isolation.observe(CALL, lambda: setattr(task.model.scratch, "calls", 3))
+    assert differing(before, state.digest()) == []
+
+
+def test_what_the_run_itself_counts_between_two_fires_is_no_change() -> None:
+    task, state = counting_build()
+    isolation = Isolation(state)
+    for _ in range(3):
+        task.model.train()(torch.randn(4, 4))
+        with isolation.visit():
+            isolation.observe(CALL, lambda: None)
+
+
+class Elsewhere:
+    """A place that no other part of a training state reaches."""
+
+    def __init__(self) -> None:
+        self.kept = {"tensor": torch.zeros(3)}
+        self.number = 0
+
+
+def made_up(place: Elsewhere) -> Part:
+    def load(state: Any, stored: dict[str, Any]) -> None:
+        place.kept["tensor"].copy_(stored["tensor"])
+        place.number = stored["number"]
+
+    return Part(
+        "made up",
+        lambda state: (("made up/tensor", place.kept["tensor"]), ("made up/number", place.number)),
+        Guarded(
+            lambda state: (place.kept,),
+            keep=lambda state, owners: place.number,
+            put_back=lambda state, owners, kept: setattr(place, "number", kept),
+        ),
+        lambda state: Watched([place.kept], look=lambda: place.number, label="the made-up number"),
+        Stored(
+            lambda state, streams: {**place.kept, "number": place.number},
+            load,
+            lambda state, stored: "" if stored.keys() == {"tensor", "number"} else "was written for another place",
+        ),
+    )
+
+
+def with_made_up() -> tuple[Elsewhere, TrainingState]:
+    place, (task, state) = Elsewhere(), build(Case())
+    return place, TrainingState(task.model, task.optimizer, state.streams, parts=(*PARTS, made_up(place)))
+
+
+CHANGES = {
+    "tensor": lambda place: place.kept["tensor"].add_(1),
+    "number": lambda place: setattr(place, "number", 5),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_part_that_is_added_is_known_to_digest_guardian_tripwire_and_audit(name: str) -> None:
+    place, state = with_made_up()
+    before, snapshot = state.digest(), Snapshot().save(state)
+    CHANGES[name](place)
+    assert differing(before, state.digest()) == [f"made up/{name}"]
+    snapshot.restore(state)
+    assert differing(before, state.digest()) == []
+    isolation, audit = Isolation(state), Audit(state, enabled=True)
+    audit.begin()
+    with pytest.raises(StateMutationError, match=r"made.up"), isolation.visit():
+        isolation.observe(CALL, lambda: CHANGES[name](place))
+    with pytest.raises(StateMutationError, match=f"made up/{name}"):
+        audit.check("Somebody")
+
+
+def test_a_part_that_is_added_is_known_to_checkpoints(tmp_path: Path) -> None:
+    place, state = with_made_up()
+    for change in CHANGES.values():
+        change(place)
+    save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    fresh, resumed = with_made_up()
+    load_checkpoint(tmp_path / "a", resumed)
+    assert (fresh.kept["tensor"].tolist(), fresh.number) == ([1.0, 1.0, 1.0], 5)
+    with pytest.raises(UsageError, match="does not hold a whole training state"):
+        load_checkpoint(tmp_path / "a", build(Case())[1])
+
+
+# What no checkpoint can hold
+
+
+class Opaque:
+    """An object with a state that is out of reach."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Holding(nn.Sequential):
+    """A model with an attribute that no checkpoint can hold."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.cache = {"found": [Opaque()]}
+
+
+UNSTORABLE = {
+    "numpy.ndarray": lambda: np.zeros(2),
+    "Opaque": Opaque,
+    "random.Random": lambda: __import__("random").Random(1),
+    "_io.BytesIO": lambda: __import__("io").BytesIO(),
+}
+
+
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_what_no_checkpoint_can_hold_is_named_with_its_class_and_a_remedy(kind: str, tmp_path: Path) -> None:
+    task, state = build(Case())
+    task.model[0].kept = UNSTORABLE[kind]()
+    with pytest.raises(
+        UsageError,
+        match=rf"modules/0\.kept is a \S*{kind}, which no .*: keep tensors, .*Transient\.register on its class\.$",
+    ):
+        save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    assert not (tmp_path / "a").exists()
+
+
+def test_states_of_extras_and_hooks_are_named_too(tmp_path: Path) -> None:
+    _, state = build(Case())
+    with pytest.raises(UsageError, match=r"hooks/mine/0 is a collections\.deque"):
+        save_checkpoint(tmp_path / "a", state, {"mine": [deque()]}, state.streams.save())
+    state.extras["strategy"].count = Opaque()
+    with pytest.raises(UsageError, match=r"extras/strategy/count is a \S*Opaque"):
+        save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+
+
+class SmallHolding(Small):
+    """The small experiment with that model."""
+
+    name = "small_holding"
+
+    def build_model(self) -> nn.Module:
+        return Holding(*super().build_model())
+
+
+@pytest.mark.parametrize("option", [{"save_checkpoints": 1}, {"checkpoint_every_steps": 2}], ids=str)
+def test_a_run_with_checkpoints_is_refused_at_its_start_and_leaves_nothing(option: Any, tmp_path: Path) -> None:
+    with registered(SmallHolding), pytest.raises(UsageError, match=r"modules/\.cache/.* is a \S*Opaque"):
+        session(tmp_path, SmallHolding, strategies=["plain"], **option).run()
+    assert [*tmp_path.rglob("*.*")] == []
+
+
+def test_a_run_that_only_a_signal_may_ask_for_one_says_so_and_trains(tmp_path: Path) -> None:
+    with registered(SmallHolding), pytest.warns(RunNotice, match=r"No checkpoint is written where .* modules/\.cache/"):
+        (summary,) = session(tmp_path, SmallHolding, strategies=["plain"]).run()
+    assert summary["status"] == "completed"
+
+
+class Config:
+    """A configuration, as the libraries of models make them."""
+
+    def __init__(self) -> None:
+        self.width, self.names, self.nested = 4, {"a": [1, 2]}, {"dtype": torch.float32}
+        self.own = self
+
+
+def test_what_building_the_model_makes_again_is_no_obstacle(tmp_path: Path) -> None:
+    def made() -> TrainingState:
+        task, state = build(Case())
+        layer = task.model[0]
+        layer.config = task.model[1].config = Config()
+        layer.act, layer.kind, layer.place, layer.device = torch.relu, nn.Linear, Path("a"), torch.device("cpu")
+        layer.partial, layer.logger = lambda x: x, __import__("logging").getLogger("a")
+        layer.lock = __import__("threading").Lock()
+        layer.parent = [task.model]
+        return state
+
+    state = made()
+    before = state.digest()
+    save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    fresh = made()
+    load_checkpoint(tmp_path / "a", fresh)
+    assert differing(before, fresh.digest()) == []
+    assert fresh.model[0].config is fresh.model[1].config
+    assert fresh.model[0].config.own is fresh.model[0].config
+
+
+def test_an_object_that_came_up_in_the_run_and_that_the_new_model_lacks_is_refused(tmp_path: Path) -> None:
+    task, state = build(Case())
+    task.model[0].late = Memory()
+    save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    with pytest.raises(UsageError, match=r"does not fit this run: ValueError: .*Memory was"):
+        load_checkpoint(tmp_path / "a", build(Case())[1])
+
+
+def test_parameters_that_only_the_optimizer_has_come_back(tmp_path: Path) -> None:
+    def made() -> tuple[TrainingState, nn.Parameter]:
+        _, state = build(Case())
+        own = nn.Parameter(torch.zeros(2))
+        state.optimizer.add_param_group({"params": [own]})
+        return state, own
+
+    state, own = made()
+    own.data.fill_(3)
+    save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    fresh, own = made()
+    load_checkpoint(tmp_path / "a", fresh)
+    assert own.tolist() == [3.0, 3.0]
