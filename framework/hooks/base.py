@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .commits import StatePart
-from .contexts import MetricInfo, RunDataContext, RunInfo
+from .contexts import MetricInfo, RunDataContext, RunInfo, metric_table
 from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
 from .metrics import Metrics
 from .remembered import Remembering
@@ -46,6 +46,8 @@ class TrainingHook(Remembering, ABC):
     debug: ClassVar[bool] = False
     always: ClassVar[bool] = False
     """The hook is on, and comes first, whenever any hook is on."""
+    metrics: ClassVar[str] = ""
+    """A table, as :func:`metric_table` reads it, of every metric that ``compute`` or ``intervene`` can return."""
 
     @abstractmethod
     def compute(self, ctx: RunDataContext) -> Metrics:
@@ -54,9 +56,9 @@ class TrainingHook(Remembering, ABC):
         Runs without gradient tracking. An observer that needs autograd enters ``torch.enable_grad()`` itself.
         """
 
-    @abstractmethod
     def describe_metrics(self) -> Sequence[MetricInfo]:
-        """List every metric that ``compute`` or ``intervene`` can return."""
+        """List every metric of ``metrics``; a hook whose metrics depend on its options lists them itself instead."""
+        return metric_table(self.metrics)
 
     @classmethod
     def leaves(cls, strategy: str) -> Sequence[str]:

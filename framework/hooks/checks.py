@@ -8,6 +8,7 @@ from ..errors import UsageError, unknown
 from ..registry import qualified
 from .base import InterventionHook, TrainingHook
 from .commits import StatePart
+from .contexts import metric_table
 from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
 
 KEYWORDS = ("all", "observers", "with_debug")
@@ -23,8 +24,11 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
         raise UsageError(f"{label} needs a name of letters, digits and underscores.")
     if hook.name in KEYWORDS:
         raise UsageError(f"{label} is named {hook.name!r}, which is a keyword of --hooks; rename it.")
-    if inspect.isabstract(hook):
-        raise UsageError(f"{label} must define {', '.join(f'{name}()' for name in sorted(hook.__abstractmethods__))}.")
+    missing = set(hook.__abstractmethods__)
+    if hook.describe_metrics is TrainingHook.describe_metrics and not metric_table(hook.metrics):
+        missing.add("describe_metrics")
+    if missing:
+        raise UsageError(f"{label} must define {', '.join(f'{name}()' for name in sorted(missing))}.")
     _check_options(label, hook_options(hook), inspect.signature(hook).parameters)
     points = _points(label, hook)
     if issubclass(hook, InterventionHook):

@@ -38,7 +38,8 @@ class MetricInfo:
 def metric_table(text: str) -> list[MetricInfo]:
     """Describe metrics in a table with a row for each: ``name | formula | range | reading``.
 
-    A line indented deeper than the first row continues the row above it, so a row may be broken at any space.
+    A line indented deeper than the first row continues the row above it, so a row may be broken at any space; empty
+    lines are left out.
 
     >>> table = metric_table('''
     ...     loss | mean of the step losses | [0, ∞) | Should fall.
@@ -53,7 +54,7 @@ def metric_table(text: str) -> list[MetricInfo]:
         UsageError: a row has not four cells.
     """
     rows: list[str] = []
-    for line in dedent(text).strip("\n").splitlines():
+    for line in filter(str.strip, dedent(text).splitlines()):
         if rows and line.startswith(" "):
             rows[-1] += " " + line.strip()
         else:

@@ -1,7 +1,7 @@
 """Smoothing of the weights towards those of the last smoothing, as a declared change of the run."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from loopscope.errors import UnsuitableError, UsageError, listed
@@ -9,7 +9,6 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     Remembered,
@@ -17,7 +16,6 @@ from loopscope.hooks import (
     RunInfo,
     StatePart,
     StepSchedule,
-    metric_table,
 )
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import norm, trainable
@@ -51,6 +49,16 @@ class ModelSmoothing(InterventionHook):
     _smoothings = Remembered(int)
     _thawed = Remembered(list[str], saved=False)
     _warned = Remembered(bool, saved=False)
+    metrics = """
+        distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it, at
+            first those of the start | [0, ∞)
+            | How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the
+            weights wander; falling: they settle.
+        relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
+            | How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss and
+            moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.
+        smoothings | number of smoothings so far, this one included | 1, 2, 3, … | Counts them.
+    """
 
     def __init__(self, *, update_interval: int = 1000, alpha: float = 0.5) -> None:
         try:
@@ -102,16 +110,3 @@ class ModelSmoothing(InterventionHook):
                 "and so without a buffer.",
                 stacklevel=2,
             )
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe a smoothing; θ the smoothed parameters before it, b the buffer."""
-        return metric_table("""
-            distance | ‖θ − b‖₂, θ the weights before the smoothing, b the buffer: the weights after the one before it,
-                at first those of the start | [0, ∞)
-                | How far training went in an interval. Steady: each interval repeats what smoothing takes back, or the
-                weights wander; falling: they settle.
-            relative_jump | α·‖θ − b‖₂ / ‖θ‖₂ | [0, ∞]
-                | How far the smoothing moves the weights, relative to them. Above about 0.1 expect a spike of the loss
-                and moments of the optimizer that belong to other weights: smooth more often, or with a smaller α.
-            smoothings | number of smoothings so far, this one included | 1, 2, 3, … | Counts them.
-        """)

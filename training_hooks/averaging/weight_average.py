@@ -29,6 +29,20 @@ from .weight_averages import averaged_state_dict
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
 
 
+AVERAGE = """
+    {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
+        | those of the evaluation
+        | Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is at;
+        worse early on: the average lags behind.
+    {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
+        | How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.
+    {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
+        | Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
+    {kind}_samples | number of updates that are in {label} | 1, 2, 3, … | Few: hardly an average.
+"""
+"""What is told of one average θ̄; θ are the live weights at SNAPSHOT."""
+
+
 @HookRegistry.register
 class WeightAverage(TrainingHook):
     """Average the weights over the steps, exponentially (EMA) and over the last part of the run (SWA), beside the run.
@@ -176,24 +190,9 @@ class WeightAverage(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe what is compared for each average."""
-        return [info for kind in self.kinds for info in _infos(kind, KINDS[kind])]
+        return metric_table("".join(AVERAGE.format(kind=kind, label=KINDS[kind]) for kind in self.kinds))
 
 
 def average_name(strategy: str, kind: str) -> str:
     """Return the name of the file of a strategy's averaged weights."""
     return f"{strategy}_{kind}.pt"
-
-
-def _infos(kind: str, label: str) -> list[MetricInfo]:
-    """Describe the metrics of one average θ̄; θ are the live weights at SNAPSHOT."""
-    return metric_table(f"""
-        {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
-            | those of the evaluation
-            | Compare with the evaluation of the same step. Better: the run oscillates around a better point than it is
-            at; worse early on: the average lags behind.
-        {kind}_distance | ‖θ̄ − θ‖₂ over the averaged parameters, θ̄ {label} as of its last update | [0, ∞)
-            | How far the average lies from the live weights: lag plus oscillation. Shrinks as the learning rate does.
-        {kind}_relative_distance | ‖θ̄ − θ‖₂ / ‖θ‖₂ | [0, ∞]
-            | Near 0: the average is the model. Above about 0.1: it lags or spans a valley; judge it by its evaluation.
-        {kind}_samples | number of updates that are in {label} | 1, 2, 3, … | Few: hardly an average.
-    """)

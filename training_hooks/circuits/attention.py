@@ -6,17 +6,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import LoopscopeError, UsageError, unknown
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -43,6 +33,45 @@ def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
         )
     first = batch[0]
     return tuple(item[:rows] for item in first) if isinstance(first, (tuple, list)) else probe_inputs(first, rows)
+
+
+ROWS = """
+    entropy/<parameter> | mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head)
+        over its keys; rows that see no key left out | [0, ln keys] nats
+        | 0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes before
+        instability (Zhai et al. 2023).
+    normalised_entropy/<parameter> | mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n | [0, 1]
+        | The same, comparable between lengths and under a causal mask. NaN: no row has a choice.
+    max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, scale and biases
+        included | (−∞, ∞)
+        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).
+    mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
+    mean_normalised_entropy | mean over all heads, NaNs left out, of normalised_entropy | [0, 1]
+        | 1: no head has learnt where to look.
+    largest_logit | max over all heads of max_logit | (−∞, ∞) | The one number to watch.
+"""
+CIRCUIT = """
+    {kind}_spectrum/<parameter> | the largest singular values σ of {product} of one head (named layer.head), descending
+        (SNAPSHOT) | [0, ∞)
+        | A gap after the k-th: the head works in k directions.
+    {kind}_norm/<parameter> | ‖{product}‖_F (SNAPSHOT) | [0, ∞) | How strong the circuit is.
+    {kind}_effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values
+        (SNAPSHOT) | [1, head_dim]
+        | In how many directions it works; falls as the head finds its task. NaN: the circuit is zero.
+    {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1]
+        | 1: a single direction is the whole circuit.
+    mean_{kind}_effective_rank | mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT) | [1, ∞)
+        | The same for the whole model.
+"""
+"""What is told of a circuit of kind qk or ov, a product of projections."""
+COPYING = """
+    ov_copying/<parameter> | Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)
+        | [−1, 1]
+        | 1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the
+        residual stream, not in tokens. Left out where W_O W_V is not square.
+    mean_ov_copying | mean over all heads, NaNs left out, of ov_copying (SNAPSHOT) | [−1, 1]
+        | Whether the model's attention mostly copies.
+"""
 
 
 @HookRegistry.register
@@ -77,6 +106,9 @@ class Attention(TrainingHook):
     _calls = Remembered[Mapping[str, AttentionCall]](dict, saved=False)
     _read_at = Remembered[int | None](lambda: None, saved=False)
     _missed = Remembered(set[str], saved=False)
+    metrics = (
+        ROWS + CIRCUIT.format(kind="qk", product="W_QᵀW_K") + CIRCUIT.format(kind="ov", product="W_O W_V") + COPYING
+    )
 
     def __init__(
         self, *, rows: int = 16, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
@@ -136,10 +168,6 @@ class Attention(TrainingHook):
                 stacklevel=2,
             )
 
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the rows and the circuits; a head is its layer and its number, as in ``blocks.0.attention.2``."""
-        return [*ROWS, *_of_circuit("qk", "W_QᵀW_K"), *_of_circuit("ov", "W_O W_V"), *COPYING]
-
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
     """Name the values of a layer's heads; a value of several numbers is a list."""
@@ -184,44 +212,3 @@ def _circuit_metrics(weights: Mapping[str, HeadWeights], count: int) -> dict[str
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Join the heads of all layers, which may lie on several devices, on the first one's."""
     return torch.cat([part.to(parts[0]) for part in parts])
-
-
-def _of_circuit(kind: str, product: str) -> list[MetricInfo]:
-    return metric_table(f"""
-        {kind}_spectrum/<parameter> | the largest singular values σ of {product} of one head (named layer.head),
-            descending (SNAPSHOT) | [0, ∞)
-            | A gap after the k-th: the head works in k directions.
-        {kind}_norm/<parameter> | ‖{product}‖_F (SNAPSHOT) | [0, ∞) | How strong the circuit is.
-        {kind}_effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ of {product} over its head_dim singular values
-            (SNAPSHOT) | [1, head_dim]
-            | In how many directions it works; falls as the head finds its task. NaN: the circuit is zero.
-        {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1]
-            | 1: a single direction is the whole circuit.
-        mean_{kind}_effective_rank | mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT) | [1, ∞)
-            | The same for the whole model.
-    """)
-
-
-ROWS = metric_table("""
-    entropy/<parameter> | mean over samples and queries of −Σ p ln p, p the attention of one head (named layer.head)
-        over its keys; rows that see no key left out | [0, ln keys] nats
-        | 0: the head looks at one key; ln of the visible keys: it averages over all. A collapse towards 0 goes before
-        instability (Zhai et al. 2023).
-    normalised_entropy/<parameter> | mean over rows that see n ≥ 2 keys of (−Σ p ln p)/ln n | [0, 1]
-        | The same, comparable between lengths and under a causal mask. NaN: no row has a choice.
-    max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, scale and biases
-        included | (−∞, ∞)
-        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).
-    mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
-    mean_normalised_entropy | mean over all heads, NaNs left out, of normalised_entropy | [0, 1]
-        | 1: no head has learnt where to look.
-    largest_logit | max over all heads of max_logit | (−∞, ∞) | The one number to watch.
-""")
-COPYING = metric_table("""
-    ov_copying/<parameter> | Σλ/Σ|λ| over the eigenvalues λ of W_O W_V of one head (Elhage et al. 2021; SNAPSHOT)
-        | [−1, 1]
-        | 1: it adds what it attends to (copying); near 0: it maps to something else; −1: it takes it away. In the
-        residual stream, not in tokens. Left out where W_O W_V is not square.
-    mean_ov_copying | mean over all heads, NaNs left out, of ov_copying (SNAPSHOT) | [−1, 1]
-        | Whether the model's attention mostly copies.
-""")

@@ -1,19 +1,8 @@
 """The gradient of the token embedding by token: how it is shared out, and what its rows have in common."""
 
-from collections.abc import Sequence
-
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, RunInfo, TrainingHook
 from loopscope.state import whole
 from torch import Tensor
 
@@ -64,6 +53,27 @@ class TokenGradient(TrainingHook):
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
+    metrics = """
+        mean_norm | mean over all V tokens of ‖gᵢ‖₂, gᵢ row i of the embedding's gradient, mean over the epoch's steps
+            | [0, ∞)
+            | The pull on a token of average standing, untouched ones included.
+        max_norm | maxᵢ ‖gᵢ‖₂ | [0, ∞) | Far above mean_norm: few tokens learn at a time.
+        gini | Σᵢ (2i − V − 1)·‖g₍ᵢ₎‖ / (V·Σ‖gᵢ‖), ‖g₍ᵢ₎‖ ascending | [0, 1 − 1/V], NaN
+            | 0: all tokens are pulled alike; near 1: one token is. Rises with the skew of the token frequencies.
+        effective_tokens | (Σ‖gᵢ‖²)² / Σ‖gᵢ‖⁴ | [1, V], NaN
+            | How many equally pulled tokens would concentrate the gradient's energy as much.
+        top_k_share | Σ‖gᵢ‖² over the top_k tokens with the largest, over Σ‖gᵢ‖² | [top_k/V, 1], NaN
+            | Near 1: these tokens are all that the embedding learns of.
+        top_tokens | the top_k tokens i with the largest ‖gᵢ‖, largest first | 0..V − 1 | Which.
+        untouched_fraction | tokens with gᵢ = 0 exactly / V | [0, 1]
+            | Tokens that no step of the epoch contained; 0 if the embedding is also the output projection.
+        mean_cosine | mean over all pairs i ≠ j of the cosine between gᵢ and gⱼ, tokens with gᵢ = 0 left out
+            | [−1, 1], NaN
+            | 0: every token goes its own way; near 1: the update moves all tokens alike.
+        shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN
+            | Energy of the gradient that moves all tokens by one vector, which leaves their differences as they are;
+            about 1/V for rows without relation.
+    """
 
     def __init__(self, *, top_k: int = 5, embedding: str = "") -> None:
         if top_k < 1:
@@ -89,27 +99,3 @@ class TokenGradient(TrainingHook):
         norms = rows.norm(dim=1)
         top = norms.topk(min(self._top_k, len(norms))).indices
         return {**concentration(norms, self._top_k), **agreement(rows, norms), "top_tokens": list(top)}
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the spread; gᵢ is row i of the epoch's mean gradient of the embedding, V the number of rows."""
-        return metric_table("""
-            mean_norm | mean over all V tokens of ‖gᵢ‖₂, gᵢ row i of the embedding's gradient, mean over the epoch's
-                steps | [0, ∞)
-                | The pull on a token of average standing, untouched ones included.
-            max_norm | maxᵢ ‖gᵢ‖₂ | [0, ∞) | Far above mean_norm: few tokens learn at a time.
-            gini | Σᵢ (2i − V − 1)·‖g₍ᵢ₎‖ / (V·Σ‖gᵢ‖), ‖g₍ᵢ₎‖ ascending | [0, 1 − 1/V], NaN
-                | 0: all tokens are pulled alike; near 1: one token is. Rises with the skew of the token frequencies.
-            effective_tokens | (Σ‖gᵢ‖²)² / Σ‖gᵢ‖⁴ | [1, V], NaN
-                | How many equally pulled tokens would concentrate the gradient's energy as much.
-            top_k_share | Σ‖gᵢ‖² over the top_k tokens with the largest, over Σ‖gᵢ‖² | [top_k/V, 1], NaN
-                | Near 1: these tokens are all that the embedding learns of.
-            top_tokens | the top_k tokens i with the largest ‖gᵢ‖, largest first | 0..V − 1 | Which.
-            untouched_fraction | tokens with gᵢ = 0 exactly / V | [0, 1]
-                | Tokens that no step of the epoch contained; 0 if the embedding is also the output projection.
-            mean_cosine | mean over all pairs i ≠ j of the cosine between gᵢ and gⱼ, tokens with gᵢ = 0 left out
-                | [−1, 1], NaN
-                | 0: every token goes its own way; near 1: the update moves all tokens alike.
-            shared_fraction | V·‖mean of the gᵢ‖² / Σ‖gᵢ‖² | [0, 1], NaN
-                | Energy of the gradient that moves all tokens by one vector, which leaves their differences as they
-                are; about 1/V for rows without relation.
-        """)

@@ -1,6 +1,6 @@
 """The two gradients that meet in a tied embedding matrix: through the input embedding, and through the output."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from loopscope.errors import UsageError
@@ -8,13 +8,11 @@ from loopscope.hooks import (
     GradientTap,
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from torch import Tensor, nn
 
@@ -22,6 +20,21 @@ from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""
+
+
+PATH = """
+    {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
+    {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.
+    {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
+        | Beside the norm it tells a gradient in few rows (small) from one in all of them.
+"""
+"""What is told of the gradient on one of the two paths."""
+BOTH_PATHS = """
+    output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
+        | Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.
+    cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1]
+        | Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.
+"""
 
 
 @HookRegistry.register
@@ -42,6 +55,11 @@ class EmbeddingProvenance(TrainingHook):
 
     name = "embedding_provenance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    metrics = (
+        PATH.format(prefix="embedding_grad", symbol="g_in", way="through the input embedding")
+        + PATH.format(prefix="output_proj_grad", symbol="g_out", way="through the output projection")
+        + BOTH_PATHS
+    )
 
     def __init__(
         self, *, interval: int | None = None, embedding: str | None = None, projection: str | None = None
@@ -90,14 +108,6 @@ class EmbeddingProvenance(TrainingHook):
         """Forget the gradients that were seen of a step."""
         self._gradients.forget()
 
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe norms and means of both gradients, their ratio and their cosine."""
-        return [
-            *_of_path("embedding_grad", "g_in", "through the input embedding"),
-            *_of_path("output_proj_grad", "g_out", "through the output projection"),
-            *BOTH_PATHS,
-        ]
-
 
 def metrics(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
     """Name what follows from :func:`all_sums` of gradients of ``count`` elements, scaled by ``scale``."""
@@ -113,20 +123,3 @@ def metrics(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, 
         "output_to_embedding_ratio": norms[1] / norms[0],
     }
     return values | {"cosine": sums[2] / torch.prod(norms)} if tied else values
-
-
-def _of_path(prefix: str, symbol: str, way: str) -> list[MetricInfo]:
-    return metric_table(f"""
-        {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
-        {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.
-        {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
-            | Beside the norm it tells a gradient in few rows (small) from one in all of them.
-    """)
-
-
-BOTH_PATHS = metric_table("""
-    output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
-        | Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.
-    cosine | ⟨g_in, g_out⟩ / (‖g_in‖₂ ‖g_out‖₂) | [-1, 1]
-        | Below 0 the two uses pull the matrix in opposite directions. Tied weights only; NaN: one is zero.
-""")

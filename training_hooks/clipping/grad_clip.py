@@ -1,7 +1,7 @@
 """Clipping of the gradients by one of five rules, as a declared change of the run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,13 +10,11 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
     StatePart,
-    metric_table,
 )
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
 from torch import Tensor
@@ -103,6 +101,35 @@ class GradClip(InterventionHook):
     _history = Remembered(lambda: torch.zeros(3, dtype=torch.float64), saved=False)
     _calls = Remembered(int, saved=False)
     _gammas = Remembered(Gammas, saved=False)
+    metrics = """
+        norm_before | ‖g‖₂ of all gradients together, before clipping | [0, ∞)
+            | Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning
+            divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.
+        norm_after | ‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p (c_p·‖g_p‖₂)²
+            with one for each parameter | [0, ∞); method norm: [0, max_norm]
+            | What the optimizer is given.
+        coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
+            (‖g_p‖₂ + 1e-6)); zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p
+            of c_p = min(1, lambda_rel·γ_p / ‖g_p‖₂), in the warm-up c = min(1, lambda_abs / ‖g‖₂) | [0, 1]
+            | The factor on every gradient, or the smallest one. Far below 1 throughout: clipping normalises the
+            gradient.
+        clipped | 1 if a coefficient is < 1 (method value: an element is clamped), else 0 | {0, 1}
+            | Its mean is the share of clipped steps; above about one half (method norm) the learning rate is set by
+            max_norm. zclip: more than a few in a hundred, and the norms do not change slowly.
+        clipped_fraction | value: elements with |gᵢ| > max_value / all elements; parameter and adagc: parameters with
+            c_p < 1 / all that have a gradient | [0, 1]
+            | How local clipping is. Near 1 throughout: the limit is too tight and takes the gradient's shape away.
+        mean | zclip: μ of the history before this step, after the warm-up | [0, ∞)
+            | The usual norm. NaN: the warm-up lasts, since norms were not finite.
+        std | zclip: σ of the history before this step | [0, ∞) | How far norms usually scatter.
+        z | zclip: z = (‖g‖₂ − μ) / σ | (−∞, ∞)
+            | Above z_threshold: a spike, and clipped. Mostly positive: the norm is rising faster than the average.
+        threshold | zclip: μ + z_threshold·σ | [0, ∞)
+            | The norm above which a step is clipped (to less than this: the larger the spike, the nearer to μ).
+        gamma_ratio | adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step | [0, ∞)
+            | How far the most unusual parameter is from its own past; above lambda_rel it is clipped (after the
+            warm-up).
+    """
 
     def __init__(
         self,
@@ -216,38 +243,6 @@ class GradClip(InterventionHook):
             self._history, self._calls = state["history"], state["calls"]
         else:
             self._gammas.load_state_dict(state["gammas"])
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the metrics of all rules; each says which ones report it, if not all do."""
-        return metric_table("""
-            norm_before | ‖g‖₂ of all gradients together, before clipping | [0, ∞)
-                | Its trend shows whether max_norm fits; a spike far above max_norm is a bad batch or a beginning
-                divergence. Infinite or NaN: the gradients held such values, and clipping does not mend them.
-            norm_after | ‖g'‖₂ of all gradients together, g' as clipped: c·‖g‖₂ with one coefficient c, √Σ_p
-                (c_p·‖g_p‖₂)² with one for each parameter | [0, ∞); method norm: [0, max_norm]
-                | What the optimizer is given.
-            coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
-                (‖g_p‖₂ + 1e-6)); zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min
-                over p of c_p = min(1, lambda_rel·γ_p / ‖g_p‖₂), in the warm-up c = min(1, lambda_abs / ‖g‖₂) | [0, 1]
-                | The factor on every gradient, or the smallest one. Far below 1 throughout: clipping normalises the
-                gradient.
-            clipped | 1 if a coefficient is < 1 (method value: an element is clamped), else 0 | {0, 1}
-                | Its mean is the share of clipped steps; above about one half (method norm) the learning rate is set by
-                max_norm. zclip: more than a few in a hundred, and the norms do not change slowly.
-            clipped_fraction | value: elements with |gᵢ| > max_value / all elements; parameter and adagc: parameters
-                with c_p < 1 / all that have a gradient | [0, 1]
-                | How local clipping is. Near 1 throughout: the limit is too tight and takes the gradient's shape away.
-            mean | zclip: μ of the history before this step, after the warm-up | [0, ∞)
-                | The usual norm. NaN: the warm-up lasts, since norms were not finite.
-            std | zclip: σ of the history before this step | [0, ∞) | How far norms usually scatter.
-            z | zclip: z = (‖g‖₂ − μ) / σ | (−∞, ∞)
-                | Above z_threshold: a spike, and clipped. Mostly positive: the norm is rising faster than the average.
-            threshold | zclip: μ + z_threshold·σ | [0, ∞)
-                | The norm above which a step is clipped (to less than this: the larger the spike, the nearer to μ).
-            gamma_ratio | adagc: max over p of ‖g_p‖₂ / γ_p, γ_p of the history before this step | [0, ∞)
-                | How far the most unusual parameter is from its own past; above lambda_rel it is clipped (after the
-                warm-up).
-        """)
 
 
 def _check_ranges(options: Mapping[str, float]) -> None:

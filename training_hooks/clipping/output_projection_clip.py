@@ -1,6 +1,6 @@
 """Clipping of the gradient through the output projection of a tied matrix, as a declared change of the run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from loopscope.hooks import (
@@ -8,14 +8,12 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
     RunInfo,
     StatePart,
-    metric_table,
 )
 from torch import nn
 
@@ -52,6 +50,21 @@ class OutputProjectionClip(InterventionHook):
     _clipper = Remembered[OutputProjectionClipper | None](lambda: None, saved=False)
     _history = Remembered[Mapping[str, Any]](dict, saved=False)
     """What a checkpoint had of the history, until the clipper is made."""
+    metrics = """
+        embedding_grad_l2_norm | ‖g_in‖₂ of the step, under the scope in use | [0, ∞)
+            | The gradient through the input embedding, by which the other one is measured.
+        output_proj_grad_l2_norm | ‖g_out‖₂ before clipping; scope logits: root of the sum over backward passes of ‖d
+            loss/d logits‖₂² | [0, ∞)
+            | Far above the threshold throughout: the clip, not the loss, sets its size.
+        embedding_grad_rolling_avg | mean of embedding_grad_l2_norm over the last window_size steps before this one,
+            those there are | [0, ∞)
+            | From the second step on; infinite and NaN norms are left out.
+        output_proj_clip_threshold | scale_factor · embedding_grad_rolling_avg | [0, ∞)
+            | The largest norm that is let through; from the second step on.
+        clipped_fraction | share of this step's decisions with threshold < norm: of one, or of one for each backward
+            pass | [0, 1]
+            | Its mean over steps is how often the clip acts.
+    """
 
     def __init__(
         self,
@@ -98,21 +111,3 @@ class OutputProjectionClip(InterventionHook):
         self._history = state
         if self._clipper is not None:
             self._clipper.history.load_state_dict(state)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe norms, mean, threshold and what was clipped."""
-        return metric_table("""
-            embedding_grad_l2_norm | ‖g_in‖₂ of the step, under the scope in use | [0, ∞)
-                | The gradient through the input embedding, by which the other one is measured.
-            output_proj_grad_l2_norm | ‖g_out‖₂ before clipping; scope logits: root of the sum over backward passes of
-                ‖d loss/d logits‖₂² | [0, ∞)
-                | Far above the threshold throughout: the clip, not the loss, sets its size.
-            embedding_grad_rolling_avg | mean of embedding_grad_l2_norm over the last window_size steps before this one,
-                those there are | [0, ∞)
-                | From the second step on; infinite and NaN norms are left out.
-            output_proj_clip_threshold | scale_factor · embedding_grad_rolling_avg | [0, ∞)
-                | The largest norm that is let through; from the second step on.
-            clipped_fraction | share of this step's decisions with threshold < norm: of one, or of one for each backward
-                pass | [0, 1]
-                | Its mean over steps is how often the clip acts.
-        """)

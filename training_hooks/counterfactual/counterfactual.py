@@ -4,16 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    MetricInfo,
-    Metrics,
-    ModelDataContext,
-    RunDataContext,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, InterventionHook, Metrics, ModelDataContext, RunDataContext
 from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
 
@@ -122,6 +113,37 @@ class Counterfactual(InterventionHook):
     needs_grads = True
     needs_pre_epoch_state = True
     uses_reference_weights = True
+    metrics = f"""
+        ordering_fraction | 1 − cos²(g, c̄): the share of ‖g‖² outside the direction of c̄ | [0, 1]
+            | Says nothing without the null: with noise of r times the signal's energy and no effect of the order it is
+            about 1 − 1/((1+r)(1+r/K)).
+        ordering_fraction_matched | mean over k of 1 − cos²(g, mean of the c_j, j ≠ k) | [0, 1]
+            | The same against K − 1 shuffles, as the null is measured.
+        null_fraction | mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
+            | What a shuffled epoch in the place of the observed one gives: chance alone.
+        excess | ordering_fraction_matched − null_fraction | [−1, 1]
+            | The effect of the order. Its expectation is zero if the order is as good as a random one; single values
+            scatter about it: look at several epochs. Negative: more typical than a random order.
+        content_norm | |g·c̄| / ‖c̄‖ | [0, ∞) | The part of g that the data give in any order.
+        ordering_norm | ‖g − (g·c̄ / ‖c̄‖²) c̄‖ | [0, ∞) | The rest: order and chance. Squared, the two add up to ‖g‖².
+        content_cosine | cos(g, c̄) | [−1, 1] | Negative: this order works against the data.
+        shuffle_coherence | mean over pairs i < j of cos(c_i, c_j) | [−1, 1]
+            | How well one shuffled epoch determines the gradient: about 1/(1+r). Near 0: K is too small to tell.
+        observed_coherence | mean over k of cos(g, c_k) | [−1, 1]
+            | The same for the observed epoch; below shuffle_coherence: its order is unlike a shuffled one.
+        observed_norm | ‖g‖₂ | [0, ∞) | The norm of the observed epoch's mean gradient.
+        shuffled_norm | mean over k of ‖c_k‖₂ | [0, ∞)
+            | Above observed_norm: the observed order makes steps cancel that otherwise add up.
+        solution_cosine | cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch | [−1, 1]
+            | Only with a reference solution, as the four below. Positive: the observed epoch leads to it.
+        content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1] | The same for what the data give in any order.
+        ordering_solution_cosine | cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d) | [−1, 1]
+            | The same for the rest, order and chance; near 0: what the order adds leads neither way. NaN: there is no
+            rest (ordering_fraction below {NO_ORDERING:.0e}).
+        shuffled_solution_cosine | mean over k of cos(−c_k, d) | [−1, 1] | What a random order gives.
+        solution_excess | solution_cosine − shuffled_solution_cosine | [−2, 2]
+            | Positive: this order leads to the reference better than a random one, whose expectation is zero.
+    """
 
     def __init__(self, *, k: int = 3) -> None:
         if k < 2:
@@ -140,39 +162,3 @@ class Counterfactual(InterventionHook):
         goal = {name: run_ctx.reference_weights[name] for name in here}
         gram = inner_products([*vectors, minus(goal, here)])
         return ordering_split(gram[:-1, :-1]) | solution_alignment(gram)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the split; g is the observed epoch's mean gradient, c̄ the mean of the shuffled epochs' c₁…c_K."""
-        return metric_table(f"""
-            ordering_fraction | 1 − cos²(g, c̄): the share of ‖g‖² outside the direction of c̄ | [0, 1]
-                | Says nothing without the null: with noise of r times the signal's energy and no effect of the order it
-                is about 1 − 1/((1+r)(1+r/K)).
-            ordering_fraction_matched | mean over k of 1 − cos²(g, mean of the c_j, j ≠ k) | [0, 1]
-                | The same against K − 1 shuffles, as the null is measured.
-            null_fraction | mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
-                | What a shuffled epoch in the place of the observed one gives: chance alone.
-            excess | ordering_fraction_matched − null_fraction | [−1, 1]
-                | The effect of the order. Its expectation is zero if the order is as good as a random one; single
-                values scatter about it: look at several epochs. Negative: more typical than a random order.
-            content_norm | |g·c̄| / ‖c̄‖ | [0, ∞) | The part of g that the data give in any order.
-            ordering_norm | ‖g − (g·c̄ / ‖c̄‖²) c̄‖ | [0, ∞)
-                | The rest: order and chance. Squared, the two add up to ‖g‖².
-            content_cosine | cos(g, c̄) | [−1, 1] | Negative: this order works against the data.
-            shuffle_coherence | mean over pairs i < j of cos(c_i, c_j) | [−1, 1]
-                | How well one shuffled epoch determines the gradient: about 1/(1+r). Near 0: K is too small to tell.
-            observed_coherence | mean over k of cos(g, c_k) | [−1, 1]
-                | The same for the observed epoch; below shuffle_coherence: its order is unlike a shuffled one.
-            observed_norm | ‖g‖₂ | [0, ∞) | The norm of the observed epoch's mean gradient.
-            shuffled_norm | mean over k of ‖c_k‖₂ | [0, ∞)
-                | Above observed_norm: the observed order makes steps cancel that otherwise add up.
-            solution_cosine | cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch | [−1, 1]
-                | Only with a reference solution, as the four below. Positive: the observed epoch leads to it.
-            content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1]
-                | The same for what the data give in any order.
-            ordering_solution_cosine | cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d) | [−1, 1]
-                | The same for the rest, order and chance; near 0: what the order adds leads neither way. NaN: there is
-                no rest (ordering_fraction below {NO_ORDERING:.0e}).
-            shuffled_solution_cosine | mean over k of cos(−c_k, d) | [−1, 1] | What a random order gives.
-            solution_excess | solution_cosine − shuffled_solution_cosine | [−2, 2]
-                | Positive: this order leads to the reference better than a random one, whose expectation is zero.
-        """)

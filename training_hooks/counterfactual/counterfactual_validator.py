@@ -1,22 +1,12 @@
 """Whether a few shuffles are enough for the counterfactual split: its estimates and their errors by their number."""
 
 import math
-from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    DebugInterventionHook,
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    ModelDataContext,
-    RunDataContext,
-    metric_table,
-)
+from loopscope.hooks import DebugInterventionHook, HookPoint, HookRegistry, Metrics, ModelDataContext, RunDataContext
 from torch import Tensor
 
 from .counterfactual import inner_products, shuffled_epochs
@@ -168,6 +158,27 @@ class CounterfactualValidator(DebugInterventionHook):
     loop_points = {"epoch": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_pre_epoch_state = True
+    metrics = """
+        ordering_fraction | by K: mean over sets of K shuffles of 1 − cos²(g, c̄) | [0, 1]
+            | Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.
+        ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
+            | [0, ∞)
+            | The standard error that the choice of K shuffles gives to ordering_fraction.
+        null_fraction | by K: mean over sets of the mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
+            | What chance alone gives with K shuffles.
+        null_fraction_error | as ordering_fraction_error | [0, ∞) | Its standard error.
+        excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
+            | The effect of the order. Should not depend much on K; if it does, small K are biased here.
+        excess_error | by K ≥ 3: √ mean over sets of (1 − 1/K²)·mean pᵢ², pᵢ the excess of shuffle i against the others
+            | [0, ∞)
+            | The standard error of the excess of one epoch with K shuffles, the chance of its own order included.
+        excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
+            | An excess of counterfactual with this K that is smaller says nothing by itself.
+        excess_low | excess − half-width at k_max | (−∞, ∞) | Above 0: the order has an effect.
+        excess_high | excess + half-width at k_max | (−∞, ∞) | Below 0: more typical than chance.
+        sufficient_k | the smallest K from which on excess_half_width ≤ tolerance | {3, …, k_max}, NaN
+            | The k to give counterfactual. NaN: not even k_max shuffles are enough; average over epochs instead.
+    """
 
     def __init__(self, *, k_max: int = 8, confidence: float = 0.95, tolerance: float = 0.1) -> None:
         if not FEWEST <= k_max <= MOST:
@@ -184,9 +195,9 @@ class CounterfactualValidator(DebugInterventionHook):
         """Run the shuffled epochs and return estimates and errors; nothing for an epoch without gradients."""
         if not run_ctx.accumulated_grads:
             return {}
-        return self.metrics(inner_products([run_ctx.accumulated_grads, *shuffled_epochs(model_ctx, self.k_max)]))
+        return self.estimated(inner_products([run_ctx.accumulated_grads, *shuffled_epochs(model_ctx, self.k_max)]))
 
-    def metrics(self, gram: Tensor) -> Metrics:
+    def estimated(self, gram: Tensor) -> Metrics:
         """Return the metrics from the inner products of the observed epoch, at index 0, and the shuffled ones."""
         estimates, errors = by_count(gram)
         half_widths = {
@@ -203,27 +214,3 @@ class CounterfactualValidator(DebugInterventionHook):
             "excess_high": middle + width,
             "sufficient_k": smallest_within(half_widths, self.tolerance),
         }
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe estimates, errors and intervals."""
-        return metric_table("""
-            ordering_fraction | by K: mean over sets of K shuffles of 1 − cos²(g, c̄) | [0, 1]
-                | Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.
-            ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
-                | [0, ∞)
-                | The standard error that the choice of K shuffles gives to ordering_fraction.
-            null_fraction | by K: mean over sets of the mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
-                | What chance alone gives with K shuffles.
-            null_fraction_error | as ordering_fraction_error | [0, ∞) | Its standard error.
-            excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
-                | The effect of the order. Should not depend much on K; if it does, small K are biased here.
-            excess_error | by K ≥ 3: √ mean over sets of (1 − 1/K²)·mean pᵢ², pᵢ the excess of shuffle i against the
-                others | [0, ∞)
-                | The standard error of the excess of one epoch with K shuffles, the chance of its own order included.
-            excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
-                | An excess of counterfactual with this K that is smaller says nothing by itself.
-            excess_low | excess − half-width at k_max | (−∞, ∞) | Above 0: the order has an effect.
-            excess_high | excess + half-width at k_max | (−∞, ∞) | Below 0: more typical than chance.
-            sufficient_k | the smallest K from which on excess_half_width ≤ tolerance | {3, …, k_max}, NaN
-                | The k to give counterfactual. NaN: not even k_max shuffles are enough; average over epochs instead.
-        """)

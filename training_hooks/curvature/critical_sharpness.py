@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope.data import Batch
-from loopscope.hooks import ModelDataContext, OptimizerGroup, metric_table
+from loopscope.hooks import ModelDataContext, OptimizerGroup
 from loopscope.state import Vector, copied, dot, minus, trainable
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def critical_along(loss: MeasuredLoss, direction: Vector, first: float, passes: 
         return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)
 
 
-CRITICAL_SHARPNESS = metric_table("""
+CRITICAL_SHARPNESS = """
     critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞)
         | The curvature along the gradient as finite steps meet it; at most sharpness on a quadratic loss. NaN here and
         below: η_c is not within a factor of 4^critical_passes of the present learning rate.
@@ -68,5 +68,5 @@ CRITICAL_SHARPNESS = metric_table("""
     update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
         | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
         momentum.
-""")
+"""
 """What :func:`gradient_metrics` and :func:`update_metrics` return."""

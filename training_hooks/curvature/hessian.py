@@ -1,7 +1,7 @@
 """How one step changes the gradient of the next batch, and of its own: entanglement and curvature along updates."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from loopscope.errors import UsageError, unknown
@@ -9,14 +9,12 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
-    metric_table,
 )
 from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
@@ -35,6 +33,59 @@ from .entanglement import (
 )
 from .measured_loss import refuse_exact_under_fsdp
 from .stability import adam_preconditioner, stability_threshold
+
+ENTANGLEMENT = """
+    entanglement_norm | ‖E‖₂, E = g_B(θ + Δθ) − g_B(θ) | [0, ∞)
+        | How much the step on A changed the gradient of the next batch B; exact for every optimizer.
+    entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞)
+        | Above about 1 the gradient of B is mostly made by the step before it: order matters.
+    entanglement_cosine | cos(E, g_B(θ)) | [−1, 1]
+        | Negative: A did part of the work of B. Positive: A steepened B's loss. Near 0: A turned B's gradient.
+    gradient_cosine | cos(g_A, g_B(θ)), g_A as POST_BACKWARD saw it | [−1, 1]
+        | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step on A, as the optimizer made it.
+"""
+APPROXIMATION = """
+    {label}_norm | ‖{formula}‖₂ | [0, ∞) | Size of {reading}.
+    {label}_error | ‖{formula} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
+    {label}_cosine | cos({formula}, E) | [−1, 1] | Whether the direction is right, apart from size.
+"""
+"""What is told of an approximation of E."""
+CURVATURE_AND_OWN_STEP = """
+    update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
+    gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞)
+        | Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.
+    preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞)
+        | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
+    stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
+        with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW:
+        preconditioned_curvature/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
+        | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out for other
+        optimizers and for parameter groups with different settings.
+    coherence | cos(E, E′), E′ that of the step before | [−1, 1]
+        | Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.
+    burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
+        | 1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.
+    update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1]
+        | Positive: the step on A went towards the reference.
+    entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1]
+        | Positive: what A did to the gradient of B turns B's descent towards the reference.
+    gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
+        | Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.
+    own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
+        | What the step did to the loss of its own batch; positive: it overshot.
+    own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
+        | The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.
+    own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
+        | 1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. Negative: the
+        step raised the loss that it was to lower.
+    own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
+        | How much a step changes the gradient of its own batch: the yardstick for entanglement_ratio.
+    own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
+        | −1: the step used up part of its own gradient; positive: the loss gets steeper downhill.
+    own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
+        | Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.
+"""
 
 
 @HookRegistry.register
@@ -71,6 +122,18 @@ class Hessian(InterventionHook):
     uses_reference_weights = True
     _departure = Remembered[Departure | None](lambda: None, saved=False)
     _trail = Remembered(Trail, saved=False)
+    metrics = (
+        ENTANGLEMENT
+        + APPROXIMATION.format(
+            label="first_order", formula="H_B Δθ", reading="the part of E that is linear in the update"
+        )
+        + APPROXIMATION.format(
+            label="sgd",
+            formula="−η·H_B g_A",
+            reading="what E would be to first order under plain SGD; under AdamW it is far too small",
+        )
+        + CURVATURE_AND_OWN_STEP
+    )
 
     def __init__(
         self,
@@ -171,24 +234,6 @@ class Hessian(InterventionHook):
         self._trail = Trail(**kept.pop("trail", {}))
         self._departure = Departure(**kept) if kept else None
 
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the comparison with the next batch (PRE_STEP) and with the step's own (POST_STEP)."""
-        sgd = "what E would be to first order under plain SGD; under AdamW it is far too small"
-        return [
-            *ENTANGLEMENT,
-            *_of_approximation("first_order", "H_B Δθ", "the part of E that is linear in the update"),
-            *_of_approximation("sgd", "−η·H_B g_A", sgd),
-            *CURVATURE_AND_OWN_STEP,
-        ]
-
-
-def _of_approximation(label: str, formula: str, reading: str) -> list[MetricInfo]:
-    return metric_table(f"""
-        {label}_norm | ‖{formula}‖₂ | [0, ∞) | Size of {reading}.
-        {label}_error | ‖{formula} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
-        {label}_cosine | cos({formula}, E) | [−1, 1] | Whether the direction is right, apart from size.
-    """)
-
 
 def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
     live = trainable(model_ctx.model)
@@ -198,51 +243,3 @@ def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
     overwrite(live, start)
     loss_before, before = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
     return own_step_metrics(before, after, update, loss_after - loss_before)
-
-
-ENTANGLEMENT = metric_table("""
-    entanglement_norm | ‖E‖₂, E = g_B(θ + Δθ) − g_B(θ) | [0, ∞)
-        | How much the step on A changed the gradient of the next batch B; exact for every optimizer.
-    entanglement_ratio | ‖E‖₂ / ‖g_B(θ)‖₂ | [0, ∞)
-        | Above about 1 the gradient of B is mostly made by the step before it: order matters.
-    entanglement_cosine | cos(E, g_B(θ)) | [−1, 1]
-        | Negative: A did part of the work of B. Positive: A steepened B's loss. Near 0: A turned B's gradient.
-    gradient_cosine | cos(g_A, g_B(θ)), g_A as POST_BACKWARD saw it | [−1, 1]
-        | Agreement of consecutive batches at the same parameters. NaN here and below: a vector was zero.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step on A, as the optimizer made it.
-""")
-CURVATURE_AND_OWN_STEP = metric_table("""
-    update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
-    gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞)
-        | Curvature of B's loss along g_A; above update_curvature: the optimizer avoids steep directions.
-    preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞)
-        | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
-    stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
-        with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW:
-        preconditioned_curvature/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
-        | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out for other
-        optimizers and for parameter groups with different settings.
-    coherence | cos(E, E′), E′ that of the step before | [−1, 1]
-        | Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.
-    burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
-        | 1: all entanglements of the burst point one way. About 1/√m after m of them: they are unrelated.
-    update_solution_cosine | cos(Δθ, θ_ref − θ), θ_ref the reference solution | [−1, 1]
-        | Positive: the step on A went towards the reference.
-    entanglement_solution_cosine | cos(−E, θ_ref − θ) | [−1, 1]
-        | Positive: what A did to the gradient of B turns B's descent towards the reference.
-    gradient_solution_cosine | cos(−g_B(θ), θ_ref − θ) | [−1, 1]
-        | Positive: without the step on A, descent on B goes towards the reference; a yardstick for the others.
-    own_loss_change | L_B(θ′ + Δθ′) − L_B(θ′), Δθ′ the step on B, θ′ the parameters before it | (−∞, ∞)
-        | What the step did to the loss of its own batch; positive: it overshot.
-    own_loss_change_predicted | g_B(θ′)·Δθ′ | (−∞, ∞)
-        | The same to first order; positive: the optimizer stepped uphill, against the gradient of this batch.
-    own_gain_ratio | own_loss_change / own_loss_change_predicted | (−∞, ∞)
-        | 1: the loss is linear along the step. About 1/2: the step goes to the minimum along its line. Negative: the
-        step raised the loss that it was to lower.
-    own_entanglement_ratio | ‖g_B(θ′ + Δθ′) − g_B(θ′)‖₂ / ‖g_B(θ′)‖₂ | [0, ∞)
-        | How much a step changes the gradient of its own batch: the yardstick for entanglement_ratio.
-    own_entanglement_cosine | cos(g_B(θ′ + Δθ′) − g_B(θ′), g_B(θ′)) | [−1, 1]
-        | −1: the step used up part of its own gradient; positive: the loss gets steeper downhill.
-    own_curvature | Δθ′·(g_B(θ′ + Δθ′) − g_B(θ′)) / ‖Δθ′‖² | (−∞, ∞)
-        | Mean curvature of B's loss along its own step; against 2/η it tells how near SGD is to instability.
-""")

@@ -11,13 +11,11 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     OptimizerGroup,
     Remembered,
     RunDataContext,
-    metric_table,
 )
 from torch import Tensor
 
@@ -105,6 +103,22 @@ class LrProbe(InterventionHook):
     name = "lr_probe"
     hook_points = frozenset({HookPoint.SNAPSHOT})
     _snapshots = Remembered(int)
+    metrics = """
+        suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr
+            | [lr_min, lr_max]
+            | The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.
+        min_loss_lr | η at which s is smallest | [lr_min, lr_max]
+            | Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.
+        min_loss | the smallest s | (−∞, ∞) | How far the growing learning rate brought the loss.
+        divergence_lr | the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not finite
+            | [lr_min, lr_max]
+            | Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.
+        rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞) | The range.
+        losses | L_i, the training loss of step i before its update | (−∞, ∞)
+            | The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.
+        smoothed_losses | s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing | (−∞, ∞)
+            | The curve to plot against the logarithm of rates.
+    """
 
     def __init__(
         self,
@@ -154,25 +168,6 @@ class LrProbe(InterventionHook):
         rates = torch.tensor(self.rates, device=means.device)
         found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
         return {**found, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the test; s is the smoothed loss."""
-        return metric_table("""
-            suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr
-                | [lr_min, lr_max]
-                | The learning rate at which the loss falls fastest; a value to start from. NaN: the loss never falls.
-            min_loss_lr | η at which s is smallest | [lr_min, lr_max]
-                | Too high to train with; a tenth of it is a common choice. Compare it with the run's learning rate.
-            min_loss | the smallest s | (−∞, ∞) | How far the growing learning rate brought the loss.
-            divergence_lr | the first η at which s > b + (divergence − 1)·|b|, b the smallest s so far, or s is not
-                finite | [lr_min, lr_max]
-                | Training does not survive it. NaN: the range ends before; a rising loss near 0 looks alike.
-            rates | η_i = lr_min·(lr_max/lr_min)^(i/(steps − 1)), i = 0..steps − 1 | (0, ∞) | The range.
-            losses | L_i, the training loss of step i before its update | (−∞, ∞)
-                | The raw curve, one value for each of rates; NaN or infinite after the weights have overflowed.
-            smoothed_losses | s_i = Σ_{j≤i} β^(i−j)·L_j / Σ_{j≤i} β^(i−j), β = smoothing | (−∞, ∞)
-                | The curve to plot against the logarithm of rates.
-        """)
 
 
 def ratios_to_largest(groups: Sequence[OptimizerGroup]) -> list[float]:

@@ -11,14 +11,12 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     MetricValue,
     ModelDataContext,
     OptimizerGroup,
     RunDataContext,
     RunInfo,
-    metric_table,
 )
 from loopscope.training import METHODS, Method
 from torch import Tensor
@@ -81,6 +79,42 @@ def density_metrics(density: Density, size: int, points: int) -> dict[str, Metri
     }
 
 
+SPECTRUM = """
+    {prefix}sharpness | largest eigenvalue of {operator} | (−∞, ∞)
+        | The curvature along the steepest direction; a lower bound, good to the first of the residuals.
+    {prefix}eigenvalues | the k largest Ritz values λ of {operator} | (−∞, ∞), descending
+        | A few far above the rest are typical: about as many as there are classes.
+    {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
+        | An eigenvalue lies within this distance of λ. Large: raise iterations.
+    {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
+        | Below 0: there is a direction of negative curvature.
+"""
+"""The metrics of one operator's spectrum, each name with a prefix."""
+MOMENTS = """
+    trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
+        | The sum of all eigenvalues, estimated; read it with trace_error.
+    trace_error | s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1) | [0, ∞)
+        | The standard error of trace: the truth lies within two of it most of the time.
+    eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
+        | The root mean square of all eigenvalues; far below sharpness: a few directions have the curvature.
+    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature | [1, n]
+        | How many directions share the curvature: m if m eigenvalues have one size and the rest are zero.
+    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: a convex valley; falls as training settles.
+    density_grid | density_points even steps over the quadrature nodes and three steps beyond on either side
+        | (−∞, ∞), ascending
+        | The eigenvalues at which density is given.
+    density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
+        | [0, ∞)
+        | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
+"""
+STABILITY = """
+    stability_ratio | SGD: sharpness/(2/η), with momentum μ and dampening τ sharpness/((2+2μ)/((1−τ)η)), with Nesterov
+        momentum sharpness/((2+2μ)/((1+2μ)η)); Adam and AdamW: preconditioned_sharpness/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
+        | Hovers about 1 at the edge of stability (arXiv 2103.00065, 2207.14484); the threshold is 38/η at β₁ = 0.9.
+        Left out for other optimizers and for parameter groups with different settings.
+"""
+
+
 @HookRegistry.register
 class Sharpness(InterventionHook):
     """Measure the curvature of the training loss: eigenvalues of its Hessian, trace, density, critical sharpness.
@@ -119,6 +153,13 @@ class Sharpness(InterventionHook):
 
     name = "sharpness"
     hook_points = frozenset({HookPoint.SNAPSHOT})
+    metrics = (
+        SPECTRUM.format(prefix="", operator="H")
+        + MOMENTS
+        + SPECTRUM.format(prefix="preconditioned_", operator="P^(−1/2)·H·P^(−1/2), P = √v̂ + ε of Adam")
+        + STABILITY
+        + CRITICAL_SHARPNESS
+    )
 
     def __init__(
         self,
@@ -212,46 +253,3 @@ class Sharpness(InterventionHook):
             found = top_metrics(preconditioned, run, self.spectrum.k)
             metrics |= {f"preconditioned_{name}": value for name, value in found.items()}
         return metrics
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the spectra of H and of the preconditioned H, then critical sharpness."""
-        preconditioned = _of_spectrum("preconditioned_", "P^(−1/2)·H·P^(−1/2), P = √v̂ + ε of Adam")
-        return [*_of_spectrum("", "H"), *MOMENTS, *preconditioned, *STABILITY, *CRITICAL_SHARPNESS]
-
-
-def _of_spectrum(prefix: str, operator: str) -> list[MetricInfo]:
-    return metric_table(f"""
-        {prefix}sharpness | largest eigenvalue of {operator} | (−∞, ∞)
-            | The curvature along the steepest direction; a lower bound, good to the first of the residuals.
-        {prefix}eigenvalues | the k largest Ritz values λ of {operator} | (−∞, ∞), descending
-            | A few far above the rest are typical: about as many as there are classes.
-        {prefix}residuals | ‖Av − λv‖₂, v the Ritz vectors, A = {operator} | [0, ∞)
-            | An eigenvalue lies within this distance of λ. Large: raise iterations.
-        {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
-            | Below 0: there is a direction of negative curvature.
-    """)
-
-
-MOMENTS = metric_table("""
-    trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
-        | The sum of all eigenvalues, estimated; read it with trace_error.
-    trace_error | s/√probes, s the standard deviation of zᵀHz over the probes (divisor probes − 1) | [0, ∞)
-        | The standard error of trace: the truth lies within two of it most of the time.
-    eigenvalue_rms | √(tr(H²)/n), n the number of parameters, by quadrature | [0, ∞)
-        | The root mean square of all eigenvalues; far below sharpness: a few directions have the curvature.
-    effective_directions | (Σ|λ|)²/Σλ² over all eigenvalues, by quadrature | [1, n]
-        | How many directions share the curvature: m if m eigenvalues have one size and the rest are zero.
-    negative_energy | Σ λ² over λ < 0 / Σ λ², by quadrature | [0, 1] | 0: a convex valley; falls as training settles.
-    density_grid | density_points even steps over the quadrature nodes and three steps beyond on either side
-        | (−∞, ∞), ascending
-        | The eigenvalues at which density is given.
-    density | Σ w·N(grid; node, step²) over nodes and weights of stochastic Lanczos quadrature (arXiv 1901.10159)
-        | [0, ∞)
-        | The share of eigenvalues per unit of λ, smoothed by one grid step; look at it on a logarithmic axis.
-""")
-STABILITY = metric_table("""
-    stability_ratio | SGD: sharpness/(2/η), with momentum μ and dampening τ sharpness/((2+2μ)/((1−τ)η)), with Nesterov
-        momentum sharpness/((2+2μ)/((1+2μ)η)); Adam and AdamW: preconditioned_sharpness/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
-        | Hovers about 1 at the edge of stability (arXiv 2103.00065, 2207.14484); the threshold is 38/η at β₁ = 0.9.
-        Left out for other optimizers and for parameter groups with different settings.
-""")

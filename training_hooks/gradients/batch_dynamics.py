@@ -1,20 +1,15 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
-from collections.abc import Sequence
-from itertools import chain
-
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import (
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from torch import Tensor
 
@@ -55,6 +50,30 @@ def accumulation_efficiency(gram: Tensor, window: int) -> Tensor:
     return newest.sum().clamp(min=0).sqrt() / newest.diagonal().sqrt().sum()
 
 
+AUTOCORRELATION = """
+    autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients | [−1, 1]
+        | About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}
+"""
+"""What is told of one lag."""
+FIRST_LAG = "Negative: each step overshoots, and the next one pulls back."
+LATER_LAG = "Below lag 1: the gradient turns within {} steps. Negative: it swings back after so many."
+EFFICIENCY = """
+    accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1]
+        | 1: all point one way. 1/√{window} = {orthogonal:.2f}: they are orthogonal, as noise is, and accumulating
+        them averages it out. Below that: they cancel.
+"""
+"""What is told of one window."""
+RANK = """
+    effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
+        as 0, ε the rounding error of their dtype | [1, k]
+        | How many directions the gradients of successive batches have. Near k: each batch pulls its own way; far below:
+        they share a few directions. Compare at equal k.
+    leading_share | max σ² / Σσ² | [1/k, 1]
+        | The share of the gradients' energy along one direction. Near 1: every batch says the same.
+    gradients | k | [2, history] | How many consecutive gradients the numbers of this step rest on.
+"""
+
+
 @HookRegistry.register
 class BatchDynamics(TrainingHook):
     """Measure how the gradients of consecutive steps relate: autocorrelation, accumulation efficiency and rank.
@@ -84,6 +103,16 @@ class BatchDynamics(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.history, hook.projection), by_options=True)
     _step = Remembered(int)
+    metrics = "".join(
+        [
+            *(
+                AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG)
+                for lag in LAGS
+            ),
+            *(EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS),
+            RANK,
+        ]
+    )
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
         if history < 2:
@@ -133,37 +162,3 @@ class BatchDynamics(TrainingHook):
         }
         ranks = {"effective_rank": effective_rank(values), "leading_share": leading_share(values)}
         return {**lags, **windows, **ranks, "gradients": len(gram)}
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the lags, the windows and the rank; k is the number of gradients g at hand."""
-        return [*chain.from_iterable(map(_of_lag, LAGS)), *chain.from_iterable(map(_of_window, WINDOWS)), *RANK]
-
-
-def _of_lag(lag: int) -> list[MetricInfo]:
-    contrast = "Negative: each step overshoots, and the next one pulls back."
-    if lag > 1:
-        contrast = f"Below lag 1: the gradient turns within {lag} steps. Negative: it swings back after so many."
-    return metric_table(f"""
-        autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients
-            | [−1, 1]
-            | About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}
-    """)
-
-
-def _of_window(window: int) -> list[MetricInfo]:
-    return metric_table(f"""
-        accumulation_efficiency_{window} | ‖Σg‖₂ / Σ‖g‖₂ over the newest {window} gradients | [0, 1]
-            | 1: all point one way. 1/√{window} = {window**-0.5:.2f}: they are orthogonal, as noise is, and accumulating
-            them averages it out. Below that: they cancel.
-    """)
-
-
-RANK = metric_table("""
-    effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
-        as 0, ε the rounding error of their dtype | [1, k]
-        | How many directions the gradients of successive batches have. Near k: each batch pulls its own way; far below:
-        they share a few directions. Compare at equal k.
-    leading_share | max σ² / Σσ² | [1/k, 1]
-        | The share of the gradients' energy along one direction. Near 1: every batch says the same.
-    gradients | k | [2, history] | How many consecutive gradients the numbers of this step rest on.
-""")

@@ -4,17 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -62,6 +52,18 @@ class Consecutive(TrainingHook):
     _owners = Remembered(dict[str, list[str]])
     """By vector of the memory: the parameters that had a gradient."""
     _summed = Remembered(int)
+    metrics = """
+        cosine | ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before
+            | [−1, 1]
+            | Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0: they
+            contradict each other, as when overshooting a valley. NaN: one of the two is zero.
+        norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞] | Above 1: the gradient grows from epoch to epoch.
+        relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
+            | 0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.
+        parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both epochs
+            | [−1, 1]
+            | Which layers still have a steady direction.
+    """
 
     def __init__(self, *, interval: int = 0) -> None:
         if interval < 0:
@@ -123,18 +125,3 @@ class Consecutive(TrainingHook):
             return {}
         vectors["sum"].data.div_(steps)
         return self._compare(layout, vectors["sum"], self._owners["sum"])
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the agreement; ḡ is the mean gradient of the epoch, ḡ' that of the epoch before."""
-        return metric_table("""
-            cosine | ḡ·ḡ' / (‖ḡ‖₂ ‖ḡ'‖₂), ḡ the mean over the epoch's steps of the gradient, ḡ' that of the epoch before
-                | [−1, 1]
-                | Near 1: epochs push in one direction; 0: what one epoch asks for, the next has forgotten; below 0:
-                they contradict each other, as when overshooting a valley. NaN: one of the two is zero.
-            norm_ratio | ‖ḡ‖₂ / ‖ḡ'‖₂ | [0, ∞] | Above 1: the gradient grows from epoch to epoch.
-            relative_change | ‖ḡ − ḡ'‖₂ / ‖ḡ'‖₂ | [0, ∞]
-                | 0: the same gradient; √2 at equal norms: at a right angle. Unlike the cosine it sees the length.
-            parameter_cosine/<parameter> | ḡ_p·ḡ'_p / (‖ḡ_p‖₂ ‖ḡ'_p‖₂) of one parameter that had a gradient in both
-                epochs | [−1, 1]
-                | Which layers still have a steady direction.
-        """)

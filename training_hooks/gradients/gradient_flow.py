@@ -12,14 +12,12 @@ from loopscope.hooks import (
     GradientTap,
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
@@ -85,6 +83,24 @@ class GradientFlow(TrainingHook):
     _vanishing = Remembered(list[str])
     _amplifying = Remembered(list[str])
     """Blocks that were warned of and are not over it."""
+    metrics = """
+        norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss | [0, ∞)
+            | How much of the gradient reaches the block. Compare between blocks and steps of equal batches only.
+        gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before it
+            | [0, ∞]
+            | What the block multiplies the gradient by. Far from 1 in one block: look at its norms and the scale of its
+            weights. NaN: no gradient on either side.
+        total_gain/<parameter> | ‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of the
+            chain that had a gradient | [0, ∞]
+            | The product of the gains, if all blocks had a gradient. Far below 1 the first blocks hardly learn; far
+            above, they set the norm that clipping sees.
+        smallest_gain | min over all blocks of gain/<block> | [0, ∞] | The narrowest place.
+        largest_gain | max over all blocks of gain/<block> | [0, ∞] | Where gradients explode first.
+        vanishing_count | number of blocks with gain ≤ vanishing_gain | 0, 1, 2, …
+            | Above 0 throughout: saturated activations, weights too small, or a norm that divides by much.
+        amplifying_count | number of blocks with gain ≥ amplifying_gain | 0, 1, 2, …
+            | Above 0 throughout: weights too large, or a norm that divides by little.
+    """
 
     def __init__(
         self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
@@ -161,27 +177,6 @@ class GradientFlow(TrainingHook):
         self._vanishing = _told(self._vanishing, vanishing, over, step, f"vanishes: gains of at most {low:g}")
         over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
         self._amplifying = _told(self._amplifying, amplifying, over, step, f"is amplified: gains of at least {high:g}")
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe norms and gains; ``<parameter>`` stands for a block's name, in total_gain for a chain's."""
-        return metric_table("""
-            norm/<parameter> | ‖∂L/∂h_i‖₂, h_i the output of the block over the whole batch, L the step's loss | [0, ∞)
-                | How much of the gradient reaches the block. Compare between blocks and steps of equal batches only.
-            gain/<parameter> | ‖∂L/∂h_i‖₂ / ‖∂L/∂h_{i+1}‖₂, h_{i+1} the output of the block, h_i that of the one before
-                it | [0, ∞]
-                | What the block multiplies the gradient by. Far from 1 in one block: look at its norms and the scale of
-                its weights. NaN: no gradient on either side.
-            total_gain/<parameter> | ‖∂L/∂h_1‖₂ / ‖∂L/∂h_n‖₂, h_1 and h_n the outputs of the first and the last block of
-                the chain that had a gradient | [0, ∞]
-                | The product of the gains, if all blocks had a gradient. Far below 1 the first blocks hardly learn; far
-                above, they set the norm that clipping sees.
-            smallest_gain | min over all blocks of gain/<block> | [0, ∞] | The narrowest place.
-            largest_gain | max over all blocks of gain/<block> | [0, ∞] | Where gradients explode first.
-            vanishing_count | number of blocks with gain ≤ vanishing_gain | 0, 1, 2, …
-                | Above 0 throughout: saturated activations, weights too small, or a norm that divides by much.
-            amplifying_count | number of blocks with gain ≥ amplifying_gain | 0, 1, 2, …
-                | Above 0 throughout: weights too large, or a norm that divides by little.
-        """)
 
 
 def _gain(item: tuple[str, float]) -> float:

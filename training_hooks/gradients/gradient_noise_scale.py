@@ -1,22 +1,11 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from loopscope.data import micro_batches, rows
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    StepSchedule,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
 
@@ -93,6 +82,21 @@ class GradientNoiseScale(TrainingHook):
     _sums = Remembered(lambda: torch.zeros(2, dtype=torch.float64))
     """Of signal and noise, weighted."""
     _weight = Remembered(float)
+    metrics = """
+        noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)
+            | In rows. Batches far below it: doubling them nearly halves the steps needed; far above: it saves almost
+            none. Usually grows in training. Negative: |G|² is lost in the noise, average longer.
+        signal | |G|²: average of signal_estimate, the newest but k weighted by decay^k | (−∞, ∞)
+            | Squared norm of the gradient without sampling noise; near 0: the steps are a random walk.
+        noise | S: average of noise_estimate, the newest but k weighted by decay^k | (−∞, ∞)
+            | tr Σ, Σ the covariance of one row's gradient; a batch of B rows has the noise energy S/B.
+        signal_estimate | (B_big·|G_big|² − B_small·|G_small|²) / (B_big − B_small); G_big = Σ (b_i/B)·G_i, |G_small|² =
+            Σ (b_i/B)·|G_i|², G_i the gradient on the b_i rows of part i | (−∞, ∞)
+            | Unbiased; about half of all values are negative where there is no signal.
+        noise_estimate | (|G_small|² − |G_big|²) / (1/B_small − 1/B_big) | [0, ∞)
+            | Unbiased; how widely it scatters tells how much averaging is needed.
+        batch_rows | B, the rows of the step's batch | 2, 3, … | To be held against noise_scale.
+    """
 
     def __init__(self, *, every_n_steps: int = 100, parts: int = 2, decay: float = 0.9) -> None:
         if parts < 2:
@@ -126,21 +130,3 @@ class GradientNoiseScale(TrainingHook):
         self._sums = self.decay * self._sums.to(estimates.device) + estimates
         self._weight = self.decay * self._weight + 1
         return self._sums / self._weight
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the estimates; B_big = B rows in n parts, B_small = B/n."""
-        return metric_table("""
-            noise_scale | S / |G|², each averaged by itself over the measurements so far | (−∞, ∞)
-                | In rows. Batches far below it: doubling them nearly halves the steps needed; far above: it saves
-                almost none. Usually grows in training. Negative: |G|² is lost in the noise, average longer.
-            signal | |G|²: average of signal_estimate, the newest but k weighted by decay^k | (−∞, ∞)
-                | Squared norm of the gradient without sampling noise; near 0: the steps are a random walk.
-            noise | S: average of noise_estimate, the newest but k weighted by decay^k | (−∞, ∞)
-                | tr Σ, Σ the covariance of one row's gradient; a batch of B rows has the noise energy S/B.
-            signal_estimate | (B_big·|G_big|² − B_small·|G_small|²) / (B_big − B_small); G_big = Σ (b_i/B)·G_i,
-                |G_small|² = Σ (b_i/B)·|G_i|², G_i the gradient on the b_i rows of part i | (−∞, ∞)
-                | Unbiased; about half of all values are negative where there is no signal.
-            noise_estimate | (|G_small|² − |G_big|²) / (1/B_small − 1/B_big) | [0, ∞)
-                | Unbiased; how widely it scatters tells how much averaging is needed.
-            batch_rows | B, the rows of the step's batch | 2, 3, … | To be held against noise_scale.
-        """)

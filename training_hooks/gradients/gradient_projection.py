@@ -1,19 +1,7 @@
 """How the gradient and the way made so far lie to the straight line from the parameters to a reference solution."""
 
-from collections.abc import Sequence
-
 import torch
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -65,6 +53,25 @@ class GradientProjection(TrainingHook):
     needs_reference_weights = True
     _memory = Remembered(FlatMemory, merged=True)
     """The parameters that the strategy began with."""
+    metrics = """
+        gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1]
+            | Positive: descent along ḡ comes nearer to the reference. In n dimensions a direction without any relation
+            to d has a cosine of about 1/√n.
+        gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
+            | The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.
+        distance | ‖d‖₂ | [0, ∞) | What remains, in a straight line.
+        relative_distance | ‖d‖ / ‖D‖, D = θ_ref − θ₀ | [0, ∞)
+            | 1 at the start, 0 at the reference. Above 1: further away than at the start.
+        progress | (θ − θ₀)·D / ‖D‖² | (−∞, ∞)
+            | The share of the route that is behind: 0 at the start, 1 level with the reference.
+        orthogonal | ‖(θ − θ₀) − progress·D‖ / ‖D‖ | [0, ∞)
+            | How far off the straight route, in its length: relative_distance² = (1 − progress)² + orthogonal². High
+            while progress stands still: the run goes elsewhere, to memorise for instance.
+        displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
+            | The direction of all that was travelled. NaN while nothing has moved.
+        parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
+            | Which layers are there first. NaN: the reference has not moved this parameter.
+    """
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
@@ -84,25 +91,3 @@ class GradientProjection(TrainingHook):
             gradient = layout.copy(ctx.accumulated_grads, layout.zeros()).data
             metrics |= downhill(layout, gradient, way)
         return metrics
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the projections onto the way d = θ_ref − θ and the route D = θ_ref − θ₀."""
-        return metric_table("""
-            gradient_cosine | cos(−ḡ, d), d = θ_ref − θ | [−1, 1]
-                | Positive: descent along ḡ comes nearer to the reference. In n dimensions a direction without any
-                relation to d has a cosine of about 1/√n.
-            gradient_projection | −ḡ·d / ‖d‖ | (−∞, ∞)
-                | The slope of the loss, downhill, along the way to the reference: what a step of one unit would gain.
-            distance | ‖d‖₂ | [0, ∞) | What remains, in a straight line.
-            relative_distance | ‖d‖ / ‖D‖, D = θ_ref − θ₀ | [0, ∞)
-                | 1 at the start, 0 at the reference. Above 1: further away than at the start.
-            progress | (θ − θ₀)·D / ‖D‖² | (−∞, ∞)
-                | The share of the route that is behind: 0 at the start, 1 level with the reference.
-            orthogonal | ‖(θ − θ₀) − progress·D‖ / ‖D‖ | [0, ∞)
-                | How far off the straight route, in its length: relative_distance² = (1 − progress)² + orthogonal².
-                High while progress stands still: the run goes elsewhere, to memorise for instance.
-            displacement_cosine | cos(θ − θ₀, D) | [−1, 1]
-                | The direction of all that was travelled. NaN while nothing has moved.
-            parameter_progress/<parameter> | progress, over the elements of one parameter | (−∞, ∞)
-                | Which layers are there first. NaN: the reference has not moved this parameter.
-        """)

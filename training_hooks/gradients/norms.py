@@ -1,8 +1,6 @@
 """Norms of the epoch's mean gradient and of the weights, over the whole model and for each parameter."""
 
-from collections.abc import Sequence
-
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook, metric_table
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
 from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 
@@ -18,6 +16,19 @@ class Norms(TrainingHook):
     name = "norms"
     hook_points = frozenset({HookPoint.POST_EPOCH})
     needs_grads = True
+    metrics = """
+        total_grad_norm | ‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters | [0, ∞)
+            | The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so it
+            lies below the mean norm of the steps' gradients.
+        total_weight_norm | ‖θ‖₂ over all trainable parameters, after the epoch | [0, ∞)
+            | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
+        grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞)
+            | The gradient relative to the weights; not the update ratio, which depends on the optimizer.
+        max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
+        grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter | [0, ∞)
+            | Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.
+        weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Which layers grow or decay.
+    """
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the norms; no gradient metrics after an epoch in which no parameter had a gradient."""
@@ -32,20 +43,3 @@ class Norms(TrainingHook):
             metrics["max_abs_grad"] = max_abs(ctx.accumulated_grads)
             metrics |= {f"grad_norm/{name}": value for name, value in norm_of_each(ctx.accumulated_grads).items()}
         return metrics
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the norms of gradient and weights."""
-        return metric_table("""
-            total_grad_norm | ‖ḡ‖₂, ḡ the mean over the epoch's steps of the gradient of all trainable parameters
-                | [0, ∞)
-                | The part of the gradient that persists over an epoch: steps that contradict each other cancel in ḡ, so
-                it lies below the mean norm of the steps' gradients.
-            total_weight_norm | ‖θ‖₂ over all trainable parameters, after the epoch | [0, ∞)
-                | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
-            grad_weight_ratio | ‖ḡ‖₂ / ‖θ‖₂ | [0, ∞)
-                | The gradient relative to the weights; not the update ratio, which depends on the optimizer.
-            max_abs_grad | max |ḡᵢ| over all elements | [0, ∞) | Near total_grad_norm: one element carries the gradient.
-            grad_norm/<parameter> | ‖ḡ_p‖₂ of one parameter | [0, ∞)
-                | Which layers the gradient reaches; 0: the parameter has a gradient that vanishes.
-            weight_norm/<parameter> | ‖θ_p‖₂ of one parameter | [0, ∞) | Which layers grow or decay.
-        """)

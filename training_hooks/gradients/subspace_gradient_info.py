@@ -1,6 +1,5 @@
 """How many dimensions the recent gradients span, and how much of a new one lies in them."""
 
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -9,14 +8,12 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import (
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from torch import Tensor
 
@@ -90,6 +87,26 @@ class SubspaceGradientInfo(TrainingHook):
     name = "subspace_gradient_info"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.window + 1, hook.projection), by_options=True, merged=True)
+    metrics = """
+        participation_ratio | (Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max λ
+            counts as 0, ε the rounding error of their dtype | [1, k]
+            | How many dimensions the gradients fill evenly. 1: one direction; k: gradients of equal norm that are
+            orthogonal, as isotropic noise is.
+        participation_ratio_centred | the same of the gradients minus their mean: of their covariance; from k = 3 on
+            | [1, k − 1]
+            | The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.
+        dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k
+            | How many directions hold 90 % of the gradients' energy.
+        subspace_share | ‖VVᵀg‖²/‖g‖², g the present gradient, V the top leading right singular vectors of the up to
+            window gradients before it; once top of them are there | [0, 1]
+            | How much of a gradient is foreseen by the earlier ones. Near null_share: nothing; near 1: training moves
+            in a tiny subspace.
+        null_share | subspace_dimension / n, n the number of trainable elements (projection, if that is set) | [0, 1)
+            | The expectation of subspace_share for a gradient of random direction.
+        subspace_dimension | columns of V: the smaller of top and the numerical rank of the earlier gradients | 0..top
+            | Below top: the earlier gradients span no more.
+        gradients | k | [2, window] | How many gradients the spectrum rests on.
+    """
 
     def __init__(
         self, *, window: int = 20, top: int = 10, every: int = 100, projection: int = 0, memory: int = 1024
@@ -140,28 +157,3 @@ class SubspaceGradientInfo(TrainingHook):
         if len(recent) > 2:
             metrics["participation_ratio_centred"] = participation_ratio(spectrum(centred(recent), resolution)[0])
         return {**metrics, "gradients": len(recent)}
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe spectrum and subspace; the rows of X are the newest k ≤ window gradients, λ those of XXᵀ."""
-        return metric_table("""
-            participation_ratio | (Σλ)²/Σλ², λ the eigenvalues of XXᵀ, the rows of X the newest k gradients; λ ≤ k·ε·max
-                λ counts as 0, ε the rounding error of their dtype | [1, k]
-                | How many dimensions the gradients fill evenly. 1: one direction; k: gradients of equal norm that are
-                orthogonal, as isotropic noise is.
-            participation_ratio_centred | the same of the gradients minus their mean: of their covariance; from k = 3 on
-                | [1, k − 1]
-                | The dimensions of the noise alone. Far above participation_ratio: the mean gradient dominates.
-            dimension_90 | the smallest m with λ₁ + … + λ_m ≥ 0.9·Σλ | 1..k
-                | How many directions hold 90 % of the gradients' energy.
-            subspace_share | ‖VVᵀg‖²/‖g‖², g the present gradient, V the top leading right singular vectors of the up to
-                window gradients before it; once top of them are there | [0, 1]
-                | How much of a gradient is foreseen by the earlier ones. Near null_share: nothing; near 1: training
-                moves in a tiny subspace.
-            null_share | subspace_dimension / n, n the number of trainable elements (projection, if that is set)
-                | [0, 1)
-                | The expectation of subspace_share for a gradient of random direction.
-            subspace_dimension | columns of V: the smaller of top and the numerical rank of the earlier gradients
-                | 0..top
-                | Below top: the earlier gradients span no more.
-            gradients | k | [2, window] | How many gradients the spectrum rests on.
-        """)

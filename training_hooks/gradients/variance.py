@@ -10,14 +10,12 @@ from loopscope.hooks import (
     EVERY_STEP,
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from loopscope.state import trainable
 from torch import Tensor
@@ -124,6 +122,26 @@ class Variance(TrainingHook):
     _memory = Remembered(FlatMemory)
     _chunks = Remembered(list[Chunk], saved=False)
     _last_step = Remembered(int)
+    metrics = """
+        total_variance | tr Σ̂ = Σ_t ‖g_t − ḡ‖² / (W − 1), g_t the W = window gradients, ḡ their mean | [0, ∞)
+            | How much a step's gradient strays from the mean; falls in proportion to the batch size, if the examples do
+            not contradict each other over time.
+        mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
+        signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
+            | Noise alone gives about 1/W. Above 1: the steps agree; far below: they wander.
+        unbiased_signal_to_noise | ‖ḡ‖² / tr Σ̂ − 1/W | [−1/W, ∞]
+            | The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise.
+        successive_variance | Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs | [0, ∞)
+            | The variance without slow drift, which cancels in the differences.
+        successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2]
+            | About 1: independent draws around one mean, as assumed. Below: the mean drifts, and part of total_variance
+            is that drift. Above: the gradients alternate, as in an oscillation.
+        parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
+            | Which layers' gradients are noisy. They add up to total_variance.
+        parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
+            | [0, ∞]
+            | Which layers still have a signal; noise alone gives about 1/W.
+    """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:
         if window < 2:
@@ -194,26 +212,3 @@ class Variance(TrainingHook):
         """Resume from what :meth:`state_dict` returned."""
         super().load_state_dict(state)
         self._chunks = [Chunk(**{**chunk, "owners": list(chunk["owners"])}) for chunk in state["chunks"]]
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the moments of the W gradients g_t of a window, with mean ḡ."""
-        return metric_table("""
-            total_variance | tr Σ̂ = Σ_t ‖g_t − ḡ‖² / (W − 1), g_t the W = window gradients, ḡ their mean | [0, ∞)
-                | How much a step's gradient strays from the mean; falls in proportion to the batch size, if the
-                examples do not contradict each other over time.
-            mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
-            signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
-                | Noise alone gives about 1/W. Above 1: the steps agree; far below: they wander.
-            unbiased_signal_to_noise | ‖ḡ‖² / tr Σ̂ − 1/W | [−1/W, ∞]
-                | The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise.
-            successive_variance | Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs | [0, ∞)
-                | The variance without slow drift, which cancels in the differences.
-            successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2]
-                | About 1: independent draws around one mean, as assumed. Below: the mean drifts, and part of
-                total_variance is that drift. Above: the gradients alternate, as in an oscillation.
-            parameter_variance/<parameter> | tr Σ̂ of one parameter that had a gradient in the window | [0, ∞)
-                | Which layers' gradients are noisy. They add up to total_variance.
-            parameter_signal_to_noise/<parameter> | ‖ḡ_p‖² / tr Σ̂_p of one parameter; NaN if its gradients are all zero
-                | [0, ∞]
-                | Which layers still have a signal; noise alone gives about 1/W.
-        """)

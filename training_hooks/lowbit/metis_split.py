@@ -1,7 +1,7 @@
 """The split of low-bit weights into trained factors and a residual (Metis), as a declared change of the run."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from loopscope.data import derived_seed
@@ -10,14 +10,12 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    MetricInfo,
     Metrics,
     ModelDataContext,
     RunDataContext,
     RunInfo,
     StatePart,
     StepSchedule,
-    metric_table,
 )
 from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
@@ -48,6 +46,16 @@ class MetisSplit(InterventionHook):
     )
     mutates = False
     commits = frozenset({StatePart.PARAMETERS, StatePart.OPTIMIZER})
+    metrics = """
+        layers | number of layers that were split | 1, 2, 3, … | Which they are, the recipe says.
+        residual_share | Σ‖R‖²_F / Σ‖W‖²_F over the layers | [0, 1]
+            | The energy outside the low-rank part. Near 1 − rank / width: the spectrum is flat, and the split gains
+            little; small: a few directions carry the weights, on which a direct cast spends its range.
+        range_ratio | mean over layers of max|Rᵢ| / max|Wᵢ| | [0, ∞)
+            | How much narrower the residual's range is than the weight's: its steps are as much finer.
+        reconstruction_error | (Σ‖U·diag(s)·V + R − W‖²_F / Σ‖W‖²_F)^½ | [0, ∞)
+            | Rounding of the split itself: about 1e-8 in float32, 1e-3 in bfloat16. Much more is no split of W.
+    """
 
     def start(self, run: RunInfo) -> None:
         """Find the layers and take the schedule from their recipe."""
@@ -98,19 +106,6 @@ class MetisSplit(InterventionHook):
                 f"Hook {self.name!r} needs an optimizer that trains the factors of {listed(missing, 3)}; give it "
                 "model.parameters() after quantize_model, the frozen ones included."
             )
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe a split; W the merged weight of a layer, R its residual."""
-        return metric_table("""
-            layers | number of layers that were split | 1, 2, 3, … | Which they are, the recipe says.
-            residual_share | Σ‖R‖²_F / Σ‖W‖²_F over the layers | [0, 1]
-                | The energy outside the low-rank part. Near 1 − rank / width: the spectrum is flat, and the split gains
-                little; small: a few directions carry the weights, on which a direct cast spends its range.
-            range_ratio | mean over layers of max|Rᵢ| / max|Wᵢ| | [0, ∞)
-                | How much narrower the residual's range is than the weight's: its steps are as much finer.
-            reconstruction_error | (Σ‖U·diag(s)·V + R − W‖²_F / Σ‖W‖²_F)^½ | [0, ∞)
-                | Rounding of the split itself: about 1e-8 in float32, 1e-3 in bfloat16. Much more is no split of W.
-        """)
 
 
 def splittable(model: nn.Module) -> dict[str, BitLinear]:

@@ -4,17 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, RunInfo, StepSchedule, TrainingHook
 from loopscope.lowbit import OFFSET, RangePenalty, penalised, share
 from loopscope.state import joint_norm
 from torch import Tensor
@@ -73,6 +63,23 @@ class RangePenaltyReport(TrainingHook):
 
     name = "range_penalty"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    metrics = """
+        mean_square | mean of w² over every element of the matrices | [0, ∞)
+            | Grows with the weights; weight decay and α₁ hold it.
+        mean_inverse_square | mean of (w + 1e-6)⁻² over every element of the matrices | (0, ∞]
+            | Ruled by the weights nearest to −1e-6: of a million Gaussian ones with σ = 0.02 the nearest alone gives
+            about 1e9. Jumps are single weights that cross zero.
+        penalty | λ·(α₁·mean_square + α₂·mean_inverse_square) | [0, ∞]
+            | What the loss holds beside that of the data; reported where λ > 0.
+        penalty_grad_norm | (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ over all n elements of the matrices | [0, ∞]
+            | What the penalty gives to the gradient, mostly through one weight next to zero. Far above the norm of the
+            rest, clipping by a joint norm leaves nothing of the data's gradient: choose a smaller λ or α₂.
+        data_loss | loss of the step − penalty | [0, ∞) for cross-entropy
+            | training_metrics/loss without the penalty. Its last digits are lost where the penalty is much larger.
+        share | penalty / loss of the step | [0, 1]
+            | Of the loss, not of its gradient, which the penalty may rule at a share of 0.1 %: compare
+            penalty_grad_norm with the gradient's whole norm.
+    """
 
     def __init__(
         self,
@@ -116,23 +123,3 @@ class RangePenaltyReport(TrainingHook):
             "data_loss": data_loss,
             "share": share(penalty, data_loss),
         }
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe both means and the penalty."""
-        return metric_table("""
-            mean_square | mean of w² over every element of the matrices | [0, ∞)
-                | Grows with the weights; weight decay and α₁ hold it.
-            mean_inverse_square | mean of (w + 1e-6)⁻² over every element of the matrices | (0, ∞]
-                | Ruled by the weights nearest to −1e-6: of a million Gaussian ones with σ = 0.02 the nearest alone
-                gives about 1e9. Jumps are single weights that cross zero.
-            penalty | λ·(α₁·mean_square + α₂·mean_inverse_square) | [0, ∞]
-                | What the loss holds beside that of the data; reported where λ > 0.
-            penalty_grad_norm | (2λ/n)·‖α₁·w − α₂·(w + 1e-6)⁻³‖₂ over all n elements of the matrices | [0, ∞]
-                | What the penalty gives to the gradient, mostly through one weight next to zero. Far above the norm of
-                the rest, clipping by a joint norm leaves nothing of the data's gradient: choose a smaller λ or α₂.
-            data_loss | loss of the step − penalty | [0, ∞) for cross-entropy
-                | training_metrics/loss without the penalty. Its last digits are lost where the penalty is much larger.
-            share | penalty / loss of the step | [0, 1]
-                | Of the loss, not of its gradient, which the penalty may rule at a share of 0.1 %: compare
-                penalty_grad_norm with the gradient's whole norm.
-        """)

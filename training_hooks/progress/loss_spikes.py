@@ -1,7 +1,7 @@
 """Spikes of the loss and of the gradient norm against the steps before them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,11 @@ from loopscope.hooks import (
     EPOCH_END,
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     TrainingHook,
-    metric_table,
 )
 from torch import Tensor
 
@@ -51,6 +49,18 @@ def deviations(series: Tensor, window: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
+SPIKES = """
+    {prefix}_deviation | (x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), the last being
+        that of `step`; x the {label}, mean and population standard deviation σ those of the `window` steps before it
+        | (−∞, ∞) each
+        | Above `threshold`: a spike. The first `window` steps of a run have none; NaN: σ < 1e-10, or x is NaN.
+    {prefix}_spike_count | number of steps so far with x > mean + threshold·σ and σ ≥ 1e-10 | 0, 1, 2, …
+        | Rising early and then no more: the warm-up is too short. Rising to the end: the learning rate is too high or
+        single batches are bad.
+"""
+"""What is told of one signal x; mean and σ are those of its previous ``window`` values."""
+
+
 @HookRegistry.register
 class LossSpikes(TrainingHook):
     """Count spikes of the loss and of the gradient norm, and warn of them by their steps.
@@ -76,6 +86,7 @@ class LossSpikes(TrainingHook):
     _previous = Remembered(lambda: torch.zeros(len(SIGNALS), 0, dtype=torch.float64))
     """The newest ``window`` values of each signal."""
     _counts = Remembered(lambda: torch.zeros(len(SIGNALS), dtype=torch.int64))
+    metrics = "".join(SPIKES.format(prefix=prefix, label=label) for prefix, label in SIGNALS.items())
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
         if window < 2:
@@ -123,20 +134,3 @@ class LossSpikes(TrainingHook):
                     f"{self.threshold:g}).",
                     stacklevel=2,
                 )
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the metrics of the loss and of the gradient norm."""
-        return [info for prefix, label in SIGNALS.items() for info in _infos(prefix, label)]
-
-
-def _infos(prefix: str, label: str) -> list[MetricInfo]:
-    """Describe the metrics of one signal x; mean and σ are those of its previous ``window`` values."""
-    return metric_table(f"""
-        {prefix}_deviation | (x − mean) / σ for each step of the epoch (step loop: since the last SNAPSHOT), the last
-            being that of `step`; x the {label}, mean and population standard deviation σ those of the `window` steps
-            before it | (−∞, ∞) each
-            | Above `threshold`: a spike. The first `window` steps of a run have none; NaN: σ < 1e-10, or x is NaN.
-        {prefix}_spike_count | number of steps so far with x > mean + threshold·σ and σ ≥ 1e-10 | 0, 1, 2, …
-            | Rising early and then no more: the warm-up is too short. Rising to the end: the learning rate is too high
-            or single batches are bad.
-    """)

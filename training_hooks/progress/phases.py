@@ -1,19 +1,8 @@
 """The phases of grokking (memorisation, circuit formation, clean-up) from the train/test gap and the weight norm."""
 
-from collections.abc import Sequence
-
 import torch
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, TrainingHook
 from loopscope.state import norm, trainable
 from torch import Tensor
 
@@ -56,6 +45,25 @@ class Phases(TrainingHook):
     _widest_gap = Remembered(float)
     _largest_norm = Remembered[Tensor | None](lambda: None)
     _cleanup_epoch = Remembered[Tensor | None](lambda: None)
+    metrics = """
+        phase | 0 memorisation, until train_acc ≥ memorised; 1 circuit formation, until the condition of cleanup_epoch;
+            2 clean-up, until that of generalised_epoch; 3 generalised | {0, 1, 2, 3}, never falls
+            | Straight from 0 to 3: the model generalised as it learned; 1 to the end: it only memorised.
+        generalisation_gap | train_acc − val_acc of the evaluation | [−1, 1]
+            | Wide while the training set is memorised, about 0 once the model generalises.
+        weight_norm | ‖θ‖₂ over all trainable parameters | [0, ∞) | Falls during clean-up.
+        norm_drop | 1 − ‖θ‖₂ / max ‖θ‖₂ over the evaluations up to now | [0, 1)
+            | 0: the weights still grow; above the option norm_drop: what clean-up needs.
+        memorised_epoch | the first epoch with train_acc ≥ memorised | 0, 1, 2, ...
+            | When memorisation ended and circuit formation began; left out until then.
+        cleanup_epoch | the first epoch, from memorised_epoch to generalised_epoch, with gap ≤ gap_share · (widest gap
+            since memorised_epoch) and norm_drop ≥ the option norm_drop | 0, 1, 2, ..., NaN
+            | When clean-up began; NaN: not yet, or never. Left out if there was no gap when the training set was
+            memorised.
+        generalised_epoch | the first epoch, from memorised_epoch on, with train_acc ≥ memorised and gap ≤ closed
+            | 0, 1, 2, ...
+            | When the model generalised; left out until then.
+    """
 
     def __init__(
         self, *, memorised: float = 0.95, closed: float = 0.05, gap_share: float = 0.5, norm_drop: float = 0.005
@@ -121,25 +129,3 @@ class Phases(TrainingHook):
         if closed or self._cleanup_epoch is None:
             return GENERALISED
         return torch.where(self._cleanup_epoch.isnan(), CIRCUIT_FORMATION, CLEAN_UP)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe phase, gap, norm and dates."""
-        return metric_table("""
-            phase | 0 memorisation, until train_acc ≥ memorised; 1 circuit formation, until the condition of
-                cleanup_epoch; 2 clean-up, until that of generalised_epoch; 3 generalised | {0, 1, 2, 3}, never falls
-                | Straight from 0 to 3: the model generalised as it learned; 1 to the end: it only memorised.
-            generalisation_gap | train_acc − val_acc of the evaluation | [−1, 1]
-                | Wide while the training set is memorised, about 0 once the model generalises.
-            weight_norm | ‖θ‖₂ over all trainable parameters | [0, ∞) | Falls during clean-up.
-            norm_drop | 1 − ‖θ‖₂ / max ‖θ‖₂ over the evaluations up to now | [0, 1)
-                | 0: the weights still grow; above the option norm_drop: what clean-up needs.
-            memorised_epoch | the first epoch with train_acc ≥ memorised | 0, 1, 2, ...
-                | When memorisation ended and circuit formation began; left out until then.
-            cleanup_epoch | the first epoch, from memorised_epoch to generalised_epoch, with gap ≤ gap_share · (widest
-                gap since memorised_epoch) and norm_drop ≥ the option norm_drop | 0, 1, 2, ..., NaN
-                | When clean-up began; NaN: not yet, or never. Left out if there was no gap when the training set was
-                memorised.
-            generalised_epoch | the first epoch, from memorised_epoch on, with train_acc ≥ memorised and gap ≤ closed
-                | 0, 1, 2, ...
-                | When the model generalised; left out until then.
-        """)

@@ -52,6 +52,34 @@ def update_ratio(before: dict[str, Tensor], after: Vector) -> Tensor:
     return norm(accumulate(before, after, -1)) / (size + EPSILON)
 
 
+LOSS = """
+    loss_volatility | population standard deviation of the step losses L in the window | [0, ∞)
+        | Scatter between batches plus any trend; rising while the loss stays: training becomes unstable.
+    loss_change_volatility | population standard deviation of L_{t+1} − L_t in the window | [0, ∞)
+        | About √2 times loss_volatility: batches scatter independently. Far below it: the loss moves slowly, by a
+        trend. Above it: the loss alternates.
+"""
+AUTOCORRELATION = """
+    loss_autocorrelation_lag_{lag} | Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window | [−1, 1]
+        | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and come back.
+        NaN: all losses are equal.
+"""
+"""What is told of one lag."""
+GRADIENTS_AND_UPDATES = """
+    grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping | [0, ∞)
+        | Its trend shows whether a clipping threshold fits; far above it nearly every step is clipped.
+    grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
+        | The coefficient of variation. Above about 1 a few steps have most of the gradient. NaN: no gradient.
+    update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
+        | [0, ∞)
+        | About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.
+    update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
+        | The same over the window.
+    window_steps | n, the steps in the window | 2..window
+        | Below `window` in the beginning: the other values then rest on fewer steps.
+"""
+
+
 @HookRegistry.register
 class TrainingDiagnostics(TrainingHook):
     """Measure loss volatility and autocorrelation, the variation of the gradient norm, and the true update ratio.
@@ -153,35 +181,5 @@ class TrainingDiagnostics(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics; L and ‖g‖ are the n losses and gradient norms in the window."""
-        autocorrelations = [info for lag in range(1, self.lags + 1) for info in _of_lag(lag)]
-        return [*LOSS, *autocorrelations, *GRADIENTS_AND_UPDATES]
-
-
-def _of_lag(lag: int) -> list[MetricInfo]:
-    return metric_table(f"""
-        loss_autocorrelation_lag_{lag} | Σ_t (L_t − L̄)(L_{{t+{lag}}} − L̄) / Σ_t (L_t − L̄)² over the window | [−1, 1]
-            | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and come
-            back. NaN: all losses are equal.
-    """)
-
-
-LOSS = metric_table("""
-    loss_volatility | population standard deviation of the step losses L in the window | [0, ∞)
-        | Scatter between batches plus any trend; rising while the loss stays: training becomes unstable.
-    loss_change_volatility | population standard deviation of L_{t+1} − L_t in the window | [0, ∞)
-        | About √2 times loss_volatility: batches scatter independently. Far below it: the loss moves slowly, by a
-        trend. Above it: the loss alternates.
-""")
-GRADIENTS_AND_UPDATES = metric_table("""
-    grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping | [0, ∞)
-        | Its trend shows whether a clipping threshold fits; far above it nearly every step is clipped.
-    grad_norm_variation | population standard deviation of ‖g‖₂ / its mean, over the window | [0, √(n − 1)]
-        | The coefficient of variation. Above about 1 a few steps have most of the gradient. NaN: no gradient.
-    update_ratio | ‖θ_after − θ_before‖₂ / (‖θ_before‖₂ + 1e-12) around optimizer.step(), all trainable parameters
-        | [0, ∞)
-        | About 1e-3 is healthy, 1e-2 normal for AdamW at the start; above 1e-1 a step overwrites the weights.
-    update_ratio_mean | mean of the newest ⌈window / update_every⌉ values of update_ratio | [0, ∞)
-        | The same over the window.
-    window_steps | n, the steps in the window | 2..window
-        | Below `window` in the beginning: the other values then rest on fewer steps.
-""")
+        lags = [AUTOCORRELATION.format(lag=lag) for lag in range(1, self.lags + 1)]
+        return metric_table("".join([LOSS, *lags, GRADIENTS_AND_UPDATES]))

@@ -1,18 +1,8 @@
 """Loss, accuracies, learning rate and the other numbers of an evaluation: what every record of a run needs."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from loopscope.hooks import (
-    STEP_POINTS,
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    RunDataContext,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
 
 
 def present(**values: Any) -> dict[str, Any]:
@@ -41,6 +31,19 @@ class TrainingMetrics(TrainingHook):
         "epoch": frozenset({HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT}),
     }
+    metrics = """
+        loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)
+            | [0, ∞) for cross-entropy
+            | Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.
+        train_acc | `train_acc` of the experiment's evaluation | [0, 1]
+            | Accuracy in eval mode; reported only where an evaluation was made.
+        val_acc | `val_acc` of the experiment's evaluation | [0, 1]
+            | Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.
+        lr | learning rate of the first parameter group | [0, ∞)
+            | The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.
+        evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
+            | For example `val_loss`; reported only where an evaluation was made.
+    """
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return those of the metrics that exist at this point."""
@@ -51,19 +54,3 @@ class TrainingMetrics(TrainingHook):
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return evaluation
         return {**present(loss=ctx.loss, lr=ctx.lr), **evaluation}
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe loss, accuracies, learning rate and evaluation."""
-        return metric_table("""
-            loss | loss of the step (POST_STEP), mean of the steps' losses over the epoch (POST_EPOCH)
-                | [0, ∞) for cross-entropy
-                | Measured on the training batches in train mode, each before its update; NaN or ∞: training diverged.
-            train_acc | `train_acc` of the experiment's evaluation | [0, 1]
-                | Accuracy in eval mode; reported only where an evaluation was made.
-            val_acc | `val_acc` of the experiment's evaluation | [0, 1]
-                | Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.
-            lr | learning rate of the first parameter group | [0, ∞)
-                | The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.
-            evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
-                | For example `val_loss`; reported only where an evaluation was made.
-        """)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from loopscope.hooks import (
     RunDataContext,
     RunInfo,
     StepSchedule,
-    metric_table,
 )
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
@@ -158,6 +157,42 @@ def pieces(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield piece
 
 
+MOMENTS = """
+    first_moment_norm | ‖m̂‖₂ | [0, ∞) | The gradient that persists over about 1/(1−β₁) steps.
+    second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
+    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞)
+        | Near 1: gradients agree from step to step (always so at the first step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ =
+        0.9: they are noise. Above 1: the gradients have just grown.
+    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, weight decay included.
+    update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
+        | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.
+    moment_gradient_cosine | cos(m̂, g) | [−1, 1]
+        | Agreement of this batch with the average of those before it and itself.
+    below_eps_fraction | elements with √v̂ < ε / all elements | [0, 1]
+        | There ε decides the size of the step, and Adam acts like SGD with momentum at rate η/ε. High: embedding rows
+        that are not drawn, dead units, or an ε that is too large.
+    decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1]
+        | Above one half weight decay moves the weights more than the gradient does. Left out if no decay is decoupled.
+    coupled_decay_share | ‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms | [0, 1]
+        | How much of what enters the moments is weight decay. Left out unless a group has such decay.
+"""
+RATE = """
+    {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞)
+        | The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would be SGD
+        with momentum.
+"""
+"""What is told of one percentile."""
+SOLUTION = """
+    update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
+        | Only with a reference solution. Positive: the step goes towards it.
+    gradient_solution_cosine | cos(−g, d) | [−1, 1]
+        | The same for a step of plain gradient descent; below update_solution_cosine: Adam finds the better way.
+    solution_gain | Δθ·d / ‖d‖² | (−∞, ∞)
+        | The share of the distance to the reference that the step covers; its inverse counts the steps that remain at
+        this pace.
+"""
+
+
 @HookRegistry.register
 class AdamDynamics(InterventionHook):
     """Read Adam's moments and measure the update they gave: against the gradient, by element, and its weight decay.
@@ -185,6 +220,9 @@ class AdamDynamics(InterventionHook):
     uses_reference_weights = True
     _step = Remembered(int)
     _settings = Remembered(list[Settings], saved=False)
+    metrics = "".join(
+        [MOMENTS, *(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()), SOLUTION]
+    )
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
         if sample < 1:
@@ -257,13 +295,13 @@ class AdamDynamics(InterventionHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics over all parameters, then those of each group, reported if there are several."""
-        whole_model = [*MOMENTS, *RATES, *SOLUTION]
+        whole_model = super().describe_metrics()
         groups = [
-            MetricInfo(
-                f"group_{info.name}",
-                f"by number of the parameter group, over its parameters: {info.formula}",
-                info.range,
-                f"As {info.name}; only with several parameter groups.",
+            replace(
+                info,
+                name=f"group_{info.name}",
+                formula=f"by number of the parameter group, over its parameters: {info.formula}",
+                reading=f"As {info.name}; only with several parameter groups.",
             )
             for info in whole_model
         ]
@@ -272,42 +310,3 @@ class AdamDynamics(InterventionHook):
 
 def _moved(parameter: Tensor | None, state: Mapping[str, Any] | None) -> bool:
     return parameter is not None and parameter.grad is not None and bool(state)
-
-
-MOMENTS = metric_table("""
-    first_moment_norm | ‖m̂‖₂ | [0, ∞) | The gradient that persists over about 1/(1−β₁) steps.
-    second_moment_norm | ‖√v̂‖₂ | [0, ∞) | The root mean square gradient of about the last 1/(1−β₂) steps.
-    moment_ratio | ‖m̂‖₂ / ‖√v̂‖₂ | [0, ∞)
-        | Near 1: gradients agree from step to step (always so at the first step). Near √((1−β₁)/(1+β₁)), 0.23 at β₁ =
-        0.9: they are noise. Above 1: the gradients have just grown.
-    update_norm | ‖Δθ‖₂ | [0, ∞) | The length of the step, weight decay included.
-    update_gradient_cosine | cos(Δθ, −g) | [−1, 1]
-        | Positive: the step goes downhill on this batch. Small: preconditioning and momentum turn it far away.
-    moment_gradient_cosine | cos(m̂, g) | [−1, 1]
-        | Agreement of this batch with the average of those before it and itself.
-    below_eps_fraction | elements with √v̂ < ε / all elements | [0, 1]
-        | There ε decides the size of the step, and Adam acts like SGD with momentum at rate η/ε. High: embedding rows
-        that are not drawn, dead units, or an ε that is too large.
-    decay_share | ‖ηλθ₋‖₂ / (‖ηλθ₋‖₂ + ‖η·m̂/(√v̂+ε)‖₂), over groups with decoupled decay in the numerator | [0, 1]
-        | Above one half weight decay moves the weights more than the gradient does. Left out if no decay is decoupled.
-    coupled_decay_share | ‖λθ₋‖₂ / (‖λθ₋‖₂ + ‖g‖₂), over groups with Adam(weight_decay=λ) in the first norms | [0, 1]
-        | How much of what enters the moments is weight decay. Left out unless a group has such decay.
-""")
-RATES = [
-    info
-    for name, level in PERCENTILES.items()
-    for info in metric_table(f"""
-        {name} | {level:.0%} quantile over elements of η/(√v̂ + ε) | [0, ∞)
-            | The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would be
-            SGD with momentum.
-    """)
-]
-SOLUTION = metric_table("""
-    update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
-        | Only with a reference solution. Positive: the step goes towards it.
-    gradient_solution_cosine | cos(−g, d) | [−1, 1]
-        | The same for a step of plain gradient descent; below update_solution_cosine: Adam finds the better way.
-    solution_gain | Δθ·d / ‖d‖² | (−∞, ∞)
-        | The share of the distance to the reference that the step covers; its inverse counts the steps that remain at
-        this pace.
-""")

@@ -1,19 +1,7 @@
 """How much the parameters change over an epoch, as a whole and one by one."""
 
-from collections.abc import Sequence
-
 import torch
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-    metric_table,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
 from loopscope.state import trainable
 from torch import Tensor
 
@@ -56,6 +44,22 @@ class ParameterDelta(TrainingHook):
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     _memory = Remembered(FlatMemory, merged=True)
     """The parameters at the last report."""
+    metrics = """
+        total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one SNAPSHOT)
+            | [0, ∞)
+            | The net movement. Far below the sum of the steps (path_length): the steps cancel.
+        total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
+            | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
+        max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
+            | Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.
+        changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1]
+            | Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low
+            precision.
+        delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Which layers move; 0: it stands still.
+        relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
+            | Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.
+        max_abs/<parameter> | max |Δᵢ| over the parameter's elements | [0, ∞) | Finds the outlier's layer.
+    """
 
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
@@ -73,22 +77,3 @@ class ParameterDelta(TrainingHook):
         now, before = layout.copy(layout.parameters, self._memory.work(layout)), self._memory.vectors["before"]
         self._memory.vectors, self._memory.spare = {"before": now}, before
         return change(layout, before.data, now.data)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the change; Δ = θ − θ', θ' the parameters at the last report or, before the first, the start."""
-        return metric_table("""
-            total_delta | ‖Δ‖₂ over all trained parameters, Δ = θ − θ', θ' those one epoch before (step loop: one
-                SNAPSHOT) | [0, ∞)
-                | The net movement. Far below the sum of the steps (path_length): the steps cancel.
-            total_relative_delta | ‖Δ‖₂ / ‖θ'‖₂ | [0, ∞]
-                | Movement relative to the weights; near 0: training has settled or the learning rate has run out.
-            max_abs_delta | max |Δᵢ| over all elements | [0, ∞)
-                | Near total_delta: one element does the moving. Under Adam about the learning rate × steps at most.
-            changed_fraction | elements with Δᵢ ≠ 0 / all elements | [0, 1]
-                | Below 1: rows of tokens that never occur, parameters without gradient, or updates rounded away in low
-                precision.
-            delta/<parameter> | ‖Δ_p‖₂ of one parameter | [0, ∞) | Which layers move; 0: it stands still.
-            relative_delta/<parameter> | ‖Δ_p‖₂ / ‖θ'_p‖₂ of one parameter | [0, ∞]
-                | Comparable between layers. ∞: it was zero before, as biases are at first; NaN: and still is.
-            max_abs/<parameter> | max |Δᵢ| over the parameter's elements | [0, ∞) | Finds the outlier's layer.
-        """)

@@ -1,6 +1,5 @@
 """The path that the parameters take: its length, how far it leads, and how straight it is."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,14 +8,12 @@ from loopscope.hooks import (
     STEP_POINTS,
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from loopscope.state import trainable
 from torch import Tensor, nn
@@ -63,6 +60,25 @@ class PathLength(TrainingHook):
     _steps = Remembered(int)
     _interval_steps = Remembered(int)
     _done = Remembered[int | None](lambda: None)
+    metrics = """
+        path_length | Σ ‖l‖₂ over all legs since the strategy began | [0, ∞)
+            | How far the parameters have gone, there and back included.
+        displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
+            | How far they have got; small against ‖θ_0‖: the lazy regime.
+        efficiency | displacement / path_length; NaN before anything has moved | [0, 1]
+            | 1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows: wandering
+            or oscillating.
+        steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
+        interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
+            | [0, ∞)
+            | Follows the learning rate; rises without it: the steps grow.
+        interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
+            | What remains of the interval's legs.
+        interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
+            | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
+        path_per_step | interval_path / steps of the interval | [0, ∞)
+            | The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.
+    """
 
     def __init__(self, *, every: int = 4) -> None:
         if every < 1:
@@ -131,28 +147,6 @@ class PathLength(TrainingHook):
         vectors["interval"].data.copy_(newest)
         self._interval_path, self._interval_steps = torch.zeros_like(path), 0
         return metrics
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the path; l are the legs, an interval is an epoch (step loop: from SNAPSHOT to SNAPSHOT)."""
-        return metric_table("""
-            path_length | Σ ‖l‖₂ over all legs since the strategy began | [0, ∞)
-                | How far the parameters have gone, there and back included.
-            displacement | ‖θ_t − θ_0‖₂, θ_0 the parameters as the strategy began | [0, path_length]
-                | How far they have got; small against ‖θ_0‖: the lazy regime.
-            efficiency | displacement / path_length; NaN before anything has moved | [0, 1]
-                | 1: a straight line; n independent legs of equal length give 1/√n; falling while the path grows:
-                wandering or oscillating.
-            steps | the optimizer steps on the path | 1, 2, … | n = steps / every, for 1/√n.
-            interval_path | Σ ‖l‖₂ over the legs of the interval: an epoch, in the step loop since the last SNAPSHOT
-                | [0, ∞)
-                | Follows the learning rate; rises without it: the steps grow.
-            interval_displacement | ‖θ_t − θ at the interval's beginning‖₂ | [0, interval_path]
-                | What remains of the interval's legs.
-            interval_efficiency | interval_displacement / interval_path; NaN if nothing moved | [0, 1]
-                | Near 1: the legs agree; near 1/√(legs of the interval): they are noise.
-            path_per_step | interval_path / steps of the interval | [0, ∞)
-                | The length of a usual step with every = 1; less with longer legs, the more so the more steps cancel.
-        """)
 
 
 def _distance(layout: FlatLayout, here: Tensor, there: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, Metrics, RunDataContext, TrainingHook, metric_table
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
 from loopscope.state import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
 from torch import Tensor
 
@@ -74,6 +74,37 @@ class WeightTracking(TrainingHook):
 
     name = "weight_tracking"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    metrics = """
+        total_norm | ‖θ‖₂ over all trainable parameters | [0, ∞)
+            | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
+        norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Which layers grow or decay.
+        spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
+            | The most that the matrix stretches a vector. NaN here and below: an element is not finite.
+        effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007; SNAPSHOT)
+            | [1, n], n = min(out, everything else)
+            | How many equally strong directions would have this entropy; falls as structure replaces noise. NaN: the
+            matrix is zero.
+        stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
+            | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
+        mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | The same for the whole model.
+        mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
+            | Whether the model as a whole becomes simpler.
+        mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
+            | Whether a few directions come to dominate the model as a whole.
+        alpha/<parameter> | α = 1 + n/Σ ln(λ/λ_min) over the n eigenvalues λ ≥ λ_min of WᵀW (SNAPSHOT) | (1, ∞)
+            | 2 to 6: the heavy tail of well-trained layers; below 2: few directions dominate, often overfit; large: no
+            heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Left out for a matrix with fewer than
+            min_tail eigenvalues, NaN if too few of them differ from zero and from each other.
+        alpha_distance/<parameter> | min over λ_min of D = sup |S − P| over λ ≥ λ_min, S the distribution function of
+            the tail, P(λ) = 1 − (λ/λ_min)^(1−α) (SNAPSHOT) | [0, 1]
+            | How badly the power law fits: above about 1/√alpha_tail it is no description of this tail.
+        alpha_tail/<parameter> | n, the eigenvalues λ ≥ λ_min (SNAPSHOT) | [min_tail, min(out, everything else)]
+            | How much of the spectrum the fit describes; near min_tail: little.
+        mean_alpha | mean over the fitted matrices of α (SNAPSHOT) | (1, ∞)
+            | Falls as training builds correlations into the weights.
+        weighted_alpha | mean over the fitted matrices of α·log₁₀ λ₁ (Martin and Mahoney 2021; SNAPSHOT) | (−∞, ∞)
+            | The exponent with the size of the weights; in models of one kind a smaller one goes with better tests.
+    """
 
     def __init__(self, *, min_tail: int = 10) -> None:
         if min_tail < 2:
@@ -103,40 +134,6 @@ class WeightTracking(TrainingHook):
         columns = {"spectral_norm": largest, "effective_rank": effective, "stable_rank": stable, **tails}
         metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
         return metrics | _means(columns)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the norms, the ranks and the fit of the tail."""
-        return metric_table("""
-            total_norm | ‖θ‖₂ over all trainable parameters | [0, ∞)
-                | Weight decay pulls it down; in grokking it peaks while the data are memorised and falls afterwards.
-            norm/<parameter> | ‖W‖_F of one parameter | [0, ∞) | Which layers grow or decay.
-            spectral_norm/<parameter> | ‖W‖₂ = σ₁ (SNAPSHOT) | [0, ∞)
-                | The most that the matrix stretches a vector. NaN here and below: an element is not finite.
-            effective_rank/<parameter> | exp(−Σ p ln p), p = σ/Σσ over all singular values (Roy and Vetterli 2007;
-                SNAPSHOT) | [1, n], n = min(out, everything else)
-                | How many equally strong directions would have this entropy; falls as structure replaces noise. NaN:
-                the matrix is zero.
-            stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
-                | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
-            mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | The same for the whole model.
-            mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
-                | Whether the model as a whole becomes simpler.
-            mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
-                | Whether a few directions come to dominate the model as a whole.
-            alpha/<parameter> | α = 1 + n/Σ ln(λ/λ_min) over the n eigenvalues λ ≥ λ_min of WᵀW (SNAPSHOT) | (1, ∞)
-                | 2 to 6: the heavy tail of well-trained layers; below 2: few directions dominate, often overfit; large:
-                no heavy tail, as at initialisation. Standard error (α − 1)/√alpha_tail. Left out for a matrix with
-                fewer than min_tail eigenvalues, NaN if too few of them differ from zero and from each other.
-            alpha_distance/<parameter> | min over λ_min of D = sup |S − P| over λ ≥ λ_min, S the distribution function
-                of the tail, P(λ) = 1 − (λ/λ_min)^(1−α) (SNAPSHOT) | [0, 1]
-                | How badly the power law fits: above about 1/√alpha_tail it is no description of this tail.
-            alpha_tail/<parameter> | n, the eigenvalues λ ≥ λ_min (SNAPSHOT) | [min_tail, min(out, everything else)]
-                | How much of the spectrum the fit describes; near min_tail: little.
-            mean_alpha | mean over the fitted matrices of α (SNAPSHOT) | (1, ∞)
-                | Falls as training builds correlations into the weights.
-            weighted_alpha | mean over the fitted matrices of α·log₁₀ λ₁ (Martin and Mahoney 2021; SNAPSHOT) | (−∞, ∞)
-                | The exponent with the size of the weights; in models of one kind a smaller one goes with better tests.
-        """)
 
 
 def _over(values: Mapping[str, Tensor]) -> Tensor:

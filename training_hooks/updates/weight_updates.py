@@ -1,7 +1,7 @@
 """The health of gradients and of the updates that the optimizer makes of them, at some steps."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,14 +9,12 @@ from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
 from loopscope.hooks import (
     HookPoint,
     HookRegistry,
-    MetricInfo,
     Metrics,
     Remembered,
     RunDataContext,
     RunInfo,
     StepSchedule,
     TrainingHook,
-    metric_table,
 )
 from loopscope.state import trainable
 
@@ -29,6 +27,13 @@ CONDITIONS = {
     "frozen": ("is frozen", "are frozen"),
     "rounded_away": ("does not move, its update being rounded away", "do not move, their updates being rounded away"),
 }
+
+
+NORM = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
+RATIO = (
+    "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
+    "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
+)
 
 
 @HookRegistry.register
@@ -63,6 +68,37 @@ class WeightUpdates(TrainingHook):
     _conditions = Remembered(lambda: Alerts(CONDITIONS))
     _kept_at = Remembered(int)
     _checks = Remembered(int)
+    metrics = f"""
+        grad_norm_median | median of {NORM}; of an even count the mean of the two middle values | [0, ∞]
+            | The level of the gradients. Infinite from here on: half of the parameters have infinite or NaN gradients.
+        grad_norm_p95 | the ⌈0.95·P⌉-th smallest of the P norms {NORM} | [0, ∞]
+            | Far above the median: a few layers get most of the gradient.
+        grad_norm_min | min {NORM} | [0, ∞] | Falling by orders of magnitude: a layer is cut off.
+        grad_norm_max | max {NORM}; NaN counts as ∞ | [0, ∞] | Rising steadily: the run may be diverging.
+        vanishing_count | parameters with n_p ≤ vanishing_grad_threshold | 0, 1, 2, …
+            | Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a
+            normalisation.
+        exploding_count | parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN | 0, 1, 2, …
+            | Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens
+            instead of averaged raises it, too.
+        nonfinite_count | parameters with n_p infinite or NaN; part of exploding_count | 0, 1, 2, …
+            | With a float16 loss scaler now and then at a skipped step, and no cause to warn; else the run is broken.
+        update_ratio_median | median of {RATIO}; of an even count the mean of the two middle values | [0, ∞]
+            | About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.
+        update_ratio_p95 | the ⌈0.95·P⌉-th smallest of the P ratios {RATIO} | [0, ∞]
+            | Above 0.1: some parameters are rewritten rather than trained. Young biases are, and harmless.
+        update_ratio_min | min {RATIO} | [0, ∞] | 0: at least one parameter stands still.
+        update_ratio_max | max {RATIO}; NaN counts as ∞ | [0, ∞]
+            | Mostly a small parameter that began at zero. Infinite: weights are no longer finite.
+        frozen_count | parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row,
+            except those of low precision whose update was rounded away | 0, 1, 2, …
+            | Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.
+        rounded_away_fraction | elements of parameters below float32 that have a gradient and did not change / those
+            that have a gradient | [0, 1]
+            | Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.
+        topk_frozen/<parameter> | r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included) | [0, ∞]
+            | Who moves least. At each check the names are those of then.
+    """
 
     def __init__(
         self,
@@ -158,53 +194,3 @@ class WeightUpdates(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Give the warnings that have come up by ``step``."""
         self._conditions.tell(step)
-
-    def describe_metrics(self) -> Sequence[MetricInfo]:
-        """Describe the checks of gradients and of updates."""
-        return [*_gradient_infos(), *_update_infos()]
-
-
-def _gradient_infos() -> list[MetricInfo]:
-    """Describe the gradients; n_p is the norm of a parameter's gradient."""
-    norm = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
-    return metric_table(f"""
-        grad_norm_median | median of {norm}; of an even count the mean of the two middle values | [0, ∞]
-            | The level of the gradients. Infinite from here on: half of the parameters have infinite or NaN gradients.
-        grad_norm_p95 | the ⌈0.95·P⌉-th smallest of the P norms {norm} | [0, ∞]
-            | Far above the median: a few layers get most of the gradient.
-        grad_norm_min | min {norm} | [0, ∞] | Falling by orders of magnitude: a layer is cut off.
-        grad_norm_max | max {norm}; NaN counts as ∞ | [0, ∞] | Rising steadily: the run may be diverging.
-        vanishing_count | parameters with n_p ≤ vanishing_grad_threshold | 0, 1, 2, …
-            | Above 0: dead units, a saturated or cut path, or a parameter that cannot matter, such as a bias before a
-            normalisation.
-        exploding_count | parameters with n_p ≥ exploding_grad_threshold, or n_p infinite or NaN | 0, 1, 2, …
-            | Above 0 again and again: lower the learning rate, lengthen the warm-up, clip. A loss summed over tokens
-            instead of averaged raises it, too.
-        nonfinite_count | parameters with n_p infinite or NaN; part of exploding_count | 0, 1, 2, …
-            | With a float16 loss scaler now and then at a skipped step, and no cause to warn; else the run is broken.
-    """)
-
-
-def _update_infos() -> list[MetricInfo]:
-    """Describe the updates; r_p is the update ratio of a parameter."""
-    ratio = (
-        "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
-        "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
-    )
-    return metric_table(f"""
-        update_ratio_median | median of {ratio}; of an even count the mean of the two middle values | [0, ∞]
-            | About 1e-3 is usual, 1e-2 early under AdamW. Far below: raise the learning rate; far above: lower it.
-        update_ratio_p95 | the ⌈0.95·P⌉-th smallest of the P ratios {ratio} | [0, ∞]
-            | Above 0.1: some parameters are rewritten rather than trained. Young biases are, and harmless.
-        update_ratio_min | min {ratio} | [0, ∞] | 0: at least one parameter stands still.
-        update_ratio_max | max {ratio}; NaN counts as ∞ | [0, ∞]
-            | Mostly a small parameter that began at zero. Infinite: weights are no longer finite.
-        frozen_count | parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row,
-            except those of low precision whose update was rounded away | 0, 1, 2, …
-            | Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.
-        rounded_away_fraction | elements of parameters below float32 that have a gradient and did not change / those
-            that have a gradient | [0, 1]
-            | Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.
-        topk_frozen/<parameter> | r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included) | [0, ∞]
-            | Who moves least. At each check the names are those of then.
-    """)

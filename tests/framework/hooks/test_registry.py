@@ -123,6 +123,10 @@ def init(signature: str):
         (lambda: variant(Watcher, "w", __init__=init("**options: int")), "takes 'options'"),
         (lambda: type("Lazy", (TrainingHook,), {"name": "lazy"}), r"must define compute\(\), describe_metrics\(\)"),
         (
+            lambda: type("Terse", (TrainingHook,), {"name": "terse", "compute": Watcher.compute, "metrics": "a | b"}),
+            "A metric is described as .*; this is not: 'a | b'",
+        ),
+        (
             lambda: type("Idle", (InterventionHook,), {"name": "idle"}),
             r"must define describe_metrics\(\), intervene\(\)",
         ),

@@ -72,7 +72,7 @@ def test_errors_are_the_jackknife_of_the_fractions_and_the_placebos_of_the_exces
 def intervals(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lower and upper ends of the intervals at k_max, shape (draws,)."""
     hook = CounterfactualValidator(k_max=grams.shape[1] - 1)
-    found = [hook.metrics(gram) for gram in grams]
+    found = [hook.estimated(gram) for gram in grams]
     return torch.stack([each["excess_low"] for each in found]), torch.stack([each["excess_high"] for each in found])
 
 
