@@ -3,14 +3,16 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 HIDDEN = -5e3
 """A score at or below this belongs to a hidden key: additive masks are made of −∞, or of −10⁴ and less."""
@@ -187,36 +189,22 @@ class AttentionReader(TorchFunctionMode):
     A call of ``nn.MultiheadAttention`` or of ``scaled_dot_product_attention`` counts before a softmax of the same
     module, which counts only where attention is written out; of several calls of one kind the last one does. While
     functions are watched PyTorch leaves the fused fast path of its encoder layers by itself.
-
-    Args:
-        modules: the modules to listen to, by the name under which their call is kept in :attr:`calls`.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, AttentionCall] = {}
-        self._modules = modules
+        """By name of the module."""
         self._inside: list[str] = []
-        self._hooks = ExitStack()
 
-    def __enter__(self) -> "AttentionReader":
-        for name, module in self._modules.items():
-            self._listen(name, module)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def listen(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Take what functions compute for calls of a module while it runs; yield the handles that end this."""
 
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.close()
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._inside.pop()
 
-    def _listen(self, name: str, module: nn.Module) -> None:
-        entered = module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
-        left = module.register_forward_hook(lambda module, inputs, output: self._leave(), always_call=True)
-        self._hooks.callback(entered.remove)
-        self._hooks.callback(left.remove)
-
-    def _leave(self) -> None:
-        self._inside.pop()
+        yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
+        yield module.register_forward_hook(leave, always_call=True)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -232,14 +220,11 @@ class AttentionReader(TorchFunctionMode):
 
 @contextmanager
 def reading(modules: Mapping[str, nn.Module]) -> Iterator[AttentionReader]:
-    """Read the attention of modules in the body, in which compiled code runs as it was written."""
-    with _uncompiled(), AttentionReader(modules) as reader:
-        yield reader
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Return what makes compiled modules run eagerly: compiled code passes by the functions and hooks of Python."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    """Read the attention of modules, by the names for their calls, in the body, in which nothing runs compiled."""
+    reader = AttentionReader()
+    with ExitStack() as undoing:
+        if "torch._dynamo" in sys.modules:  # compiled code passes by the functions and hooks of Python
+            undoing.enter_context(torch.compiler.set_stance("force_eager"))
+        for handle in chain.from_iterable(starmap(reader.listen, modules.items())):
+            undoing.callback(handle.remove)
+        yield undoing.enter_context(reader)

@@ -3,7 +3,16 @@
 from .alerts import Alerts
 from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, meshes_of, over_ranks
 from .flat_vectors import FlatSpace
-from .spectra import effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, stable_rank
+from .spectra import (
+    effective_rank,
+    entropy_of_shares,
+    gini,
+    leading_share,
+    participation_ratio,
+    singular_values,
+    smaller_gram,
+    stable_rank,
+)
 
 __all__ = [
     "Alerts",
@@ -19,5 +28,7 @@ __all__ = [
     "meshes_of",
     "over_ranks",
     "participation_ratio",
+    "singular_values",
+    "smaller_gram",
     "stable_rank",
 ]

@@ -54,11 +54,6 @@ class FlatLayout:
         """Return the parameters' present values as a new vector."""
         return self.copy(self.parameters, self.zeros())
 
-    def adopt(self, vector: FlatVector) -> None:
-        """Move a vector that may come from elsewhere to this layout's device."""
-        if vector.data.device != self.device:
-            vector.data, vector.views = vector.data.to(self.device), []
-
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor], into: FlatVector) -> FlatVector:
         """Overwrite a vector with tensors by parameter name, zeros for a name that is not there; return the vector."""
@@ -70,18 +65,11 @@ class FlatLayout:
         return into
 
     @torch.no_grad()
-    def add(self, tensors: Mapping[str, Tensor], into: FlatVector) -> None:
-        """Add tensors by parameter name to a vector."""
+    def add(self, tensors: Mapping[str, Tensor], into: FlatVector, weight: float = 1) -> None:
+        """Add tensors by parameter name, times ``weight``, to a vector."""
         views, shards = self._pairs(tensors, into)
         if views:
-            torch._foreach_add_(views, shards)
-
-    @torch.no_grad()
-    def subtract(self, tensors: Mapping[str, Tensor], into: FlatVector) -> None:
-        """Subtract tensors by parameter name from a vector."""
-        views, shards = self._pairs(tensors, into)
-        if views:
-            torch._foreach_sub_(views, shards)
+            torch._foreach_add_(views, shards, alpha=weight)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the live gradients by name, leaving out parameters without one."""
@@ -94,18 +82,19 @@ class FlatLayout:
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of each parameter's parts, shape (parameters,), float64."""
         pairs = zip(self._parts(a), self._parts(b), strict=True)
-        return self._over_ranks(torch.stack([torch.dot(*pair) for pair in pairs]).double())
+        return over_ranks(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._meshes)
 
     def maxima(self, a: Tensor) -> Tensor:
         """Return the largest element of each parameter's part, zero for an empty one, shape (parameters,)."""
         parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
-        return self._over_ranks(torch.stack(parts), largest=True)
+        return over_ranks(torch.stack(parts), self._meshes, largest=True)
 
     def nonzeros(self, a: Tensor) -> Tensor:
         """Return how many elements of a vector are not zero; zero-dimensional, int64."""
         if not self._meshes:
             return torch.count_nonzero(a)
-        return self._over_ranks(torch.stack([torch.count_nonzero(part) for part in self._parts(a)])).sum()
+        counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
+        return over_ranks(counts, self._meshes).sum()
 
     def elements(self) -> int:
         """Return how many elements the parameters have on all ranks together."""
@@ -132,9 +121,6 @@ class FlatLayout:
             chosen = local_shards(map(laid_out_like, chosen, owners))
         return list(compress(vector.views, there)), chosen
 
-    def _over_ranks(self, values: Tensor, *, largest: bool = False) -> Tensor:
-        return over_ranks(values, self._meshes, largest=largest)
-
 
 class FlatMemory(Remembering):
     """What a hook remembers from step to step: flat vectors by name, over the parameters it began with."""
@@ -158,7 +144,8 @@ class FlatMemory(Remembering):
         if self._layout is None:
             self._layout = FlatLayout({name: model.get_parameter(name) for name in self.names})
             for vector in self.vectors.values():
-                self._layout.adopt(vector)
+                if vector.data.device != self._layout.device:
+                    vector.data, vector.views = vector.data.to(self._layout.device), []
         return self._layout
 
     def work(self, layout: FlatLayout) -> FlatVector:

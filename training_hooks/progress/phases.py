@@ -9,15 +9,6 @@ from torch import Tensor
 MEMORISATION, CIRCUIT_FORMATION, CLEAN_UP, GENERALISED = range(4)
 
 
-def first_time(moment: Tensor, happens: Tensor, epoch: int) -> Tensor:
-    """Return the epoch of an event that is to be dated once: ``moment`` unless NaN, else ``epoch`` if it happens now.
-
-    >>> first_time(torch.tensor(torch.nan), torch.tensor(True), 7).item()
-    7.0
-    """
-    return torch.where(moment.isnan() & happens, float(epoch), moment)
-
-
 @HookRegistry.register
 class Phases(TrainingHook):
     """Tell the phases of grokking apart, and date the transitions between them.
@@ -120,10 +111,9 @@ class Phases(TrainingHook):
                 self._cleanup_epoch = drop.new_full((), torch.nan)
         self._widest_gap = max(self._widest_gap, gap)
         if self._cleanup_epoch is not None:
-            narrow = gap <= self._gap_share * self._widest_gap
-            self._cleanup_epoch = first_time(
-                self._cleanup_epoch.to(drop.device), (drop >= self._norm_drop) & narrow, epoch
-            )
+            moment = self._cleanup_epoch.to(drop.device)
+            begins = (drop >= self._norm_drop) & (gap <= self._gap_share * self._widest_gap)
+            self._cleanup_epoch = torch.where(moment.isnan() & begins, float(epoch), moment)
         if closed:
             self._epochs["generalised_epoch"] = epoch
         if closed or self._cleanup_epoch is None:

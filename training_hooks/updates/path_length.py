@@ -23,11 +23,6 @@ from ..measures import FlatLayout, FlatMemory
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up
 
 
-def zero() -> Tensor:
-    """Return a length to begin with: zero-dimensional, float64."""
-    return torch.zeros((), dtype=torch.float64)
-
-
 @HookRegistry.register
 class PathLength(TrainingHook):
     """Measure the path of the parameters over all steps: length, displacement, efficiency.
@@ -55,8 +50,8 @@ class PathLength(TrainingHook):
     _memory = Remembered(FlatMemory)
     _squares = Remembered(list[Tensor])
     """Of the legs that are not yet added up."""
-    _path = Remembered(zero)
-    _interval_path = Remembered(zero)
+    _path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
+    _interval_path = Remembered(lambda: torch.zeros((), dtype=torch.float64))
     _steps = Remembered(int)
     _interval_steps = Remembered(int)
     _done = Remembered[int | None](lambda: None)
@@ -111,7 +106,7 @@ class PathLength(TrainingHook):
     def _measure(self, layout: FlatLayout, steps: int) -> None:
         """Turn the vector kept from the place before into the leg, and then into the parameters of now."""
         newest = self._memory.vectors["newest"]
-        layout.subtract(layout.parameters, newest)
+        layout.add(layout.parameters, newest, -1)
         self._squares.append(layout.dot(newest.data, newest.data))
         layout.copy(layout.parameters, newest)
         self._steps += steps

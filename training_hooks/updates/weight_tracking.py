@@ -1,23 +1,15 @@
 """Norms of the weights, and what the spectrum of each weight matrix looks like: its ranks and its tail."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
-from loopscope.state import WIDE, Vector, is_sharded, norm_of_each, trainable, whole
+from loopscope.state import Vector, norm_of_each, trainable, whole
 from torch import Tensor
 
-from ..measures import effective_rank, stable_rank
-from .power_law import PowerLawFit, fit_power_law
-
-
-def weight_norms(weights: Vector) -> dict[str, Tensor]:
-    """Return the Frobenius norm of every tensor by its name, zero-dimensional, reduced in float32 or wider."""
-    if any(map(is_sharded, weights.values())):
-        return norm_of_each(weights)
-    wide = [value if value.dtype in WIDE else value.float() for value in weights.values()]
-    return dict(zip(weights, torch._foreach_norm(wide), strict=True)) if wide else {}
+from ..measures import effective_rank, singular_values, smaller_gram, stable_rank
+from .power_law import fit_power_law
 
 
 def as_matrix(weight: Tensor) -> Tensor:
@@ -26,10 +18,7 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
-    """Return the singular values of matrices, stacked for all that have equally many.
-
-    They are the roots of the eigenvalues of the smaller Gram matrix in float64, as in
-    :func:`loopscope.training_hooks.measures.spectra.singular_values`, decomposed together.
+    """Return the singular values of matrices, decomposed together for all that have equally many.
 
     Returns:
         for each number n = min(rows, columns): the names, and a float64 tensor (names, n), descending; NaN for a
@@ -37,18 +26,9 @@ def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """
     grams: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
     for name, matrix in matrices.items():
-        wide = matrix.double()
-        gram = wide @ wide.T if wide.shape[0] <= wide.shape[1] else wide.T @ wide
+        gram = smaller_gram(matrix)
         grams.setdefault((len(gram), gram.device), {})[name] = gram
-    return [(list(group), _roots(torch.stack(list(group.values())))) for group in grams.values()]
-
-
-def _roots(grams: Tensor) -> Tensor:
-    """Return the descending roots of the eigenvalues of Gram matrices of shape (batch, n, n)."""
-    finite = grams.isfinite().flatten(start_dim=1).all(dim=1)
-    eigenvalues = torch.linalg.eigvalsh(grams.where(finite[:, None, None], 0))
-    roots: Tensor = eigenvalues.flip(-1).clamp(min=0).sqrt()
-    return roots.where(finite[:, None], torch.nan)
+    return [(list(group), singular_values(torch.stack(list(group.values())))) for group in grams.values()]
 
 
 @HookRegistry.register
@@ -114,7 +94,7 @@ class WeightTracking(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the norms; at SNAPSHOT also what the spectra say."""
         weights = trainable(ctx.model)
-        norms = weight_norms(weights)
+        norms = norm_of_each(weights) if weights else {}
         metrics = {f"norm/{name}": value for name, value in norms.items()}
         if norms:
             metrics["total_norm"] = _over(norms).norm()
@@ -130,7 +110,9 @@ class WeightTracking(TrainingHook):
             for name, values in zip(names, spectra.unbind(), strict=True):
                 largest[name], effective[name], stable[name] = values[0], effective_rank(values), stable_rank(values)
             if spectra.shape[1] >= self._min_tail:
-                _add_fits(tails, names, fit_power_law(spectra.square(), self._min_tail))
+                fit = fit_power_law(spectra.square(), self._min_tail)
+                for column, numbers in zip(tails.values(), (fit.exponent, fit.distance, fit.count), strict=True):
+                    column.update(zip(names, numbers.unbind(), strict=True))
         columns = {"spectral_norm": largest, "effective_rank": effective, "stable_rank": stable, **tails}
         metrics = {f"{column}/{name}": value for column, values in columns.items() for name, value in values.items()}
         return metrics | _means(columns)
@@ -140,12 +122,6 @@ def _over(values: Mapping[str, Tensor]) -> Tensor:
     """Stack zero-dimensional tensors, which may lie on several devices, on the first one's."""
     parts = list(values.values())
     return torch.stack([part.to(parts[0].device) for part in parts])
-
-
-def _add_fits(tails: Mapping[str, dict[str, Tensor]], names: Sequence[str], fit: PowerLawFit) -> None:
-    columns = zip(tails.values(), (fit.exponent, fit.distance, fit.count), strict=True)
-    for column, numbers in columns:
-        column.update(zip(names, numbers.unbind(), strict=True))
 
 
 def _means(columns: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

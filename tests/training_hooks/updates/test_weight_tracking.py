@@ -7,9 +7,10 @@ import pytest
 import torch
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
+from loopscope.state import norm_of_each
 from loopscope.training_hooks.updates import WeightTracking
 from loopscope.training_hooks.updates.power_law import fit_power_law
-from loopscope.training_hooks.updates.weight_tracking import as_matrix, spectra_by_size, weight_norms
+from loopscope.training_hooks.updates.weight_tracking import as_matrix, spectra_by_size
 from torch import nn
 
 from tests.support import MODELS, Case, train
@@ -135,7 +136,7 @@ def test_broken_and_zero_weights_are_not_a_number_and_spoil_no_other_matrix():
 
 def test_half_precision_is_reduced_in_float32():
     large = {"w": torch.full((4,), 3e4, dtype=torch.float16)}
-    assert weight_norms(large)["w"].item() == 6e4
+    assert norm_of_each(large)["w"].item() == 6e4
     metrics = measured(holding(w=torch.eye(2, dtype=torch.bfloat16) * 300))
     assert metrics["spectral_norm/w"].item() == 300
 
