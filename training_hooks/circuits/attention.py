@@ -10,9 +10,9 @@ from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDat
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..measures import effective_rank, leading_share
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
 from .attention_scores import AttentionCall, reading
-from .circuits import CircuitSpectrum, copying_score, output_value_spectrum, query_key_spectrum
 
 
 def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
@@ -33,6 +33,45 @@ def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
         )
     first = batch[0]
     return tuple(item[:rows] for item in first) if isinstance(first, (tuple, list)) else probe_inputs(first, rows)
+
+
+def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
+    """Return the singular values of LᵀR for each head, the min(r, m, n) that are not zero by its shape, descending.
+
+    With LᵀR = Q_L (R_L R_Rᵀ) Q_Rᵀ from the QR decompositions of Lᵀ and Rᵀ, they are those of a small matrix.
+
+    Args:
+        left: L, shape (heads, r, m).
+        right: R, shape (heads, r, n).
+
+    Returns:
+        float64, shape (heads, min(r, m, n)); NaN for a head with an element which is not finite.
+    """
+    finite = left.isfinite().all(dim=(1, 2)) & right.isfinite().all(dim=(1, 2))
+    factors = [
+        torch.linalg.qr(matrix.double().where(finite[:, None, None], 0).mT, mode="r").R for matrix in (left, right)
+    ]
+    values: Tensor = torch.linalg.svdvals(factors[0] @ factors[1].mT)
+    return values.where(finite[:, None], torch.nan)
+
+
+def copying_score(output: Tensor, value: Tensor) -> Tensor:
+    """Return Σλ/Σ|λ| over the eigenvalues λ of W_O W_V for each head: 1 if all are real and positive, −1 if negative.
+
+    The eigenvalues that are not zero are those of the small W_V W_O, whose trace is Σλ (Elhage et al. 2021).
+
+    Args:
+        output: W_O, shape (heads, width, value_dim).
+        value: W_V, shape (heads, value_dim, width).
+
+    Returns:
+        float64, shape (heads,), in [−1, 1]; NaN where all eigenvalues are zero or an element is not finite.
+    """
+    small = value.double() @ output.double()
+    finite = small.isfinite().all(dim=(1, 2))
+    eigenvalues = torch.linalg.eigvals(small.where(finite[:, None, None], 0))
+    score: Tensor = eigenvalues.real.sum(dim=-1) / eigenvalues.abs().sum(dim=-1)
+    return score.where(finite, torch.nan)
 
 
 ROWS = """
@@ -194,13 +233,13 @@ def _circuit_metrics(weights: Mapping[str, HeadWeights], count: int) -> dict[str
     metrics: dict[str, Any] = {}
     ranks: dict[str, list[Tensor]] = {"qk": [], "ov": [], "copying": []}
     for layer, split in weights.items():
-        for kind, values in (("qk", query_key_spectrum(split)), ("ov", output_value_spectrum(split))):
-            summary = CircuitSpectrum.of(values)
+        for kind, left, right in (("qk", split.query, split.key), ("ov", split.output.mT, split.value)):
+            values = product_spectrum(left, right)
+            ranks[kind].append(effective_rank(values))
             metrics |= _by_head(f"{kind}_spectrum", layer, values[:, :count])
-            metrics |= _by_head(f"{kind}_norm", layer, summary.norm)
-            metrics |= _by_head(f"{kind}_effective_rank", layer, summary.effective_rank)
-            metrics |= _by_head(f"{kind}_leading_share", layer, summary.leading_share)
-            ranks[kind].append(summary.effective_rank)
+            metrics |= _by_head(f"{kind}_norm", layer, values.square().sum(dim=-1).sqrt())
+            metrics |= _by_head(f"{kind}_effective_rank", layer, ranks[kind][-1])
+            metrics |= _by_head(f"{kind}_leading_share", layer, leading_share(values))
         if split.output.shape[1] == split.value.shape[2]:
             copying = copying_score(split.output, split.value)
             metrics |= _by_head("ov_copying", layer, copying)

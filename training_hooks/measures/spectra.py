@@ -27,10 +27,12 @@ def singular_values(grams: Tensor) -> Tensor:
 def effective_rank(values: Tensor) -> Tensor:
     """Return exp(−Σ p ln p), p = σ/Σσ over all singular values σ (Roy and Vetterli 2007); NaN if all are zero.
 
+    Here and below ``values`` may have leading dimensions, each spectrum along the last one.
+
     >>> effective_rank(torch.ones(4)).item()
     4.0
     """
-    return entropy_of_shares(values / values.sum()).exp()
+    return entropy_of_shares(values / values.sum(-1, keepdim=True)).exp()
 
 
 def stable_rank(values: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ def stable_rank(values: Tensor) -> Tensor:
     2.0
     """
     squares = values.square()
-    return squares.sum() / squares.max()
+    return squares.sum(-1) / squares.amax(-1)
 
 
 def leading_share(values: Tensor, count: int = 1) -> Tensor:
@@ -50,7 +52,7 @@ def leading_share(values: Tensor, count: int = 1) -> Tensor:
     0.8999999761581421
     """
     squares = values.square()
-    return squares.topk(min(count, len(squares))).values.sum() / squares.sum()
+    return squares.topk(min(count, squares.shape[-1])).values.sum(-1) / squares.sum(-1)
 
 
 def participation_ratio(eigenvalues: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ def participation_ratio(eigenvalues: Tensor) -> Tensor:
     >>> participation_ratio(torch.tensor([1.0, 1.0, 0.0])).item()
     2.0
     """
-    return eigenvalues.sum().square() / eigenvalues.square().sum()
+    return eigenvalues.sum(-1).square() / eigenvalues.square().sum(-1)
 
 
 def gini(values: Tensor) -> Tensor:
@@ -79,4 +81,4 @@ def gini(values: Tensor) -> Tensor:
 def entropy_of_shares(fractions: Tensor) -> Tensor:
     """Return the entropy −Σ f ln f of fractions that add up to 1, in nats, with 0·ln 0 = 0."""
     terms: Tensor = torch.special.entr(fractions)
-    return terms.sum()
+    return terms.sum(-1)

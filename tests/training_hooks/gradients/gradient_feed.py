@@ -30,3 +30,16 @@ def feed(hook: TrainingHook, gradients: Iterable[Tensor], *, first: int = 1) -> 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cosine_error(cosine: float, dimensions: int) -> float:
+    """Return the standard error (1 − c²)/√d of a cosine c between sketches of d dimensions, to first order in 1/√d.
+
+    With unit vectors x, y the sketched cosine differs from c by the sum of s_i s_j M_ij over colliding pairs i ≠ j, M
+    the symmetric part of x yᵀ − c/2·(x xᵀ + y yᵀ). Pairs collide with probability 1/d, so its variance is at most
+    2‖M‖_F²/d = (1 − c²)²/d, as for the correlation of d Gaussian pairs. Vectors with one direction (c = ±1) keep it.
+
+    >>> cosine_error(0.0, 16384)
+    0.0078125
+    """
+    return float((1 - cosine * cosine) / dimensions**0.5)

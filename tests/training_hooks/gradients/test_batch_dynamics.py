@@ -13,11 +13,10 @@ from loopscope.state import gradients
 from loopscope.training_hooks.gradients import BatchDynamics
 from loopscope.training_hooks.gradients import batch_dynamics as module
 from loopscope.training_hooks.gradients.batch_dynamics import LAGS, WINDOWS
-from loopscope.training_hooks.gradients.count_sketch import cosine_error
 from torch import nn
 
 from tests.support import LOOPS, MODELS, Case, SpyHook, at, build, run_info, train
-from tests.training_hooks.gradients.gradient_feed import feed, noise
+from tests.training_hooks.gradients.gradient_feed import cosine_error, feed, noise
 
 SIZE = 400
 REPORTS_OF_A_BURST = [2, 3, 5, 6, 10, 11, 20, 21, 30, 40, 50, 51, 60]

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
 from loopscope.training_hooks.gradients import count_sketch as module
-from loopscope.training_hooks.gradients.count_sketch import CHUNK, check_dimensions, cosine_error, count_sketch
+from loopscope.training_hooks.gradients.count_sketch import CHUNK, check_dimensions, count_sketch
+
+from tests.training_hooks.gradients import gradient_feed
+from tests.training_hooks.gradients.gradient_feed import cosine_error
 
 DIMENSIONS = 1024
 ELEMENTS = 20_000
@@ -136,6 +139,6 @@ def test_zero_and_powers_of_two_are_taken(dimensions):
 
 
 def test_examples_are_right():
-    outcome = doctest.testmod(module)
+    outcome = doctest.testmod(gradient_feed)
     assert outcome.attempted
     assert not outcome.failed
