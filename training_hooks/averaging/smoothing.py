@@ -60,13 +60,10 @@ def distance(a: Vector, b: Vector) -> Tensor:
     parts = [norm({name: a[name] - b[name]}) for name in a if is_sharded(a[name])]
     plain = [name for name in a if not is_sharded(a[name])]
     for ours, theirs in _blocks([a[name] for name in plain], [b[name] for name in plain]):
-        parts.append(joint_norm([_wide(one) - other for one, other in zip(ours, theirs, strict=True)]))
+        wide = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in ours]
+        parts.append(joint_norm([one - other for one, other in zip(wide, theirs, strict=True)]))
     total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
     return total
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

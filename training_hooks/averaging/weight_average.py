@@ -132,12 +132,10 @@ class WeightAverage(TrainingHook):
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return self._compared(ctx)
         for kind, average in self._averages.items():
-            if kind == "ema" or self._takes_sample(average, ctx.step):
+            rested = not average.samples or ctx.step - average.last_step >= self.swa_interval
+            if kind == "ema" or (ctx.step >= self._swa_from and rested):
                 average.sample(ctx.model, ctx.step)
         return {}
-
-    def _takes_sample(self, average: Average, step: int) -> bool:
-        return step >= self._swa_from and (not average.samples or step - average.last_step >= self.swa_interval)
 
     def _compared(self, ctx: RunDataContext) -> Metrics:
         metrics: dict[str, Any] = {}

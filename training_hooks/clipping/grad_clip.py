@@ -16,7 +16,7 @@ from loopscope.hooks import (
     RunDataContext,
     StatePart,
 )
-from loopscope.state import Vector, gradients, is_sharded, joint_norm, live_gradients, norm_of_each, whole
+from loopscope.state import Vector, gradients, is_sharded, joint_norm, norm_of_each, whole
 from torch import Tensor
 
 from .adaptive_clipping import AdaGC, Gammas, ZClip
@@ -36,11 +36,6 @@ def norms_of(vector: Vector) -> Tensor:
     """Return the Euclidean norms of all tensors of a vector, shape (tensors,), on the first one's device."""
     norms = list(norm_of_each(vector).values())
     return torch.stack([norm.to(norms[0].device) for norm in norms])
-
-
-def by_parameter(norms: Tensor, max_norm: float) -> Tensor:
-    """Return the factors that bring each norm down to ``max_norm``, as ``clip_grad_norm_`` computes them one by one."""
-    return torch.clamp(max_norm / (norms + 1e-6), max=1.0)
 
 
 def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
@@ -164,46 +159,35 @@ class GradClip(InterventionHook):
         warmup = warmup or int(OPTIONS[method].get("warmup", 0))
         self._zclip = ZClip(alpha=alpha, z_threshold=z_threshold, warmup=warmup)
         self._adagc = AdaGC(beta=beta, lambda_rel=lambda_rel, lambda_abs=lambda_abs, warmup=warmup)
-        self._act: Callable[[ModelDataContext], Metrics] = {
-            "norm": self._by_norm,
+        self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
             "value": self._by_value,
             "parameter": self._by_parameter,
             "zclip": self._by_zclip,
             "adagc": self._by_adagc,
-        }[method]
+        }
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Ask for the clipped gradients and return what that does to them; nothing where there is no gradient."""
-        return self._act(model_ctx)
-
-    def _by_norm(self, model_ctx: ModelDataContext) -> Metrics:
-        norm, factor = model_ctx.clip_gradients(self.max_norm)
-        return _scaled(norm, factor)
-
-    def _by_value(self, model_ctx: ModelDataContext) -> Metrics:
+        if self.method == "norm":
+            return _scaled(*model_ctx.clip_gradients(self.max_norm))
         live = gradients(model_ctx.model)
-        if not live:
-            return {}
+        return self._act[self.method](live, model_ctx) if live else {}
+
+    def _by_value(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         model_ctx.clamp_gradients(self.max_value)
         share, after = beyond(live, self.max_value)
         clipped = (share > 0).to(share.dtype)
         before = joint_norm(list(live.values()))
         return {"norm_before": before, "norm_after": after, "clipped": clipped, "clipped_fraction": share}
 
-    def _by_parameter(self, model_ctx: ModelDataContext) -> Metrics:
-        live = gradients(model_ctx.model)
-        if not live:
-            return {}
+    def _by_parameter(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norms = norms_of(live)
-        factors = by_parameter(norms, self.max_norm)
+        factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
         return _scaled_each(norms, factors)
 
-    def _by_zclip(self, model_ctx: ModelDataContext) -> Metrics:
-        live = live_gradients(model_ctx.model.parameters())
-        if not live:
-            return {}
-        norm = joint_norm(live)
+    def _by_zclip(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
+        norm = joint_norm(list(live.values()))
         step = self._zclip(self._history.to(norm.device), norm)
         factor = step.factor.to(norm.dtype)
         model_ctx.scale_gradients(factor)
@@ -214,17 +198,17 @@ class GradClip(InterventionHook):
             metrics |= {"mean": step.mean, "std": step.std, "z": step.z, "threshold": step.threshold}
         return metrics
 
-    def _by_adagc(self, model_ctx: ModelDataContext) -> Metrics:
-        live = gradients(model_ctx.model)
-        if not live:
-            return {}
+    def _by_adagc(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norms, names, begins = norms_of(live), list(live), not self._gammas.names
         step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
         factors = step.factors.to(norms.dtype)
         model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))
         self._gammas.put(names, step)
         metrics = _scaled_each(norms, factors)
-        return metrics if begins else metrics | {"gamma_ratio": _largest(step.ratios)}
+        if begins:
+            return metrics
+        largest = torch.where(step.ratios.isnan(), -torch.inf, step.ratios).max()  # of those that are known
+        return metrics | {"gamma_ratio": torch.where(largest == -torch.inf, torch.nan, largest)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of the rule, and which one that is."""
@@ -295,9 +279,3 @@ def _scaled_each(norms: Tensor, factors: Tensor) -> dict[str, Tensor]:
         "clipped": clipped.max(),
         "clipped_fraction": clipped.mean(),
     }
-
-
-def _largest(ratios: Tensor) -> Tensor:
-    """Return the largest ratio of those that are known; NaN if none is."""
-    largest = torch.where(ratios.isnan(), -torch.inf, ratios).max()
-    return torch.where(largest == -torch.inf, torch.nan, largest)

@@ -38,11 +38,11 @@ class EmbeddingPair:
             for other, candidate in modules.items()
             if candidate is not module and candidate._parameters.get("weight") is module.weight
         ]
+        linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
         pairs = pairs or [
-            cls(name, other, tied=False)
+            cls(name, alike[-1], tied=False)
             for name, module in embeddings.items()
-            for other in [_last_projection(modules, module)]
-            if other is not None
+            if (alike := [other for other, each in linear.items() if each.weight.shape == module.weight.shape])
         ]
         chosen = [
             pair for pair in pairs if embedding in (None, pair.embedding) and projection in (None, pair.projection)
@@ -88,15 +88,6 @@ class EmbeddingPair:
                 raise UnsuitableError(f"Hook {hook!r} reads whole gradients of {name}.weight, which is sharded.")
             if isinstance(module, nn.Embedding) and module.sparse:
                 raise UnsuitableError(f"Hook {hook!r} needs a dense gradient of {name}, which has sparse=True.")
-
-
-def _last_projection(modules: dict[str, nn.Module], embedding: nn.Embedding) -> str | None:
-    found = [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and module.weight.shape == embedding.weight.shape
-    ]
-    return found[-1] if found else None
 
 
 Sums = Callable[[Tensor, Tensor], Tensor]

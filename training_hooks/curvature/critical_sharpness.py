@@ -3,22 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from loopscope.data import Batch
-from loopscope.hooks import ModelDataContext, OptimizerGroup
+from loopscope.hooks import OptimizerGroup
 from loopscope.state import Vector, copied, dot, minus, trainable
 from torch import Tensor
 
 from .measured_loss import MeasuredLoss
 from .stability import critical_step
-
-
-def proposed_update(model_ctx: ModelDataContext, batch: Batch) -> dict[str, Tensor]:
-    """Return the change of the parameters that a training step on ``batch`` would now make."""
-    live = trainable(model_ctx.model)
-    start = copied(live)
-    with model_ctx.branch():
-        model_ctx.take_step(batch)
-        return minus(live, start)
 
 
 def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: float, passes: int) -> dict[str, Tensor]:
@@ -33,10 +23,14 @@ def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: f
 
 def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes: int) -> dict[str, Tensor]:
     """Search for the critical multiple of the step that the optimizer would now make from the loss's first batch."""
-    batch = loss.batches[0]
-    own = MeasuredLoss(loss.model_ctx, [batch])
-    update = proposed_update(loss.model_ctx, batch)
-    uphill = dot(loss.model_ctx.compute_batch_gradients(batch), update) > 0
+    batch, model_ctx = loss.batches[0], loss.model_ctx
+    own = MeasuredLoss(model_ctx, [batch])
+    live = trainable(model_ctx.model)
+    start = copied(live)
+    with model_ctx.branch():
+        model_ctx.take_step(batch)
+        update = minus(live, start)
+    uphill = dot(model_ctx.compute_batch_gradients(batch), update) > 0
     multiple = torch.where(uphill, 0.0, critical_along(own, update, 1.0, passes))
     found = {"update_critical_ratio": 1 / multiple}
     rates = {group.lr for group in groups}

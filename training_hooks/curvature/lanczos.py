@@ -73,20 +73,15 @@ def lanczos(product: Product, start: Tensor, iterations: int) -> Tridiagonal:
         rest = rest - diagonal[index] * basis[index]
         if index:
             rest.sub_(off_diagonal[index - 1] * basis[index - 1])
-        candidates = _orthogonal_to(basis[: index + 1], torch.stack([rest, start.roll(index + 1)]))
+        earlier, candidates = basis[: index + 1], torch.stack([rest, start.roll(index + 1)])
+        for _ in range(2):
+            candidates = candidates - (candidates @ earlier.T) @ earlier
         lengths = torch.linalg.vector_norm(candidates, dim=1)
         scale = torch.maximum(scale, diagonal[index].abs() + lengths[0])
         goes_on = lengths[0] > torch.finfo(start.dtype).eps * scale
         off_diagonal[index] = torch.where(goes_on, lengths[0], 0.0)
         basis[index + 1] = torch.where(goes_on, candidates[0] / lengths[0], candidates[1] / lengths[1])
     return Tridiagonal(diagonal, off_diagonal, basis)
-
-
-def _orthogonal_to(basis: Tensor, vectors: Tensor) -> Tensor:
-    """Return the rows of ``vectors`` without their components along the orthonormal rows of ``basis``."""
-    for _ in range(2):
-        vectors = vectors - (vectors @ basis.T) @ basis
-    return vectors
 
 
 def residuals(product: Product, values: Tensor, vectors: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A learning-rate range test from the present state, which the run then never had."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 
 import torch
@@ -13,7 +13,6 @@ from loopscope.hooks import (
     InterventionHook,
     Metrics,
     ModelDataContext,
-    OptimizerGroup,
     Remembered,
     RunDataContext,
 )
@@ -156,7 +155,9 @@ class LrProbe(InterventionHook):
         self._snapshots += 1
         if (self._snapshots - 1) % self.every:
             return {}
-        ratios = ratios_to_largest(run_ctx.optimizer_groups)
+        own_rates = [group.lr for group in run_ctx.optimizer_groups]
+        largest = max(own_rates)
+        ratios = [rate / largest if largest else 1.0 for rate in own_rates]
         batches = islice(coming_batches(model_ctx.loader, run_ctx.step), len(self.rates))
         losses = torch.stack(
             [
@@ -168,9 +169,3 @@ class LrProbe(InterventionHook):
         rates = torch.tensor(self.rates, device=means.device)
         found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)
         return {**found, "rates": self.rates, "losses": list(losses), "smoothed_losses": list(means)}
-
-
-def ratios_to_largest(groups: Sequence[OptimizerGroup]) -> list[float]:
-    """Return each parameter group's learning rate over the largest one, ones if all of them are zero."""
-    largest = max(group.lr for group in groups)
-    return [group.lr / largest if largest else 1.0 for group in groups]

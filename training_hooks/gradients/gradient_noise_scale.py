@@ -1,7 +1,5 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
-from typing import NamedTuple
-
 import torch
 from loopscope.data import micro_batches, rows
 from loopscope.errors import UsageError
@@ -10,21 +8,16 @@ from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
 
 
-class SquaredNorms(NamedTuple):
-    """|G|² of gradients on a small and on a big number of rows; zero-dimensional, float64."""
-
-    small: Tensor
-    big: Tensor
-
-
-def signal_and_noise(norms: SquaredNorms, small: float, big: float) -> tuple[Tensor, Tensor]:
+def signal_and_noise(norms: tuple[Tensor, Tensor], small: float, big: float) -> tuple[Tensor, Tensor]:
     """Return unbiased estimates of |G|², G the true gradient, and of S = tr Σ, Σ the covariance of a row's gradient.
 
-    From E|G_B|² = |G|² + S/B at two numbers of rows: |G|² = (B_big|G_big|² − B_small|G_small|²)/(B_big − B_small) and
+    ``norms`` are |G|² of gradients on a ``small`` and on a ``big`` number of rows, zero-dimensional. From
+    E|G_B|² = |G|² + S/B at these two, |G|² = (B_big|G_big|² − B_small|G_small|²)/(B_big − B_small) and
     S = (|G_small|² − |G_big|²)/(1/B_small − 1/B_big) (arXiv 1812.06162, appendix A.1). The first can be negative.
     """
-    signal = (big * norms.big - small * norms.small) / (big - small)
-    noise = (norms.small - norms.big) / (1 / small - 1 / big)
+    of_small, of_big = norms
+    signal = (big * of_big - small * of_small) / (big - small)
+    noise = (of_small - of_big) / (1 / small - 1 / big)
     return signal, noise
 
 
@@ -48,10 +41,10 @@ class PartNorms:
         self.rows += count
         self.parts += 1
 
-    def squared_norms(self) -> SquaredNorms:
-        """Return |G_small|² at ``rows / parts`` rows and |G_big|² at ``rows``."""
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Return |G_small|² at ``rows / parts`` rows and |G_big|² at ``rows``, zero-dimensional, float64."""
         small = torch.stack(self._squares).sum() / self.rows
-        return SquaredNorms(small, dot(self._sum, self._sum).double() / self.rows**2)
+        return small, dot(self._sum, self._sum).double() / self.rows**2
 
 
 @HookRegistry.register
@@ -115,7 +108,9 @@ class GradientNoiseScale(TrainingHook):
         for part in micro_batches(ctx.batch_data, self.parts):
             gathered.add(ctx.compute_batch_gradients(part), rows(part))
         estimates = signal_and_noise(gathered.squared_norms(), gathered.rows / gathered.parts, gathered.rows)
-        signal, noise = self._averaged(torch.stack(estimates)).unbind()
+        self._sums = self.decay * self._sums.to(estimates[0].device) + torch.stack(estimates)
+        self._weight = self.decay * self._weight + 1
+        signal, noise = (self._sums / self._weight).unbind()
         return {
             "noise_scale": noise / signal,
             "signal": signal,
@@ -124,9 +119,3 @@ class GradientNoiseScale(TrainingHook):
             "noise_estimate": estimates[1],
             "batch_rows": gathered.rows,
         }
-
-    def _averaged(self, estimates: Tensor) -> Tensor:
-        """Add the newest estimates, of shape (2,), and return the averages."""
-        self._sums = self.decay * self._sums.to(estimates.device) + estimates
-        self._weight = self.decay * self._weight + 1
-        return self._sums / self._weight

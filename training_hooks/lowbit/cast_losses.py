@@ -36,7 +36,8 @@ def losses(
     width = math.lcm(*(cast.blocks() or 1 for cast in casts))
     piecewise = all(cast.rounding == "nearest" for cast in casts) and width <= PIECE
     for index, tensor in enumerate(tensors):
-        if piecewise and _suits(tensor):
+        plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in PIECEWISE
+        if piecewise and plain and tensor.numel():
             together.setdefault((tensor.dtype, _row(tensor) % width == 0), []).append(index)
         else:
             found[index] = [cast.counted(tensor, earlier=past[index])[1] for cast in casts]
@@ -47,10 +48,6 @@ def losses(
                 for index, counts in zip(members, group.lost([past[index] for index in members]), strict=True):
                     found[index] += counts
     return found
-
-
-def _suits(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype in PIECEWISE and type(tensor) is Tensor and tensor.numel() > 0
 
 
 def _row(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_module
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn
 
-from .hypothetical_casts import SUBJECTS, HypotheticalCasts, label
+from .hypothetical_casts import SUBJECTS, HypotheticalCasts, label, tensors_of
 from .overflow_ledger import Ledger
 from .overflow_readings import infos
 from .overflow_report import Alarm, Values, summary, values_by_role, values_together
@@ -139,7 +139,15 @@ class GradientOverflow(TrainingHook):
         self._ledgers = ledgers
         if self._counts:
             self._fit_schedule()
-        self._announce()
+            layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
+            often = _often(self.step_schedule.every_n_steps)
+            warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=2)
+        if self._asks:
+            ways, subjects = ", ".join(map(label, self._casts.casts)), ", ".join(self._casts.subjects)
+            often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
+            warnings.warn(
+                f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=2
+            )
 
     def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""
@@ -151,19 +159,6 @@ class GradientOverflow(TrainingHook):
             )
         self._plain_schedule = self.step_schedule
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
-
-    def _announce(self) -> None:
-        """Announce what is counted, and which casts are hypothetical."""
-        if self._counts:
-            layers = counted(len(self._ledgers[QUANTIZERS].layers), "quantised layer")
-            often = _often(self.step_schedule.every_n_steps)
-            warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=3)
-        if self._asks:
-            ways, subjects = ", ".join(map(label, self._casts.casts)), ", ".join(self._casts.subjects)
-            often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
-            warnings.warn(
-                f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=3
-            )
 
     def taps(self, model: nn.Module) -> Iterable[Tap]:
         """Tap the quantisers, and the inputs of the layers whose activations are asked about."""
@@ -194,7 +189,8 @@ class GradientOverflow(TrainingHook):
             metrics |= self._turn(QUANTIZERS, ctx)
         if self._asks_at(ctx.step):
             for subject in self._casts.subjects:
-                self._casts.ask_all(subject, ctx.model, self._ledgers[subject])
+                if subject != "activations":  # those were asked about while they passed
+                    self._casts.ask(subject, tensors_of(ctx.model, subject), self._ledgers[subject])
                 metrics |= self._turn(subject, ctx)
         return metrics
 

@@ -14,15 +14,6 @@ from .overflow_ledger import Ledger
 SUBJECTS = ("gradients", "weights", "activations")
 
 
-def layers_of(model: nn.Module) -> list[str]:
-    """Return the modules with a trained matrix of their own, whose inputs are the activations."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if any(parameter.ndim > 1 and parameter.requires_grad for parameter in module.parameters(recurse=False))
-    ]
-
-
 def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
     """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
     found: dict[str, Tensor] = {}
@@ -50,9 +41,14 @@ class HypotheticalCasts:
         self._histories: dict[str, Tensor] = {}
 
     def ledger(self, subject: str, model: nn.Module) -> Ledger:
-        """Return an empty ledger for the questions about a subject; activations differ from rank to rank."""
+        """Return an empty ledger for the questions about a subject; activations differ from rank to rank.
+
+        They are the inputs of the modules with a trained matrix of their own.
+        """
         if subject == "activations":
-            return Ledger(layers_of(model), self.roles(subject), shared=True)
+            own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
+            layers = [name for name, values in own.items() if any(v.ndim > 1 and v.requires_grad for v in values)]
+            return Ledger(layers, self.roles(subject), shared=True)
         real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
         return Ledger(real, self.roles(subject))
 
@@ -62,7 +58,7 @@ class HypotheticalCasts:
 
     def ask(self, subject: str, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
         """Count what each cast would lose of each tensor."""
-        dense = {name: _dense(tensor) for name, tensor in tensors.items()}
+        dense = {name: each if each.layout is torch.strided else each.to_dense() for name, each in tensors.items()}
         past = [self._histories.get(f"{subject}/{name}") for name in dense]
         for name, found in zip(dense, losses(list(dense.values()), self.casts, past), strict=True):
             for cast, counts in zip(self.casts, found, strict=True):
@@ -72,11 +68,6 @@ class HypotheticalCasts:
                 f"{subject}/{name}": _appended(earlier, tensor, self._delay)
                 for (name, tensor), earlier in zip(dense.items(), past, strict=True)
             }
-
-    def ask_all(self, subject: str, model: nn.Module, ledger: Ledger) -> None:
-        """Ask of all gradients or weights; activations were asked about while they passed."""
-        if subject != "activations":
-            self.ask(subject, tensors_of(model, subject), ledger)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the largest magnitudes of the last steps, for the rules with a history."""
@@ -94,10 +85,6 @@ class HypotheticalCasts:
 def label(cast: Cast) -> str:
     """Return ``<format>/<rule>``."""
     return f"{cast.format}/{cast.rule}"
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _appended(earlier: Tensor | None, values: Tensor, length: int) -> Tensor:

@@ -17,7 +17,7 @@ from loopscope.hooks import (
     StatePart,
     StepSchedule,
 )
-from loopscope.lowbit import BitLinear, Decomposition, LowRankFactors, MetisOptions, split_weight
+from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
@@ -88,9 +88,11 @@ class MetisSplit(InterventionHook):
         measured = []
         for name, layer in layers.items():
             source = torch.Generator().manual_seed(derived_seed(self._seed, self.name, run_ctx.step, name))
-            weight, factors = layer.merged_weight(), factors_of(layer)
-            parts, residual = split_weight(weight, len(factors.s), options_of(layer).niter, source)
-            targets |= {**of_factors(name, parts), _joined(name, "weight"): residual}
+            assert layer.factors is not None
+            weight = layer.merged_weight()
+            parts, residual = split_weight(weight, len(layer.factors.s), options_of(layer).niter, source)
+            targets |= {_joined(name, f"factors.{part}"): value for part, value in parts._asdict().items()}
+            targets[_joined(name, "weight")] = residual
             measured.append(_measured(weight, parts, residual))
         model_ctx.blend_parameters(targets, 1.0)
         names = [_joined(name, f"factors.{part}") for name in layers for part in Decomposition._fields]
@@ -117,12 +119,6 @@ def splittable(model: nn.Module) -> dict[str, BitLinear]:
     }
 
 
-def factors_of(layer: BitLinear) -> LowRankFactors:
-    """Return the factors of a layer that has them."""
-    assert layer.factors is not None
-    return layer.factors
-
-
 def options_of(layer: BitLinear) -> MetisOptions:
     """Return the options of a layer that has factors."""
     assert layer.recipe.metis is not None
@@ -140,11 +136,6 @@ def schedule(options: set[MetisOptions], steps: int) -> StepSchedule:
         )
     ((warmup, merge),) = found
     return StepSchedule(mode="stride", every_n_steps=merge or max(1, steps), warmup=warmup)
-
-
-def of_factors(layer: str, parts: Decomposition) -> dict[str, Tensor]:
-    """Name the factors of a layer as the model does."""
-    return {_joined(layer, f"factors.{part}"): value for part, value in parts._asdict().items()}
 
 
 def _joined(layer: str, parameter: str) -> str:

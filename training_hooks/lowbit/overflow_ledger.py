@@ -30,21 +30,10 @@ class Page:
         """Return the roles, by position, in which anything was quantised in this step."""
         return np.flatnonzero(self.sums[..., QUANTIZATIONS].any(0)).tolist()
 
-    def together(self) -> dict[str, Any]:
-        """Return the readings of the step over all layers and roles."""
-        return readings(self.sums.sum((0, 1)), self.maxima.max((0, 1)))
-
-    def by_role(self) -> dict[str, Any]:
-        """Return the readings of the step by role."""
-        return readings(self.sums.sum(0), self.maxima.max(0))
-
-    def of_the_run(self) -> dict[str, Any]:
-        """Return the readings of the run so far over all layers and roles; those of maxima are not among them."""
-        return readings(self.run_sums.sum((0, 1)), np.zeros(len(MAXIMA)))
-
-    def of_the_run_by_role(self) -> dict[str, Any]:
-        """Return the readings of the run so far by role; those of maxima are not among them."""
-        return readings(self.run_sums.sum(0), np.zeros((len(self.roles), len(MAXIMA))))
+    def over(self, axes: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the readings over some axes of the step and of the run so far, which has none that need maxima."""
+        maxima = self.maxima.max(axes)
+        return readings(self.sums.sum(axes), maxima), readings(self.run_sums.sum(axes), np.zeros_like(maxima))
 
     def worst(self, reading: str, role: int, *, largest: bool) -> list[tuple[str, float]]:
         """Return the layers that have a reading in a role, the worst first, ties in the order of the model."""
@@ -92,7 +81,8 @@ class Ledger:
         step = self._gathered(device)
         self.clear()
         self.steps += 1
-        self._run = step if self._run is None else joined(_placed(self._run, device), step)
+        before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
+        self._run = step if before is None else joined(before, step)
         parts = [step.sums, step.maxima, self._run.sums]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
         sums, maxima, run_sums = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
@@ -148,7 +138,3 @@ class Ledger:
 def joined(one: Counts, other: Counts) -> Counts:
     """Return the sum of two counts; neither is changed."""
     return Counts(one.sums + other.sums, torch.maximum(one.maxima, other.maxima))
-
-
-def _placed(counts: Counts, device: torch.device) -> Counts:
-    return Counts(counts.sums.to(device), counts.maxima.to(device))

@@ -27,7 +27,7 @@ def of_gradients(role: str) -> bool:
 
 def values_together(page: Page) -> Values:
     """Return the readings over all roles, of the step and of the run so far."""
-    step, run = page.together(), page.of_the_run()
+    step, run = page.over((0, 1))
     return {name: plain(name, value) for name, value in step.items()} | {
         f"cumulative_{name}": plain(name, run[name]) for name in CUMULATIVE
     }
@@ -35,7 +35,7 @@ def values_together(page: Page) -> Values:
 
 def values_by_role(page: Page, top_k: int) -> Values:
     """Return the readings of the roles in which anything was quantised, and those of their worst layers."""
-    step, run = page.by_role(), page.of_the_run_by_role()
+    step, run = page.over((0,))
     found: Values = {}
     for index in page.heard():
         role = page.roles[index]

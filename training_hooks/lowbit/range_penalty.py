@@ -16,7 +16,8 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     One matrix after another, so that never more than one of them is copied.
     """
     elements = sum(matrix.numel() for matrix in matrices)
-    inverse = [joint_norm([_wide(matrix).add(OFFSET).reciprocal_()]) for matrix in matrices]
+    wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
+    inverse = [joint_norm([matrix.add(OFFSET).reciprocal_()]) for matrix in wide]
     first = inverse[0].device
     inverse_norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in inverse]))
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
@@ -35,10 +36,6 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     norm: Tensor = total * (2 * penalty.weight / sum(matrix.numel() for matrix in matrices))
     return norm
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32))
 
 
 @HookRegistry.register

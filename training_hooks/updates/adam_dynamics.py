@@ -264,7 +264,8 @@ class AdamDynamics(InterventionHook):
         states, reference = model_ctx.optimizer_state, run_ctx.reference_weights
         every = trainable(run_ctx.model)
         share = self.sample / sum(parameter.numel() for parameter in every.values())
-        moved = {name: every[name] for name in settings.names if _moved(every.get(name), states.get(name))}
+        trained = [name for name in settings.names if name in every and states.get(name)]
+        moved = {name: every[name] for name in trained if every[name].grad is not None}
         readings = []
         for names in pieces(moved):
             update = adam_update([moved[name] for name in names], [states[name] for name in names], settings)
@@ -306,7 +307,3 @@ class AdamDynamics(InterventionHook):
             for info in whole_model
         ]
         return [*whole_model, *groups]
-
-
-def _moved(parameter: Tensor | None, state: Mapping[str, Any] | None) -> bool:
-    return parameter is not None and parameter.grad is not None and bool(state)

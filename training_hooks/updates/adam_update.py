@@ -74,9 +74,9 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
     """
     before = flat(parameters)
     steps = torch.stack([whole(state["step"]).double() for state in states])
-    first, second = (
-        _per_element((1 - beta**steps).to(before), parameters) for beta in (settings.beta1, settings.beta2)
-    )
+    sizes = [each.numel() for each in parameters]
+    corrections = ((1 - beta**steps).to(before) for beta in (settings.beta1, settings.beta2))
+    first, second = (torch.cat([one.expand(n) for one, n in zip(each, sizes, strict=True)]) for each in corrections)
     squares = "max_exp_avg_sq" if settings.amsgrad else "exp_avg_sq"
     moment = flat([state["exp_avg"] for state in states]).div_(first)
     root = flat([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
@@ -87,8 +87,3 @@ def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tens
         return Update(moment, root, adaptive, None, before)
     before.div_(1 - shrinkage)
     return Update(moment, root, adaptive, -shrinkage * before, before)
-
-
-def _per_element(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Repeat each value for every element of its parameter."""
-    return torch.cat([value.expand(each.numel()) for value, each in zip(values, parameters, strict=True)])

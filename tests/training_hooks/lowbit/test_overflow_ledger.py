@@ -103,8 +103,9 @@ def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
     assert first.sums[0, 1].tolist() == counts_of(*tensors[:2]).sums.tolist()
     assert not first.sums[1].any()
     assert second.run_sums[0, 1].tolist() == first.sums[0, 1].tolist()
-    assert second.of_the_run()["total_elements"] == sum(tensor.numel() for tensor in tensors)
-    assert second.together()["scale_max"] == float(counts_of(tensors[3]).maxima[1])
+    step, run = second.over((0, 1))
+    assert run["total_elements"] == sum(tensor.numel() for tensor in tensors)
+    assert step["scale_max"] == float(counts_of(tensors[3]).maxima[1])
     assert [name for name, _ in second.worst("scale_max", 1, largest=True)] == ["b"]
 
 
@@ -118,7 +119,7 @@ def test_a_ledger_goes_on_from_its_state_but_not_from_that_of_other_layers():
         resumed.load_state_dict(state)
         resumed.add(layers[0], "in", counts_of(torch.randn(4, 16)))
         page = resumed.turn(CPU)
-        assert page.of_the_run()["total_elements"] == expected
+        assert page.over((0, 1))[1]["total_elements"] == expected
 
 
 def test_what_a_page_was_made_of_is_not_written_to_afterwards():
