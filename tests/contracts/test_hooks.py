@@ -19,6 +19,7 @@ from loopscope.hooks import (
     TrainingHook,
     hook_kind,
     treatments,
+    windows_for,
 )
 from loopscope.state.digest import described
 
@@ -76,8 +77,7 @@ def refusal(name: str, case: Case) -> str:
 def fires(name: str, loop: str) -> bool:
     """Tell whether the points of a hook are reached in a loop."""
     hook = HookRegistry.get(name)
-    epoch_only = loop == "step" and set(hook.hook_points) <= {HookPoint.PRE_EPOCH, HookPoint.POST_EPOCH}
-    return (hook.loop_points is None or loop in hook.loop_points) and not epoch_only
+    return bool(windows_for(hook.hook_points, hook.loop_points, loop))
 
 
 def willing(names: list[str], case: Case) -> list[str]:
@@ -254,7 +254,8 @@ def test_committing_hooks_apply_in_the_order_named(name, case):
     if refused := refusal(name, case):
         assert name in refused
         return
-    points = HookRegistry.get(name).hook_points
+    hook = HookRegistry.get(name)
+    points = windows_for(hook.hook_points, hook.loop_points, case.loop)
     probe = at(ActingHook, *points, name="probe", mutates=False, commits=frozenset(StatePart))
     seen = {"probe first": [], "probe last": []}
     for order, rows in seen.items():

@@ -50,7 +50,6 @@ class TokenGradient(TrainingHook):
     """
 
     name = "token_gradient"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     metrics = """

@@ -1,21 +1,22 @@
-"""The training loss on a few of the run's batches, and its derivatives: what curvature is measured of."""
+"""The training loss on a few of the run's batches: its derivatives, and how far it falls along a direction."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import islice
 
+import torch
 from loopscope.data import Batch, Loader, rows
 from loopscope.errors import UnsuitableError
-from loopscope.hooks import ModelDataContext
-from loopscope.state import Vector, axpy, copied, fully_sharded_modules, overwrite, trainable
+from loopscope.hooks import ModelDataContext, OptimizerGroup
+from loopscope.state import Vector, axpy, copied, dot, fully_sharded_modules, minus, overwrite, trainable
 from loopscope.training import Method
 from torch import Tensor, nn
 
 from ..measures import FlatSpace
 from .lanczos import Product
-from .stability import Rise
+from .stability import Rise, critical_step
 
 
 def spread_batches(loader: Loader, count: int) -> list[Batch]:
@@ -95,3 +96,58 @@ class MeasuredLoss:
         weights = [rows(batch) / sum(map(rows, self.batches)) for batch in self.batches]
         parts = (measure(batch).mul_(weight) for batch, weight in zip(self.batches, weights, strict=True))
         return reduce(Tensor.add_, parts)
+
+
+def gradient_metrics(loss: MeasuredLoss, preconditioner: Tensor | None, first: float, passes: int) -> dict[str, Tensor]:
+    """Search for the critical step from the learning rate ``first`` along −g, and −P⁻¹g for a flat preconditioner P."""
+    gradient = loss.gradient()
+    found = {"critical_sharpness": 2 / critical_along(loss, loss.space.vector(-gradient), first, passes)}
+    if preconditioner is not None:
+        direction = loss.space.vector(-gradient / preconditioner)
+        found["preconditioned_critical_sharpness"] = 2 / critical_along(loss, direction, first, passes)
+    return found
+
+
+def update_metrics(loss: MeasuredLoss, groups: Sequence[OptimizerGroup], passes: int) -> dict[str, Tensor]:
+    """Search for the critical multiple of the step that the optimizer would now make from the loss's first batch."""
+    batch, model_ctx = loss.batches[0], loss.model_ctx
+    own = MeasuredLoss(model_ctx, [batch])
+    live = trainable(model_ctx.model)
+    start = copied(live)
+    with model_ctx.branch():
+        model_ctx.take_step(batch)
+        update = minus(live, start)
+    uphill = dot(model_ctx.compute_batch_gradients(batch), update) > 0
+    multiple = torch.where(uphill, 0.0, critical_along(own, update, 1.0, passes))
+    found = {"update_critical_ratio": 1 / multiple}
+    rates = {group.lr for group in groups}
+    if len(rates) == 1:
+        rate = rates.pop()
+        found |= {"update_critical_lr": multiple * rate, "update_critical_sharpness": 2 / (multiple * rate)}
+    return found
+
+
+def critical_along(loss: MeasuredLoss, direction: Vector, first: float, passes: int) -> Tensor:
+    """Return the multiple of ``direction`` at which the loss is back where it was, see :func:`critical_step`."""
+    with loss.along(direction) as rise:
+        return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)
+
+
+CRITICAL_SHARPNESS = """
+    critical_sharpness | 2/η_c, L(θ − η_c·g) = L(θ), g = ∇L(θ) | (0, ∞)
+        | The curvature along the gradient as finite steps meet it; at most sharpness on a quadratic loss. NaN here and
+        below: η_c is not within a factor of 4^critical_passes of the present learning rate.
+    preconditioned_critical_sharpness | 2/η_c, L(θ − η_c·P⁻¹g) = L(θ) | (0, ∞)
+        | The same along Adam's direction without momentum; at most preconditioned_sharpness on a quadratic loss.
+    update_critical_ratio | 1/c, L(θ + c·Δθ) = L(θ), L the loss of the first batch, Δθ the step that the optimizer would
+        now make from it, momentum and weight decay included | (0, ∞]
+        | η/η_c. 1/2: the step leads to the minimum along its line; above 1: it raises the loss of the batch it is made
+        from. Infinite: the step goes uphill from its start.
+    update_critical_lr | η_c = c·η, η the present learning rate of all parameter groups (left out if they differ)
+        | [0, ∞)
+        | The learning rate above which the next step raises the loss of its batch.
+    update_critical_sharpness | 2/η_c = 2/(c·η) | (0, ∞]
+        | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
+        momentum.
+"""
+"""What :func:`gradient_metrics` and :func:`update_metrics` return."""

@@ -22,9 +22,15 @@ from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from .critical_sharpness import CRITICAL_SHARPNESS, gradient_metrics, update_metrics
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
-from .measured_loss import MeasuredLoss, refuse_exact_under_fsdp, spread_batches
+from .measured_loss import (
+    CRITICAL_SHARPNESS,
+    MeasuredLoss,
+    gradient_metrics,
+    refuse_exact_under_fsdp,
+    spread_batches,
+    update_metrics,
+)
 from .stability import adam_preconditioner, stability_threshold
 
 

@@ -14,8 +14,7 @@ from loopscope.hooks import (
 from torch import Tensor
 
 from ..measures import effective_rank, leading_share
-from .count_sketch import check_dimensions
-from .gradient_history import GradientHistory, refuse_above, spectrum
+from .gradient_history import GradientHistory, check_dimensions, refuse_above, spectrum
 
 LAGS = (1, 2, 5, 10, 20, 50)
 WINDOWS = (5, 10, 20, 50)

@@ -45,7 +45,6 @@ class Consecutive(TrainingHook):
     """
 
     name = "consecutive"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_BACKWARD})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.POST_BACKWARD})}
     needs_grads = True
     _memory = Remembered(FlatMemory)

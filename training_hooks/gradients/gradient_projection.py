@@ -47,7 +47,6 @@ class GradientProjection(TrainingHook):
     """
 
     name = "gradient_projection"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_reference_weights = True

@@ -18,8 +18,7 @@ from loopscope.hooks import (
 from torch import Tensor
 
 from ..measures import participation_ratio
-from .count_sketch import check_dimensions
-from .gradient_history import GradientHistory, refuse_above, spectrum, width_of
+from .gradient_history import GradientHistory, check_dimensions, refuse_above, spectrum, width_of
 
 
 def centred(gram: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn
 
 from .hypothetical_casts import SUBJECTS, HypotheticalCasts, label, tensors_of
-from .overflow_ledger import Ledger
-from .overflow_readings import infos
+from .overflow_ledger import Ledger, infos
 from .overflow_report import Alarm, Values, summary, values_by_role, values_together
 
 QUANTIZERS = "quantizers"

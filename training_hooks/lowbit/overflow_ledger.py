@@ -1,15 +1,125 @@
-"""Counts of quantisations by layer and role: of the step in progress, and of the run so far."""
+"""Counts of quantisations by layer and role, of the step in progress and of the run so far, and what they say."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from loopscope.hooks import MetricInfo, metric_table
 from loopscope.lowbit.casts import MAXIMA, SUMS, Counts
 from torch import Tensor, distributed
 
-from .overflow_readings import Numbers, readings
+Numbers = npt.NDArray[np.float64]
+WHOLE = ("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count", "non_finite_count")
+"""Readings that are whole numbers."""
+CUMULATIVE = (
+    *("element_overflow_rate", "batch_overflow_rate", "underflow_rate"),
+    *("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count"),
+)
+"""Readings that are also taken over the whole run."""
+CUMULATIVE_BY_ROLE = ("element_overflow_rate", "batch_overflow_rate")
+
+
+def readings(sums: Numbers, maxima: Numbers) -> dict[str, Numbers]:
+    """Return every reading of counts of any leading shape, whose last dimensions are ``SUMS`` and ``MAXIMA``.
+
+    NaN stands where there is nothing to divide by: rates of no elements, excess without overflow.
+    """
+    of = dict(zip(SUMS + MAXIMA, np.moveaxis(np.concatenate([sums, maxima], -1), -1, 0), strict=True))
+    elements, overflowing = of["total_elements"], of["total_overflow_elements"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return {
+            "element_overflow_rate": overflowing / elements,
+            "batch_overflow_rate": of["overflow_count"] / of["quantizations"],
+            "total_elements": elements,
+            "total_overflow_elements": overflowing,
+            "total_quantizations": of["quantizations"],
+            "overflow_count": of["overflow_count"],
+            "excess_mean": of["excess_sum"] / overflowing,
+            "excess_max": np.where(overflowing > 0, of["excess_max"], np.nan),
+            "underflow_rate": of["underflow_elements"] / elements,
+            "non_finite_count": of["non_finite_elements"],
+            "quantization_error": of["squared_error"] / (elements - of["non_finite_elements"]),
+            "gradient_to_noise_ratio": np.sqrt(of["squared_norm"] / of["squared_error"]),
+            "scale_min": np.where(of["inverse_scale_max"] > 0, 1 / of["inverse_scale_max"], np.nan),
+            "scale_max": np.where(of["scale_max"] > 0, of["scale_max"], np.nan),
+            "scale_spread": np.where(of["scale_max"] > 0, of["scale_max"] * of["inverse_scale_max"], np.nan),
+            "upper_half_fraction": of["upper_half_elements"] / elements,
+        }
+
+
+def plain(name: str, value: Any) -> float | int:
+    """Return a reading as a number of Python, a whole one as an integer."""
+    return int(value) if name in WHOLE else float(value)
+
+
+_TABLE = metric_table("""
+    element_overflow_rate | elements with |x| > s·M / all elements, s the scale, M the largest number of the format
+        | [0, 1], NaN
+        | What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at most 1/16), 0
+        under tensor, block, current, mx_ceil and mx_rceil. Above that: outliers under a delayed scale, or a q_scalar
+        below 1.
+    batch_overflow_rate | quantisations (of a whole tensor each) in which any element overflows / all quantisations
+        | [0, 1], NaN
+        | Near 1 with a small element_overflow_rate: every tensor has a few outliers.
+    total_elements | elements that were quantised | 0, 1, 2, … | What the rates are shares of.
+    total_overflow_elements | elements with |x| > s·M | 0, 1, 2, … | The numerator of element_overflow_rate.
+    total_quantizations | tensors that were quantised, each use and each micro-batch by itself | 0, 1, 2, …
+        | What batch_overflow_rate is a share of.
+    overflow_count | quantisations in which any element overflows | 0, 1, 2, … | Its numerator.
+    excess_mean | mean over the overflowing elements of |x| / (s·M) | (1, ∞), NaN
+        | By how much what saturates is cut. Just above 1 is harmless. NaN: nothing overflows.
+    excess_max | max over the overflowing elements of |x| / (s·M) | (1, ∞), NaN | The worst cut of all.
+    underflow_rate | elements with x ≠ 0 that become 0 / all elements | [0, 1], NaN
+        | What is lost at the other end: a share of any Gaussian in few bits (7 % in e2m1 with a scale for 16). Rising:
+        one outlier sets the scale of many; take smaller blocks or a format with more exponent bits.
+    non_finite_count | elements that are inf or NaN before the cast; they count as elements, but not as overflowing
+        | 0, 1, 2, …
+        | Above 0: the run is broken, or a float16 loss scaler has gone too far for a step.
+    quantization_error | mean over the finite elements of (q(x) − x)², q(x) after scaling back | [0, ∞), NaN
+        | In the square of the tensor's own unit: compare between formats, not between tensors.
+    gradient_to_noise_ratio | ‖x‖₂ / ‖q(x) − x‖₂ over the finite elements of all tensors together | [0, ∞], NaN
+        | Of gradients: training degrades below √3 ≈ 1.73 (arXiv 2505.19115), and more exponent bits, smaller blocks or
+        stochastic rounding help. Of weights and inputs it is the same ratio without that threshold.
+    scale_min | the smallest scale s above 0 | (0, ∞), NaN | Of the quietest block, or tensor.
+    scale_max | the largest scale s | (0, ∞), NaN | Of the loudest.
+    scale_spread | scale_max / scale_min, over all blocks and tensors | [1, ∞), NaN
+        | What a single scale would have to span. Far above the format's own range: one scale for all would not do.
+    upper_half_fraction | elements with |x| > s·M/2 / all elements | [0, 1], NaN
+        | No overflow, although published code calls it that: with a scale from the largest magnitude a third of a
+        Gaussian block lies there. High: the range is used well.
+""")
+READINGS: Mapping[str, MetricInfo] = {info.name: info for info in _TABLE}
+"""What each reading means, whatever it is taken over."""
+
+
+def infos() -> list[MetricInfo]:
+    """Describe the readings of all roles together, by role, over the whole run, and of the worst layers."""
+    since = "over all steps so far at which it was counted"
+    worst = metric_table(f"""
+        topk_element_overflow_rate/<parameter> | of the top_k layers of each role where it is largest and above 0:
+            {READINGS["element_overflow_rate"].formula} | (0, 1]
+            | Which layers overflow. At each step the names, <layer>/<role>, are those of then.
+        topk_gradient_to_noise_ratio/<parameter> | of the top_k layers of each role of gradients where it is smallest:
+            {READINGS["gradient_to_noise_ratio"].formula} | [0, ∞)
+            | Which layers drown in the noise of their quantisation.
+    """)
+    return [
+        *_family(READINGS, "{}", "over all roles"),
+        *_family(READINGS, "{}_of/<parameter>", "by role"),
+        *_family(CUMULATIVE, "cumulative_{}", f"{since}, all roles"),
+        *_family(CUMULATIVE_BY_ROLE, "cumulative_{}_of/<parameter>", f"{since}, by role"),
+        *worst,
+    ]
+
+
+def _family(names: Iterable[str], name: str, over: str) -> list[MetricInfo]:
+    """Describe readings taken over something; ``name`` is their new name with ``{}`` for the old."""
+    old = [READINGS[each] for each in names]
+    return [replace(info, name=name.format(info.name), formula=f"{over}: {info.formula}") for info in old]
+
 
 OVERFLOW, NOISE = "element_overflow_rate", "gradient_to_noise_ratio"
 ALL = "all roles"

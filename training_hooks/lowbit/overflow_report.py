@@ -6,8 +6,7 @@ import numpy as np
 from loopscope.hooks import Remembered, Remembering
 
 from ..measures import Alerts
-from .overflow_ledger import ALL, NOISE, OVERFLOW, Ledger, Page
-from .overflow_readings import CUMULATIVE, CUMULATIVE_BY_ROLE, plain, readings
+from .overflow_ledger import ALL, CUMULATIVE, CUMULATIVE_BY_ROLE, NOISE, OVERFLOW, Ledger, Page, plain, readings
 
 Values = dict[str, float | int]
 TABLE = (

@@ -1,8 +1,7 @@
 """Mathematics that several rooms of hooks share."""
 
 from .alerts import Alerts
-from .flat_shards import FlatLayout, FlatMemory, FlatVector, laid_out_like, meshes_of, over_ranks
-from .flat_vectors import FlatSpace
+from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks
 from .spectra import (
     effective_rank,
     entropy_of_shares,

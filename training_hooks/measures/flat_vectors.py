@@ -1,14 +1,16 @@
-"""Vectors over a model's parameters as one flat tensor, for methods that keep many of them."""
+"""Parameters of a model, or their gradients, end to end in one vector: a few operations for all of them."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from itertools import compress
 from typing import Any
 
 import torch
-from loopscope.state import WIDE, Vector, is_sharded, whole
-from torch import Tensor
+from loopscope.hooks import Remembered, Remembering
+from loopscope.state import WIDE, Vector, is_sharded, local_shards, whole
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,184 @@ def _placed_as(parameter: Any, value: Tensor) -> Tensor:
     replicated = module.DTensor.from_local(value, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
     placed: Tensor = replicated.redistribute(mesh, parameter.placements)
     return placed
+
+
+Mesh = tuple[Any, int]
+"""A device mesh and one of its dimensions, over which some parameters are sharded."""
+LONGEST_DOT = 2**31 - 1  # of BLAS, which counts in 32 bits
+
+
+@dataclass
+class FlatVector:
+    """One vector: ``data`` of shape (elements,), and ``views`` of it shaped like the parameters, made when needed."""
+
+    data: Tensor
+    views: list[Tensor] = field(default_factory=list)
+
+
+class FlatLayout:
+    """Where each parameter lies in a flat vector, and the sums over such vectors.
+
+    A vector is in float32 or wider, on the device of the first parameter. Of a sharded parameter it holds this rank's
+    shard; the sums are over all ranks.
+
+    Args:
+        parameters: in the order of the vector, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.names = list(parameters)
+        shards = local_shards(self.parameters.values())
+        self._shapes = [shard.shape for shard in shards]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self._dtype = reduce(torch.promote_types, [shard.dtype for shard in shards], torch.float32)
+        self.device = shards[0].device
+        self._meshes = meshes_of(self.parameters.values())
+        self._sharded = any(map(is_sharded, self.parameters.values()))
+        self._in_one = not self._meshes and sum(self._sizes) <= LONGEST_DOT
+
+    def zeros(self) -> FlatVector:
+        """Return a new vector of zeros."""
+        return FlatVector(torch.zeros(sum(self._sizes), dtype=self._dtype, device=self.device))
+
+    def values(self) -> FlatVector:
+        """Return the parameters' present values as a new vector."""
+        return self.copy(self.parameters, self.zeros())
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor], into: FlatVector) -> FlatVector:
+        """Overwrite a vector with tensors by parameter name, zeros for a name that is not there; return the vector."""
+        views, shards = self._pairs(tensors, into)
+        if len(views) < len(self.names):
+            into.data.zero_()
+        if views:
+            torch._foreach_copy_(views, shards)
+        return into
+
+    @torch.no_grad()
+    def add(self, tensors: Mapping[str, Tensor], into: FlatVector, weight: float = 1) -> None:
+        """Add tensors by parameter name, times ``weight``, to a vector."""
+        views, shards = self._pairs(tensors, into)
+        if views:
+            torch._foreach_add_(views, shards, alpha=weight)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the live gradients by name, leaving out parameters without one."""
+        return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the inner product of two vectors' elements, zero-dimensional, float64."""
+        return torch.dot(a, b).double() if self._in_one else self.dots(a, b).sum()
+
+    def dots(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the inner product of each parameter's parts, shape (parameters,), float64."""
+        pairs = zip(self._parts(a), self._parts(b), strict=True)
+        return over_ranks(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._meshes)
+
+    def maxima(self, a: Tensor) -> Tensor:
+        """Return the largest element of each parameter's part, zero for an empty one, shape (parameters,)."""
+        parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
+        return over_ranks(torch.stack(parts), self._meshes, largest=True)
+
+    def nonzeros(self, a: Tensor) -> Tensor:
+        """Return how many elements of a vector are not zero; zero-dimensional, int64."""
+        if not self._meshes:
+            return torch.count_nonzero(a)
+        counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
+        return over_ranks(counts, self._meshes).sum()
+
+    def elements(self) -> int:
+        """Return how many elements the parameters have on all ranks together."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def by_name(self, values: Tensor) -> dict[str, Tensor]:
+        """Return one value per parameter, shape (parameters,), by name."""
+        return dict(zip(self.names, values.unbind(), strict=True))
+
+    def _parts(self, a: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(a, self._sizes)
+
+    def _pairs(self, tensors: Mapping[str, Tensor], vector: FlatVector) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the views that have a tensor, and these tensors as far as they lie on this rank."""
+        if not vector.views:
+            parts = zip(self._parts(vector.data), self._shapes, strict=True)
+            vector.views = [part.view(shape) for part, shape in parts]
+        if tensors is self.parameters:
+            return vector.views, local_shards(tensors.values())
+        there = [name in tensors for name in self.names]
+        chosen = [tensors[name] for name in compress(self.names, there)]
+        if self._sharded:
+            owners = compress(self.parameters.values(), there)
+            chosen = local_shards(map(laid_out_like, chosen, owners))
+        return list(compress(vector.views, there)), chosen
+
+
+class FlatMemory(Remembering):
+    """What a hook remembers from step to step: flat vectors by name, over the parameters it began with."""
+
+    names = Remembered(list[str])
+    """Of the parameters; none before the beginning."""
+    vectors = Remembered(dict[str, FlatVector], saved=False)
+    spare = Remembered[FlatVector | None](lambda: None, saved=False)
+    """A vector to work in, which is not needed any more."""
+    _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> FlatLayout:
+        """Forget everything and begin anew with these parameters."""
+        self.reset()
+        self._layout = FlatLayout(parameters)
+        self.names = self._layout.names
+        return self._layout
+
+    def layout(self, model: nn.Module) -> FlatLayout:
+        """Return the layout of the vectors in this model, with the vectors on its device."""
+        if self._layout is None:
+            self._layout = FlatLayout({name: model.get_parameter(name) for name in self.names})
+            for vector in self.vectors.values():
+                if vector.data.device != self._layout.device:
+                    vector.data, vector.views = vector.data.to(self._layout.device), []
+        return self._layout
+
+    def work(self, layout: FlatLayout) -> FlatVector:
+        """Return the spare vector to be written over, a new one if there is none."""
+        return self.spare or layout.zeros()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the parameters and the vectors' elements."""
+        return super().state_dict() | {"vectors": {name: vector.data for name, vector in self.vectors.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned."""
+        self.reset()
+        super().load_state_dict(state)
+        self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}
+
+
+def over_ranks(values: Tensor, meshes: Mapping[Mesh, list[int]], *, largest: bool = False) -> Tensor:
+    """Combine values per parameter, in the last dimension, over the ranks that hold parts of it; overwrites them.
+
+    ``meshes`` is what :func:`meshes_of` returned for the parameters. Values are added up, or the largest is taken.
+    """
+    for (mesh, dimension), places in meshes.items():
+        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        combined = values[..., places]
+        torch.distributed.all_reduce(combined, op=operation, group=mesh.get_group(dimension))
+        values[..., places] = combined
+    return values
+
+
+def meshes_of(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
+    """Return, for every dimension of a mesh, the places of the parameters that are sharded over it."""
+    found: dict[Mesh, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        if is_sharded(parameter):
+            for dimension, placement in enumerate(parameter.placements):
+                if placement.is_shard():
+                    found.setdefault((parameter.device_mesh, dimension), []).append(place)
+    return found
+
+
+def laid_out_like(tensor: Any, owner: Any) -> Any:
+    """Return a DTensor in the layout of the parameter it belongs to, any other tensor itself."""
+    return tensor.redistribute(owner.device_mesh, owner.placements) if is_sharded(owner) else tensor

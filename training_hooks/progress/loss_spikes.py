@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hooks import (
-    EPOCH_END,
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    TrainingHook,
-)
+from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10
@@ -80,7 +71,6 @@ class LossSpikes(TrainingHook):
     """
 
     name = "loss_spikes"
-    hook_points = frozenset(EPOCH_END)
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     needs_step_series = True
     _previous = Remembered(lambda: torch.zeros(len(SIGNALS), 0, dtype=torch.float64))

@@ -29,7 +29,6 @@ class Phases(TrainingHook):
     """
 
     name = "phases"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     _epochs = Remembered(dict[str, int])
     """When the transitions were, by metric."""

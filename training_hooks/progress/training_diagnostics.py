@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import (
-    EPOCH_END,
     HookPoint,
     HookRegistry,
     MetricInfo,
@@ -99,7 +98,6 @@ class TrainingDiagnostics(TrainingHook):
     """
 
     name = "training_diagnostics"
-    hook_points = AROUND_THE_UPDATE | {*EPOCH_END}
     loop_points = {
         "epoch": AROUND_THE_UPDATE | {HookPoint.POST_EPOCH},
         "step": AROUND_THE_UPDATE | {HookPoint.SNAPSHOT},

@@ -26,7 +26,6 @@ class TrainingMetrics(TrainingHook):
 
     name = "training_metrics"
     always = True
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_STEP, HookPoint.SNAPSHOT})
     loop_points = {
         "epoch": frozenset({HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT}),

@@ -40,7 +40,6 @@ class ParameterDelta(TrainingHook):
     """
 
     name = "parameter_delta"
-    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": frozenset({HookPoint.POST_EPOCH}), "step": frozenset({HookPoint.SNAPSHOT})}
     _memory = Remembered(FlatMemory, merged=True)
     """The parameters at the last report."""

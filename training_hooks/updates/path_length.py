@@ -42,7 +42,6 @@ class PathLength(TrainingHook):
     """
 
     name = "path_length"
-    hook_points = frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {
         "epoch": frozenset({HookPoint.POST_BACKWARD, HookPoint.POST_EPOCH}),
         "step": frozenset({HookPoint.POST_BACKWARD, HookPoint.SNAPSHOT}),

@@ -17,9 +17,7 @@ from loopscope.state import TrainingState, fully_sharded_modules, of_the_run
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.averaging import WeightAverage
-from loopscope.training_hooks.averaging.weight_average import average_name
-from loopscope.training_hooks.averaging.weight_averages import WeightAverage as Average
-from loopscope.training_hooks.averaging.weight_averages import averaged_state_dict
+from loopscope.training_hooks.averaging.weight_average import Average, average_name, averaged_state_dict
 from torch import nn
 
 from tests.support import (

@@ -1,4 +1,4 @@
-from loopscope.training_hooks.gradients.blocks import Chain, find_chains
+from loopscope.training_hooks.gradients.gradient_flow import Chain, find_chains
 from torch import nn
 
 

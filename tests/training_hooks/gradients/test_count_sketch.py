@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UsageError
-from loopscope.training_hooks.gradients import count_sketch as module
-from loopscope.training_hooks.gradients.count_sketch import CHUNK, check_dimensions, count_sketch
+from loopscope.training_hooks.gradients import gradient_history as module
+from loopscope.training_hooks.gradients.gradient_history import CHUNK, check_dimensions, count_sketch
 
 from tests.training_hooks.gradients import gradient_feed
 from tests.training_hooks.gradients.gradient_feed import cosine_error

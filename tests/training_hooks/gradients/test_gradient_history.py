@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError
-from loopscope.training_hooks.gradients.count_sketch import count_sketch
 from loopscope.training_hooks.gradients.gradient_history import (
     GradientHistory,
+    count_sketch,
     refuse_above,
     row_products,
     spectrum,

@@ -13,7 +13,7 @@ from loopscope.hooks import HookPoint
 from loopscope.lowbit import RECIPES, ROLES, find_recipe
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_readings import CUMULATIVE, READINGS
+from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
 from torch import nn
 
 from tests.support import SpyHook, at, differences

@@ -7,8 +7,7 @@ import pytest
 import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_ledger import Ledger
-from loopscope.training_hooks.lowbit.overflow_readings import READINGS, readings
+from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Ledger, readings
 
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file

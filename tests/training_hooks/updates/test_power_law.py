@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.updates import power_law
-from loopscope.training_hooks.updates.power_law import fit_power_law
+from loopscope.training_hooks.updates import weight_tracking
+from loopscope.training_hooks.updates.weight_tracking import fit_power_law
 from scipy import stats
 
 
@@ -81,7 +81,7 @@ def test_the_scale_of_a_sample_changes_nothing(scale, seed):
 def test_samples_are_fitted_together_as_they_are_alone_however_they_are_cut(monkeypatch):
     samples = pareto(2.5, (3, 50), seed=4)
     together = fit_power_law(samples, 10)
-    monkeypatch.setattr(power_law, "BLOCK_ELEMENTS", 400)
+    monkeypatch.setattr(weight_tracking, "BLOCK_ELEMENTS", 400)
     alone = [fit_power_law(sample[None], 10) for sample in samples]
     assert torch.equal(together.exponent, torch.cat([fit.exponent for fit in alone]))
     assert torch.equal(together.distance, torch.cat([fit.distance for fit in alone]))

@@ -9,8 +9,7 @@ from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint
 from loopscope.state import norm_of_each
 from loopscope.training_hooks.updates import WeightTracking
-from loopscope.training_hooks.updates.power_law import fit_power_law
-from loopscope.training_hooks.updates.weight_tracking import as_matrix, spectra_by_size
+from loopscope.training_hooks.updates.weight_tracking import as_matrix, fit_power_law, spectra_by_size
 from torch import nn
 
 from tests.support import MODELS, Case, train
