@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loopscope.lowbit.casts import Cast
+from loopscope.lowbit.casts import Cast, kernels
 from loopscope.lowbit.casts.casts import COMPILER
 from loopscope.lowbit.casts.compiled import SWITCH
 
@@ -85,11 +85,12 @@ def measure(elements: int, rules: list[str], rounds: int, slow_rounds: int) -> M
 
 def _timed(rule: str, values: torch.Tensor, rounds: int, slow_rounds: int) -> list[list[float]]:
     cast, stochastic = Cast("e2m1", rule), Cast("e2m1", rule, "stochastic")
-    scales, generator = cast.scales(values), torch.Generator()
+    layout, generator = kernels.Layout.of(values, cast.blocks()), torch.Generator()
+    scales = kernels.scales_of(layout.blocks, cast.scaling)
     fast = Turns(
         [
             lambda: torch.mul(values, 1),
-            lambda: cast.with_scales(values, scales),
+            lambda: layout.values(COMPILER.run(kernels.cast, layout.blocks, scales, None, cast.grid)),
             lambda: cast(values),
             lambda: cast.counted(values),
         ],

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from loopscope.lowbit.casts import Cast, Counts, FloatFormat, Layout, Scaling, as_float32, delayed, scales_for
+from loopscope.lowbit.casts import Cast, Counts, FloatFormat, Layout, as_float32, delayed, scales_for
 from torch import Tensor
 
 PIECE = 2**20
@@ -141,7 +141,7 @@ class _Group:
 
     def _scales(self, cast: Cast, earlier: list[Tensor | None]) -> list[Tensor]:
         """Return each tensor's scales: one for each of its blocks, or one."""
-        scaling, block = Scaling(cast.scaling_rule, cast.number_format, cast.q_scalar), cast.blocks()
+        scaling, block = cast.scaling, cast.blocks()
         if block:
             return [scales_for(largest, scaling) for largest in self.largest_in(block)]
         largest = list(self.largest)

@@ -3,7 +3,7 @@
 from .casts import Cast, largest_magnitudes, refuse_other_types
 from .counts import MAXIMA, SUMS, Counts, QuantizationListener
 from .formats import FloatFormat, FormatRegistry
-from .kernels import Layout, Scaling, as_float32, computable, delayed, scales_for
+from .kernels import Layout, as_float32, computable, delayed, scales_for
 from .scaling import RuleRegistry, ScalingRule, covering
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Layout",
     "QuantizationListener",
     "RuleRegistry",
-    "Scaling",
     "ScalingRule",
     "as_float32",
     "computable",

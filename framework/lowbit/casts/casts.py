@@ -8,25 +8,11 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError, unknown
+from . import kernels
 from .compiled import COMPILER
 from .counts import SUMS, Counts, count
 from .formats import FloatFormat, FormatRegistry
-from .kernels import (
-    CHUNK,
-    Counting,
-    Grid,
-    Layout,
-    Scaling,
-    can_count,
-    cast,
-    cast_and_count,
-    delayed,
-    largest_in,
-    scale_and_cast,
-    scales_for,
-    scales_of,
-    was_counted,
-)
+from .kernels import Counting, Grid, Layout, Scaling
 from .scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
@@ -80,6 +66,16 @@ class Cast:
         """The rule."""
         return RuleRegistry.get(self.rule)
 
+    @property
+    def scaling(self) -> Scaling:
+        """How scales follow from magnitudes."""
+        return Scaling(self.scaling_rule, self.number_format, self.q_scalar)
+
+    @property
+    def grid(self) -> Grid:
+        """What scaled values are rounded to."""
+        return Grid(self.number_format, self.rounding)
+
     def blocks(self) -> int | None:
         """Return how many values of a row share a scale; ``None`` for all of the tensor."""
         return self.block or self.scaling_rule.block
@@ -101,14 +97,9 @@ class Cast:
         """
         layout = Layout.of(refuse_other_types(values), self.blocks())
         draws = self._draws(layout, generator)
-        if self._follows(earlier):
+        if earlier is not None and self.scaling_rule.history:
             return self._cast(layout, self._scales_of(layout, earlier), draws)
-        return layout.values(COMPILER.run(scale_and_cast, layout.blocks, draws, self._scaling(), self._grid()))
-
-    def with_scales(self, values: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return the tensor after the cast with scales that are given; where a scale is 0, all but NaN becomes 0."""
-        layout = Layout.of(values, self.blocks())
-        return self._cast(layout, scales, self._draws(layout, generator))
+        return layout.values(COMPILER.run(kernels.scale_and_cast, layout.blocks, draws, self.scaling, self.grid))
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
@@ -132,55 +123,45 @@ class Cast:
         """
         return torch.where(scales > 0, scales.double() * self.number_format.maximum, torch.inf)
 
-    def _follows(self, earlier: Tensor | None) -> bool:
-        """Return whether the scale follows from earlier tensors."""
-        return self.scaling_rule.history > 0 and earlier is not None
-
-    def _scaling(self) -> Scaling:
-        return Scaling(self.scaling_rule, self.number_format, self.q_scalar)
-
-    def _grid(self) -> Grid:
-        return Grid(self.number_format, self.rounding)
-
     def _scales_of(self, layout: Layout, earlier: Tensor | None) -> Tensor:
         if layout.per_row is not None:
-            return layout.scales(COMPILER.run(scales_of, layout.blocks, self._scaling()))
-        return self._scale_of(COMPILER.run(largest_in, layout.blocks), earlier)
+            return layout.scales(COMPILER.run(kernels.scales_of, layout.blocks, self.scaling))
+        return self._scale_of(COMPILER.run(kernels.largest_in, layout.blocks), earlier)
 
     def _scale_of(self, largest: Tensor, earlier: Tensor | None) -> Tensor:
         """Return the one scale of a tensor whose largest magnitude is given."""
-        if earlier is not None and self._follows(earlier):
-            largest = delayed(largest, earlier)
-        return scales_for(largest, self._scaling())
+        if earlier is not None and self.scaling_rule.history:
+            largest = kernels.delayed(largest, earlier)
+        return kernels.scales_for(largest, self.scaling)
 
     def _cast(self, layout: Layout, scales: Tensor, draws: Tensor | None) -> Tensor:
         of_blocks = scales if layout.per_row is None else scales.reshape(-1)
-        return layout.values(COMPILER.run(cast, layout.blocks, of_blocks, draws, self._grid()))
+        return layout.values(COMPILER.run(kernels.cast, layout.blocks, of_blocks, draws, self.grid))
 
     def _counted_in_one(
         self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
     ) -> tuple[Tensor, Counts] | None:
         """Return the cast and its counts from the compiled loop that does both, or ``None`` where it cannot be had."""
-        shape = layout.in_chunks(CHUNK)
-        if shape is None or not can_count(self.number_format):
+        shape = layout.in_chunks(kernels.CHUNK)
+        if shape is None or not kernels.can_count(self.number_format):
             return None
         scale = None
-        if self._follows(earlier):
-            largest = COMPILER.attempt(largest_in, layout.blocks)
+        if earlier is not None and self.scaling_rule.history:
+            largest = COMPILER.attempt(kernels.largest_in, layout.blocks)
             if largest is None:
                 return None
             scale = self._scale_of(largest, earlier)
         found = COMPILER.attempt(
-            cast_and_count,
+            kernels.cast_and_count,
             layout.blocks.view(shape),
             layout.blocks.new_zeros(shape[0], 1, 1, dtype=torch.float32),
             scale,
             draws if draws is None else draws.view(shape),
-            self._scaling(),
-            self._grid(),
+            self.scaling,
+            self.grid,
             Counting(layout.per_row is None, self.q_scalar < 1 or self.scaling_rule.overflows),
         )
-        if found is None or not was_counted(found[1], found[2], layout.shape.numel()):
+        if found is None or not kernels.was_counted(found[1], found[2], layout.shape.numel()):
             return None
         rounded, sums, maxima = found
         sums[SUMS.index("total_elements")] = layout.shape.numel()
@@ -206,4 +187,4 @@ def refuse_other_types(values: Tensor) -> Tensor:
 def largest_magnitudes(values: Tensor, block: int | None) -> Tensor:
     """Return the largest finite magnitude of each block of a row, or of all (zero-dimensional); 0 where is none."""
     layout = Layout.of(values, block)
-    return layout.scales(COMPILER.run(largest_in, layout.blocks))
+    return layout.scales(COMPILER.run(kernels.largest_in, layout.blocks))

@@ -55,10 +55,7 @@ class Counts:
 
     def by_name(self) -> Mapping[str, Tensor]:
         """Return the numbers by name."""
-        return {
-            **dict(zip(SUMS, self.sums.unbind(-1), strict=True)),
-            **dict(zip(MAXIMA, self.maxima.unbind(-1), strict=True)),
-        }
+        return dict(zip((*SUMS, *MAXIMA), (*self.sums.unbind(-1), *self.maxima.unbind(-1)), strict=True))
 
 
 class QuantizationListener(OwnHook):

@@ -129,15 +129,11 @@ def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, grid: Grid) -> Te
     ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
     """
     spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
-    return _descaled(_scaled(blocks, spread), spread, draws, grid, blocks.dtype)
+    return saturated(_rounded(_scaled(blocks, spread), draws, grid) * spread, blocks.dtype).to(blocks.dtype)
 
 
 def _scaled(values: Tensor, spread: Tensor) -> Tensor:
     return computable(values) / torch.where(spread > 0, spread, 1.0)
-
-
-def _descaled(scaled: Tensor, spread: Tensor, draws: Tensor | None, grid: Grid, dtype: torch.dtype) -> Tensor:
-    return saturated(_rounded(scaled, draws, grid) * spread, dtype).to(dtype)
 
 
 def _rounded(scaled: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:

@@ -116,8 +116,8 @@ def test_a_factor_that_would_take_the_scale_out_of_float32_takes_it_to_the_end()
 
 def stochastic_draws(value: float, name: str) -> Tensor:
     """Round one value, with scale 1, many times."""
-    cast = Cast(name, "current", "stochastic")
-    return cast.with_scales(torch.full((DRAWS,), value), torch.tensor(1.0), generator(4))
+    cast, maximum = Cast(name, "delayed", "stochastic"), FormatRegistry.get(name).maximum
+    return cast(torch.full((DRAWS,), value), generator=generator(4), earlier=torch.tensor(maximum))
 
 
 @pytest.mark.parametrize("name", FormatRegistry.names())
@@ -159,10 +159,11 @@ def test_the_draw_that_decides_is_below_the_fraction_of_the_magnitude():
 
 def test_stochastic_rounding_leaves_numbers_of_the_format_alone_and_saturates():
     grid = FormatRegistry.get("e2m1").magnitudes().float()
-    cast = Cast("e2m1", "current", "stochastic")
+    cast, with_scale_1 = Cast("e2m1", "delayed", "stochastic"), torch.tensor(6.0)
     for values in (grid, -grid):
-        assert torch.equal(cast.with_scales(values, torch.tensor(1.0), generator()), values)
-    beyond = cast.with_scales(torch.tensor([6.1, 100.0, torch.inf, torch.nan]), torch.tensor(1.0), generator())
+        assert torch.equal(cast(values, generator=generator(), earlier=with_scale_1), values)
+    beyond = torch.tensor([6.1, 100.0, torch.inf, torch.nan])
+    beyond = cast(beyond, generator=generator(), earlier=with_scale_1)
     assert beyond[:3].tolist() == [6.0] * 3
     assert beyond[3].isnan()
 
