@@ -4,7 +4,7 @@ from .conversion import dequantize_model, layers_to_quantize, quantize_model
 from .linear import BitLinear
 from .metis import Decomposition, Gains, MetisOptions, low_rank_cast
 from .recipes import RECIPES, ROLES, Recipe, find_recipe
-from .regularizer import OFFSET, RangePenalty, penalised, share
+from .regularizer import OFFSET, RangePenalty, penalised
 from .splitting import LowRankFactors, layers_with_factors, split_weight
 from .taps import QuantizationTap, Quantized, quantized_modules
 
@@ -29,6 +29,5 @@ __all__ = [
     "penalised",
     "quantize_model",
     "quantized_modules",
-    "share",
     "split_weight",
 ]

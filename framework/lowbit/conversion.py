@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..errors import UsageError, nearest
+from ..errors import UsageError, listed, nearest
 from .linear import BitLinear, equip, strip
 from .recipes import Recipe, find_recipe
 
@@ -53,10 +53,14 @@ def layers_to_quantize(
     model: nn.Module, recipe: Recipe, *, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
 ) -> list[str]:
     """Return the names of the layers that :func:`quantize_model` would change, or raise what it would raise."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, BitLinear) or _plain(module)}
+    modules = model.named_modules()  # no other subclass of nn.Linear: its users might not call it
+    layers = {name: each for name, each in modules if isinstance(each, BitLinear) or type(each) is nn.Linear}
     chosen = _chosen(layers, include, exclude)
-    alone = _with_a_weight_of_their_own(model)
-    _check_ranks(recipe, {name: layers[name] for name in chosen if name in alone})
+    if recipe.metis is not None and recipe.metis.forward:
+        alone = _with_a_weight_of_their_own(model)
+        for name in chosen:
+            if name in alone:
+                recipe.metis.check_weight(name, layers[name].weight.shape)
     return chosen
 
 
@@ -97,29 +101,18 @@ def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
     return {name for name, weight in named if weight is not None and uses[id(weight)] == 1}
 
 
-def _check_ranks(recipe: Recipe, layers: dict[str, nn.Module]) -> None:
-    """Raise :class:`UsageError` for a rank above a weight that is to be split."""
-    if recipe.metis is not None and recipe.metis.forward:
-        for name, layer in layers.items():
-            recipe.metis.check_weight(name, layer.get_parameter("weight").shape)
-
-
-def _plain(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer and no subclass, whose users might not call it."""
-    return type(module) is nn.Linear
-
-
-def _chosen(layers: dict[str, nn.Module], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+def _chosen(layers: dict[str, nn.Linear], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """Return the names of the layers to change; raises :class:`UsageError` where the patterns do not suit."""
     if not layers:
         raise UsageError("The model has no linear layer (nn.Linear itself, no subclass), so there is nothing to cast.")
+    names = listed([repr(name) for name in layers])
     for pattern in (*include, *exclude):
         if not _matching(layers, [pattern]):
             near = nearest(pattern, layers)
-            raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {_listed(layers)}.")
+            raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {names}.")
     chosen = [name for name in _matching(layers, include) if name not in _matching(layers, exclude)]
     if not chosen:
-        raise UsageError(f"No linear layer is left: the patterns to exclude match all of {_listed(layers)}.")
+        raise UsageError(f"No linear layer is left: the patterns to exclude match all of {names}.")
     for name in chosen:
         layer = layers[name]
         if isinstance(layer, BitLinear):
@@ -131,9 +124,3 @@ def _chosen(layers: dict[str, nn.Module], include: Sequence[str], exclude: Seque
 
 def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Return the first few names, quoted."""
-    known = [repr(name) for name in names]
-    return ", ".join(known[:6]) + (f" and {len(known) - 6} more" if len(known) > 6 else "")

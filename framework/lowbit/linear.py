@@ -86,7 +86,7 @@ class BitLinear(SplitLinear):
             x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
             bias = None if bias is None else _narrowed(bias, dtype)
         call = self.calls.begin(part, self.recipe, self.generator)
-        found: Tensor = QuantizedLinear.apply(x, weight, bias, self, call)  # type: ignore[no-untyped-call]
+        found: Tensor = QuantizedLinear.apply(x, weight, bias, self.quantize, call)  # type: ignore[no-untyped-call]
         return found
 
     def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
@@ -95,18 +95,16 @@ class BitLinear(SplitLinear):
         if cast is None:
             return values
         metis = self.recipe.metis
-        heard = [] if call.repeated and role in FORWARD_ROLES else self._heard()
+        again = call.repeated and role in FORWARD_ROLES  # counted when the call was made, so nobody hears of it now
+        heard = [] if again else [each for each in self._quantization_hooks.values() if each.is_heard()]
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
             part_cast = lambda part: _cast(role, cast, part, heard, generator=source)
             return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
-        earlier = self._earlier(role, values, call) if _history(cast) else None
+        earlier = self._earlier(role, values, call) if cast.scaling_rule.history else None
         counted = call.counted if generator is None and earlier is None else None
         return _cast(role, cast, values, heard, counted, generator=generator, earlier=earlier)
-
-    def _heard(self) -> list[QuantizationListener]:
-        return [listener for listener in self._quantization_hooks.values() if listener.is_heard()]
 
     def _earlier(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return the largest magnitude of earlier tensors, zero-dimensional.
@@ -200,11 +198,8 @@ def strip(layer: BitLinear) -> nn.Linear:
 
 def _histories(recipe: Recipe) -> Mapping[str, int]:
     """Return the names of a recipe's history buffers with their lengths."""
-    return {f"{role}_history": _history(cast) for role, cast in recipe.casts.items() if _history(cast)}
-
-
-def _history(cast: Cast) -> int:
-    return cast.scaling_rule.history
+    lengths = {f"{role}_history": cast.scaling_rule.history for role, cast in recipe.casts.items()}
+    return {name: length for name, length in lengths.items() if length}
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

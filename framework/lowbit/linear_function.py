@@ -1,8 +1,9 @@
 """The product of a linear layer with its matrices cast, its gradient straight through the casts, and its repetition."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +39,6 @@ class LayerCall:
     counted: dict[tuple[Role, Cast], Counts] = field(default_factory=dict)
     repeated: bool = False
 
-    def mark(self) -> Tensor | None:
-        """Return the number, if there is one, as a tensor: checkpointing brings that of the recomputation."""
-        return torch.tensor(self.number) if self.number else None
-
-    def is_marked(self, mark: Tensor | None) -> bool:
-        """Return whether a mark is that of this call."""
-        return mark is None or int(mark) == self.number
-
     def generator(self, role: Role, device: torch.device) -> torch.Generator:
         """Return a fresh generator for the cast of one matrix."""
         return torch.Generator(device).manual_seed(self.seed + ROLES.index(role))
@@ -80,12 +73,8 @@ class Calls(Transient):
         return call
 
 
-class Quantiser(Protocol):
-    """What casts the matrices of a call."""
-
-    def quantize(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
-        """Return the matrix after the cast of its role."""
-        ...
+Quantize = Callable[[Role, Tensor, LayerCall], Tensor]
+"""Returns a matrix of a call after the cast of its role."""
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -101,21 +90,21 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantiser: Quantiser, call: LayerCall
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantize: Quantize, call: LayerCall
     ) -> Tensor:
         """Return y of shape (..., out) for x (..., in), W (out, in), b (out)."""
-        ctx.quantiser, ctx.call, ctx.is_differentiated = quantiser, call, False
+        ctx.quantize, ctx.call, ctx.is_differentiated = quantize, call, False
         x_is_wanted, weight_is_wanted = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, call.mark())
-        return functional.linear(
-            quantiser.quantize("forward_input", x, call), quantiser.quantize("forward_weight", weight, call), bias
-        )
+        # The number goes along as a tensor, since checkpointing then brings that of the recomputation to ``backward``.
+        mark = torch.tensor(call.number) if call.number else None
+        ctx.save_for_backward(x if weight_is_wanted else None, weight if x_is_wanted else None, mark)
+        return functional.linear(quantize("forward_input", x, call), quantize("forward_weight", weight, call), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, W and b, as far as they are wanted."""
         x, weight, mark = ctx.saved_tensors
-        if not ctx.call.is_marked(mark):
+        if mark is not None and int(mark) != ctx.call.number:
             raise LoopscopeError(
                 "Activation checkpointing repeats the newest call of a low-bit layer only, but here an earlier one was "
                 "needed, whose stochastic rounding or delayed scaling was another; run backward before the layer is "
@@ -159,7 +148,7 @@ def _through(ctx: Any, role: Role, values: Tensor) -> Tensor:
     What is not finite in a float16 gradient passes: saturated, it would hide from the scaler that the step is lost.
     """
     with torch.no_grad():
-        rounded: Tensor = ctx.quantiser.quantize(role, values.detach(), ctx.call)
+        rounded: Tensor = ctx.quantize(role, values.detach(), ctx.call)
         if role == "output_grad" and values.dtype is torch.float16:
             rounded = torch.where(values.isfinite(), rounded, values)
     if not torch.is_grad_enabled():

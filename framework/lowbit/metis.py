@@ -61,13 +61,9 @@ class MetisOptions:
             )
         if self.gains not in GAINS:
             raise unknown("gains", self.gains, GAINS)
-        for name, value in (
-            ("niter", self.niter),
-            ("forward_warmup_steps", self.forward_warmup_steps),
-            ("merge_steps", self.merge_steps),
-        ):
-            if value < 0:
-                raise UsageError(f"{name} of Metis is {value}; it must be at least 0.")
+        for name in ("niter", "forward_warmup_steps", "merge_steps"):
+            if vars(self)[name] < 0:
+                raise UsageError(f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Return how many components a matrix of this shape is given: at least 1, at most all."""
@@ -131,7 +127,8 @@ def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, genera
     rows, triangle = torch.linalg.qr(matrix.mT @ (basis / scale))
     left, s, right = torch.linalg.svd(triangle.mT, full_matrices=False)
     u, v = basis @ left, right @ rows.mT
-    signs = _signs_of_largest(v)
+    largest_in_rows = v.gather(1, v.abs().argmax(1, keepdim=True))[:, 0]
+    signs = torch.where(largest_in_rows < 0, -1.0, 1.0).to(v.dtype)
     return Decomposition(u * signs, s * scale, v * signs[:, None])
 
 
@@ -187,9 +184,3 @@ def _power_of_two_above(largest: Tensor) -> Tensor:
     """Return a power of two above the largest magnitude, or near it at the ends of the range: division is exact."""
     exponent = torch.where(largest.isfinite(), largest, 1.0).frexp().exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS))
-
-
-def _signs_of_largest(rows: Tensor) -> Tensor:
-    """Return 1 or −1 for each row: the sign of its entry of largest magnitude."""
-    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0]
-    return torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)

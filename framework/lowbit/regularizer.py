@@ -64,8 +64,3 @@ def penalised(model: nn.Module, pattern: str = "*") -> dict[str, nn.Parameter]:
             f"{nearest(pattern, matrices)}"
         )
     return {name: parameter for name, parameter in chosen.items() if parameter.requires_grad}
-
-
-def share(penalty: Tensor, loss: Tensor) -> Tensor:
-    """Return the penalty's share of the sum of both, in [0, 1] for a loss of at least 0; NaN where both are 0."""
-    return penalty / (loss + penalty)

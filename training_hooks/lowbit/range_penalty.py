@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, RunInfo, StepSchedule, TrainingHook
-from loopscope.lowbit import OFFSET, RangePenalty, penalised, share
+from loopscope.lowbit import OFFSET, RangePenalty, penalised
 from loopscope.state import joint_norm
 from torch import Tensor
 
@@ -118,5 +118,5 @@ class RangePenaltyReport(TrainingHook):
             "penalty": penalty,
             "penalty_grad_norm": gradient_norm(self._penalty, matrices),
             "data_loss": data_loss,
-            "share": share(penalty, data_loss),
+            "share": penalty / (data_loss + penalty),
         }

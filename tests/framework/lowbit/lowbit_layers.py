@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from loopscope.lowbit import RECIPES, BitLinear, Recipe, find_recipe, quantize_model
+from loopscope.lowbit import RECIPES, BitLinear, QuantizationListener, Recipe, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast, Counts
 from torch import Tensor, nn
 
@@ -52,16 +52,13 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-class Heard:
+class Heard(QuantizationListener):
     """A listener that counts the casts of each role."""
 
     def __init__(self, heard: bool = True) -> None:
-        self.heard = heard
+        super().__init__(lambda: heard, {})
         self.roles: list[str] = []
         self.elements = 0
-
-    def is_heard(self) -> bool:
-        return self.heard
 
     def record(self, role: str, counts: Counts) -> None:
         self.roles.append(role)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import OFFSET, RangePenalty, penalised, quantize_model, share
+from loopscope.lowbit import OFFSET, RangePenalty, penalised, quantize_model
 from torch import nn
 
 
@@ -57,11 +57,6 @@ def test_a_step_against_it_moves_weights_away_from_both_ends():
     RangePenalty(weight=1.0)(given).backward()
     moved = given["w"] - 1e-3 * given["w"].grad
     assert ((moved.abs() < given["w"].abs()) == torch.tensor([[True, False, True, False]])).all()
-
-
-def test_the_share_is_that_of_the_sum():
-    assert share(torch.tensor(1.0), torch.tensor(3.0)) == 0.25
-    assert share(torch.tensor(0.0), torch.tensor(3.0)) == 0
 
 
 def test_the_matrices_of_a_model_are_those_without_norms_biases_and_frozen_ones():
