@@ -1,11 +1,11 @@
 """Which rows each batch of an epoch has: read off a DataLoader's samplers from any batch on, without loading a row."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ..state import RandomStreams
@@ -82,48 +82,26 @@ def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: b
         first, stop = max(0, start - block * size), min(size, total - block * size)
         if first >= stop:
             return
-        yield from _integers(_block(block, rows, draw, replacement=replacement), first, stop)
+        generator = draw(block)
+        if replacement:
+            order = torch.randint(rows, (BLOCK,), generator=generator)
+        else:
+            order = torch.randperm(rows, generator=generator)
+        for place in range(first, stop, PIECE):
+            yield from order[place : min(place + PIECE, stop)].tolist()
 
 
-def _block(block: int, rows: int, draw: Draw, *, replacement: bool) -> Tensor:
-    if replacement:
-        return torch.randint(rows, (BLOCK,), generator=draw(block))
-    return torch.randperm(rows, generator=draw(block))
+def indices_of_epoch(
+    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw
+) -> Iterator[Any]:
+    """Yield the indices of each batch of ``epoch`` from batch ``start`` on.
 
-
-def _integers(block: Tensor, first: int, stop: int) -> Iterator[int]:
-    """Yield ``block[first:stop]`` as integers of Python, of which few are alive at once."""
-    for place in range(first, stop, PIECE):
-        yield from block[place : min(place + PIECE, stop)].tolist()
-
-
-class BatchIndices:
-    """The indices of a DataLoader's batches as a function of (epoch, first batch).
-
-    Args:
-        dataloader: whose samplers say which rows.
-        streams: on which samplers that are iterated over draw.
-        draw: gives the generator of (epoch, block), for the samplers that are not.
+    Samplers that are iterated over draw on the ``streams``, those that are not from the generators of ``draw``.
     """
-
-    def __init__(
-        self, dataloader: "DataLoader[Any]", streams: RandomStreams, draw: Callable[[int, int], torch.Generator]
-    ) -> None:
-        self._dataloader = dataloader
-        self._streams = streams
-        self._draw = draw
-        known = type(dataloader.batch_sampler) in (BatchSampler, type(None))
-        self._known = known and type(samplers_of(dataloader)[-1]) in KNOWN
-
-    def of_epoch(self, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the indices of each batch of ``epoch`` from batch ``start`` on."""
-
-        def indices() -> Iterator[Any]:
-            return batch_indices(self._dataloader, start, lambda block: self._draw(epoch, block))
-
-        if self._known:
-            return indices()
-        return on_streams(self._streams, epoch, samplers_of(self._dataloader), (), indices)
+    indices, samplers = partial(batch_indices, dataloader, start, draw), samplers_of(dataloader)
+    if type(dataloader.batch_sampler) in (BatchSampler, type(None)) and type(samplers[-1]) in KNOWN:
+        return indices()
+    return on_streams(streams, epoch, samplers, (), indices)
 
 
 def on_streams(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,8 +22,8 @@ from torch.utils.data import (
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import BatchIndices, on_streams, samplers_of
-from .seeded_batches import SeededBatches, WorkerStart, as_it_is
+from .batch_indices import indices_of_epoch, on_streams, samplers_of
+from .seeded_batches import SeededBatches, as_it_is, start_worker
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
@@ -148,11 +149,6 @@ class TorchLoader(Loader):
             dataloader.dataset, (IterableDataset, MapDataPipe)
         )
 
-        def draw(epoch: int, block: int) -> torch.Generator:
-            return torch.Generator().manual_seed(derived_seed(seed, "order", epoch, block))
-
-        self._indices = BatchIndices(dataloader, self._streams, draw)
-
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield what the DataLoader yields."""
         if self._skips:
@@ -165,14 +161,15 @@ class TorchLoader(Loader):
         """Yield the batches from ``start`` on, which are the items of a DataLoader for this epoch."""
         source = self._dataloader
         batched = source.batch_sampler is not None
+        draw = lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
         with self._streams.isolated():
             self._streams.derive("loader", "workers", epoch)
             dataloader: DataLoader[Any] = DataLoader(
                 SeededBatches(source.dataset, source.collate_fn, self._streams, epoch, batched=batched),
                 batch_size=None,
-                sampler=enumerate(self._indices.of_epoch(epoch, start), start),
+                sampler=enumerate(indices_of_epoch(source, self._streams, epoch, start, draw), start),
                 collate_fn=as_it_is,
-                worker_init_fn=WorkerStart(source.worker_init_fn) if source.num_workers else None,
+                worker_init_fn=partial(start_worker, source.worker_init_fn) if source.num_workers else None,
                 **_process_options(source),
             )
             iterator = iter(dataloader)

@@ -46,8 +46,6 @@ class SeededBatches(Dataset[Any]):
         number, index = numbered
         self._streams.derive(f"loader/{self._epoch}", "batch", number)
         generators = dataset_generators(self.dataset)
-        if not generators:
-            return self._collate(self._items(index))
         with undisturbed(generators):
             seed_all(generators)
             return self._collate(self._items(index))
@@ -65,17 +63,14 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-class WorkerStart:
-    """Starts a worker process as the DataLoader's owner would have it, who knows nothing of :class:`SeededBatches`."""
+def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Show the dataset itself in ``get_worker_info()``, then call the ``worker_init_fn`` of the DataLoader's owner.
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker: int) -> None:
-        """Show the dataset itself in ``get_worker_info()``, then call the owner's ``worker_init_fn``."""
-        info = get_worker_info()
-        assert info is not None
-        assert isinstance(info.dataset, SeededBatches)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
-        if self._init is not None:
-            self._init(worker)
+    They know nothing of :class:`SeededBatches`.
+    """
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, SeededBatches)
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
+    if init is not None:
+        init(worker)

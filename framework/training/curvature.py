@@ -55,10 +55,7 @@ class ExactHessian:
 
 
 def central_difference(
-    gradient: Callable[[], Vector],
-    parameters: Mapping[str, nn.Parameter],
-    vector: Vector,
-    epsilon: float,
+    gradient: Callable[[], Vector], parameters: Mapping[str, nn.Parameter], vector: Vector, epsilon: float
 ) -> dict[str, Tensor]:
     """Return (g(θ + hu) − g(θ − hu))·‖v‖/2h with u = v/‖v‖ and h = ``epsilon``: H v up to O(h²), zeros for v = 0.
 

@@ -7,7 +7,6 @@ from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,14 +40,6 @@ class Precision:
     def scaler(self) -> GradScaler | None:
         """Return a new scaler for float16, whose small gradients are zero otherwise; no other precision needs one."""
         return GradScaler(self.device_type) if self.dtype is torch.float16 else None
-
-
-def overflowed(scaler: GradScaler | None, optimizer: Optimizer) -> bool:
-    """Return whether the gradients that were unscaled last hold an infinity or NaN, so that their step is skipped."""
-    if scaler is None:
-        return False
-    # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
-    return any(bool(found) for found in scaler._found_inf_per_device(optimizer).values())
 
 
 def twin(scaler: GradScaler | None) -> GradScaler | None:

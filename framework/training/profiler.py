@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
 """Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""
 STATUS = Path("/proc/self/status")
+RESIDENT = Path("/proc/self/statm")
 CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -41,9 +42,10 @@ class PeakMemory:
             self._before = torch.accelerator.memory_allocated()
             return
         try:
-            _give_back_reserve()
+            with suppress(AttributeError):  # a call that only glibc has
+                ctypes.CDLL(None).malloc_trim(0)
             CLEAR.write_text("5")
-            self._before = _resident()
+            self._before = int(RESIDENT.read_text().split()[1]) * resource.getpagesize()
         except OSError:
             self._before = None
 
@@ -97,13 +99,10 @@ class Profiler:
             growth = self._memory.growth()
             if growth is not None:
                 self.peak_bytes[name] = max(growth, self.peak_bytes.get(name, 0))
-        self._remembers(name, state_of())
+        tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
+        kept = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
+        self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
         return result
-
-    def _remembers(self, name: str, state: Mapping[str, Any]) -> None:
-        kept = {leaf.untyped_storage().data_ptr(): leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
-        size = sum(leaf.nbytes for leaf in kept.values())
-        self.state_bytes[name] = max(size, self.state_bytes.get(name, 0))
 
     def passed(self, kind: str, batch: Any) -> None:
         """Count the samples of a batch for the hook under way.
@@ -127,17 +126,6 @@ class Profiler:
             | {key: found[name] for key, found in sizes.items() if name in found}
             for name in order
         }
-
-
-def _give_back_reserve() -> None:
-    """Hand freed memory to the system, as glibc does when asked; other C libraries have no such call."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def peak_resident() -> int:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, micro_batches, rows
-from .precision import overflowed, twin
+from .precision import twin
 
 
 @dataclass
@@ -72,8 +72,11 @@ def _backward(task: TrainingTask, loss: Tensor) -> Tensor:
 
 
 def is_skipped(task: TrainingTask) -> bool:
-    """Tell whether this step's update has to be skipped: scaled too far, its gradients left float16."""
-    return overflowed(task.scaler, task.optimizer)
+    """Return whether this step's update has to be skipped: scaled too far, its gradients left float16."""
+    if task.scaler is None:
+        return False
+    # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
+    return any(bool(found) for found in task.scaler._found_inf_per_device(task.optimizer).values())
 
 
 def measure_gradients(task: TrainingTask, batch: Batch) -> None:
