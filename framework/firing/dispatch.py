@@ -21,7 +21,6 @@ class Report:
     step: int
 
 
-Arrived = tuple[Report, dict[str, Any]]
 Position = Mapping[str, Any]
 Positions = Mapping[str, Position | None]
 
@@ -35,8 +34,8 @@ class MetricDispatch:
         self._sinks = list(sinks)
         self._failed: list[MetricSink] = []
         self._run_hook = run_hook
-        self._now: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
-        self._steps: tuple[PendingMetrics, list[Report]] = (PendingMetrics(), [])
+        self._now: PendingMetrics[Report] = PendingMetrics()
+        self._steps: PendingMetrics[Report] = PendingMetrics()
         self._started = False
         self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
@@ -51,18 +50,16 @@ class MetricDispatch:
         """Take the metrics of one hook call."""
         if not metrics:
             return
-        pending, reports = self._steps if point in STEP_POINTS else self._now
-        kept = pending.add(metrics)
-        reports.append(Report(hook, point, step))
+        pending = self._steps if point in STEP_POINTS else self._now
+        kept = pending.add(Report(hook, point, step), metrics)
         last, prefix = self._last[point], hook.name + "/"
         for name, value in kept.items():
             last[prefix + name] = self._newest[prefix + name] = value
 
     def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
         """Bring the metrics of an epoch-level fire to the host and emit them together."""
-        pending, reports = self._now
         merged: dict[str, Any] = {}
-        arrived = _arrived(pending, reports)
+        arrived = self._now.to_host()
         for report, values in arrived:
             merged |= {f"{report.hook.name}/{name}": value for name, value in values.items()}
         if merged:
@@ -73,15 +70,14 @@ class MetricDispatch:
 
     def flush_steps(self, epoch: int) -> None:
         """Bring the buffered step metrics, if there are any, to the host and emit them as series, for each point."""
-        if self._steps[1]:
+        if self._steps:
             with self._isolation.visit():
                 self._flush_steps(epoch)
 
     def _flush_steps(self, epoch: int) -> None:
-        pending, reports = self._steps
         by_point: dict[HookPoint, dict[str, Series]] = {}
         last_step = 0
-        arrived = _arrived(pending, reports)
+        arrived = self._steps.to_host()
         for report, values in arrived:
             table = by_point.setdefault(report.point, {})
             last_step = max(last_step, report.step)
@@ -93,7 +89,7 @@ class MetricDispatch:
             self._emit(by_point[point], epoch, point, last_step)
         self._show(arrived)
 
-    def _show(self, arrived: list[Arrived]) -> None:
+    def _show(self, arrived: list[tuple[Report, dict[str, Any]]]) -> None:
         """Let every hook look at its values, all of a delivery in one call, once these are safe in the sinks."""
         checking: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
         for report, values in arrived:
@@ -104,20 +100,16 @@ class MetricDispatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics that wait for a flush, as host values, and the newest ones."""
-        pending, reports = self._steps
         waiting = [
-            [report.hook.name, report.point.name, report.step, values]
-            for report, values in zip(reports, pending.on_host(), strict=True)
+            [report.hook.name, report.point.name, report.step, values] for report, values in self._steps.on_host()
         ]
         return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any], hooks: Mapping[str, TrainingHook]) -> None:
         """Take the metrics back; those that wait of a hook which is not there any more are dropped."""
-        pending, reports = self._steps
         for name, point, step, values in state["waiting"]:
             if name in hooks:
-                pending.add(values)
-                reports.append(Report(hooks[name], HookPoint[point], step))
+                self._steps.add(Report(hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for metrics in state["last"]]
         self._newest = dict(state["newest"])
 
@@ -225,10 +217,3 @@ def _known(sink: MetricSink, positions: Positions) -> list[Position | None]:
 def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]]) -> None:
     for step, values in rows:
         hook.check(values, step)
-
-
-def _arrived(pending: PendingMetrics, reports: list[Report]) -> list[Arrived]:
-    """Empty a buffer in one transfer to the host."""
-    arrived = list(zip(list(reports), pending.to_host(), strict=True))
-    reports.clear()
-    return arrived

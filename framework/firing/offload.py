@@ -25,21 +25,13 @@ class StateOffload:
 
     def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
         """Bring a hook's state back, call ``function``, and move the state away again whatever happened."""
-        self._bring_back(hook)
+        if hook.name in self._away:
+            devices = iter(self._away.pop(hook.name))
+            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
         try:
             return function()
         finally:
-            self._send_away(hook)
-
-    def _bring_back(self, hook: TrainingHook) -> None:
-        devices = self._away.pop(hook.name, None)
-        if devices is not None:
-            remaining = iter(devices)
-            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(remaining)), hook.state_dict()))
-
-    def _send_away(self, hook: TrainingHook) -> None:
-        state: dict[str, Any] = hook.state_dict()
-        devices = [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        if devices:
-            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
-            self._away[hook.name] = devices
+            state: dict[str, Any] = hook.state_dict()
+            if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
+                hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
+                self._away[hook.name] = homes

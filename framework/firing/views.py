@@ -13,10 +13,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import unknown
 from ..hooks import EPOCH_END, STEP_POINTS, ForwardResult, HookPoint, ObserverServices, OptimizerGroup, RunDataContext
 from ..isolation import borrowed_buffers, borrowed_for_evaluation, borrowed_modes, borrowed_weights
-from ..state import TrainingState, gathered_for_a_while
+from ..state import TrainingState, Vector, gathered_for_a_while
 from ..training import LossProbe, Profiler, TrainingTask
-
-Vector = Mapping[str, Tensor]
 
 
 class Views:

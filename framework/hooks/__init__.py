@@ -1,6 +1,7 @@
 """What a hook is, is told, may ask for and may keep."""
 
 from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
+from .checks import hook_kind, hook_options
 from .commits import CommitRecord, StatePart, UndeclaredCommitError
 from .contexts import ForwardResult, MetricInfo, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table
 from .hook_points import (
@@ -26,8 +27,6 @@ from .selection import (
     always_on,
     build_hooks,
     bulk_hooks,
-    hook_kind,
-    hook_options,
     refuse_idle_options,
     select_hooks,
     without_duplicates,

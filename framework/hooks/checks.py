@@ -29,7 +29,9 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
         missing.add("describe_metrics")
     if missing:
         raise UsageError(f"{label} must define {', '.join(f'{name}()' for name in sorted(missing))}.")
-    _check_options(label, hook_options(hook), inspect.signature(hook).parameters)
+    for name, option in inspect.signature(hook).parameters.items():
+        if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
+            raise UsageError(f"{label} takes {name!r}; an option must be keyword-only, annotated, and have a default.")
     points = _points(label, hook)
     if issubclass(hook, InterventionHook):
         _check_intervention_class(label, hook, points)
@@ -39,14 +41,6 @@ def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only options of a hook's constructor by name."""
     parameters = inspect.signature(hook).parameters
     return {name: option for name, option in parameters.items() if option.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def _check_options(
-    label: str, options: Mapping[str, inspect.Parameter], parameters: Mapping[str, inspect.Parameter]
-) -> None:
-    for name, option in parameters.items():
-        if name not in options or inspect.Parameter.empty in (option.default, option.annotation):
-            raise UsageError(f"{label} takes {name!r}; an option must be keyword-only, annotated, and have a default.")
 
 
 def _points(label: str, hook: type[TrainingHook]) -> set[HookPoint]:
@@ -90,8 +84,3 @@ def hook_kind(hook: type[TrainingHook]) -> str:
     if not issubclass(hook, InterventionHook):
         return "observer"
     return "committing" if hook.commits else "intervention"
-
-
-def has_commits(hook: type[TrainingHook]) -> bool:
-    """Tell whether a hook declares to change the run."""
-    return issubclass(hook, InterventionHook) and bool(hook.commits)

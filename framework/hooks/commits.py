@@ -136,32 +136,20 @@ def blend(model: nn.Module, target: Vector, weight: float) -> None:
         parameter.copy_(parameter.to(wide).lerp(aim.to(wide), weight))
 
 
-def thawing(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """Return a function that has the named parameters trained; raises for a name that the model lacks."""
-    chosen = _named(model, names)
-
-    def thaw() -> None:
-        for parameter in chosen.values():
-            parameter.requires_grad_(True)
-
-    return thaw
+def thaw(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Have the parameters trained."""
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
 
 
-def forgetting(model: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> Callable[[], None]:
-    """Return a function that takes out of the optimizer what it remembers of the named parameters.
-
-    At its next step they are new to it. Raises for a name that the model lacks.
-    """
-    chosen = _named(model, names)
-
-    def forget() -> None:
-        for parameter in chosen.values():
-            optimizer.state.pop(parameter, None)
-
-    return forget
+def forget(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Take out of the optimizer what it remembers of the parameters, which are new to it at its next step."""
+    for parameter in parameters.values():
+        optimizer.state.pop(parameter, None)
 
 
-def _named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+def parameters_named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the named parameters; raises :class:`UsageError` for a name that the model lacks."""
     parameters, chosen = dict(model.named_parameters()), list(names)
     for name in chosen:
         if name not in parameters:
@@ -171,7 +159,7 @@ def _named(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
 
 def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> None:
     """Raise unless every name in ``factors`` is a parameter of the model, and every factor one number."""
-    _named(model, factors)
+    parameters_named(model, factors)
     for name, factor in factors.items():
         if isinstance(factor, Tensor) and factor.ndim:
             raise LoopscopeError(
@@ -193,7 +181,7 @@ def check_clamping(parameters: Iterable[nn.Parameter], max_value: float) -> None
 
 def check_vector(model: nn.Module, vector: Vector) -> None:
     """Raise unless every name in ``vector`` is a parameter of the model, of the same shape."""
-    for name, parameter in _named(model, vector).items():
+    for name, parameter in parameters_named(model, vector).items():
         if vector[name].shape != parameter.shape:
             raise LoopscopeError(
                 f"The vector's {name!r} has shape {tuple(vector[name].shape)}, but the parameter has "

@@ -6,23 +6,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..state import Vector, copied, live_gradients
-from .commits import (
-    Clipping,
-    CommitRecord,
-    StatePart,
-    add_scaled,
-    blend,
-    check_clamping,
-    check_factors,
-    check_vector,
-    clamp,
-    clip,
-    forgetting,
-    replace_gradients,
-    scale,
-    scale_each,
-    thawing,
-)
+from . import commits
+from .commits import Clipping, CommitRecord, StatePart
 from .measuring import Measuring
 
 
@@ -38,12 +23,12 @@ class Committing(Measuring):
         Factors are numbers or zero-dimensional tensors, which the hook then leaves alone.
         """
         if isinstance(factor, Mapping):
-            check_factors(self.model, factor)
+            commits.check_factors(self.model, factor)
             each = {name: self._lasting_factor(value) for name, value in factor.items()}
-            change: Callable[[], None] = partial(scale_each, self.model, each)
+            change: Callable[[], None] = partial(commits.scale_each, self.model, each)
         else:
             kept = self._lasting_factor(factor)
-            change = lambda: scale(live_gradients(self._parameters), kept)
+            change = lambda: commits.scale(live_gradients(self._parameters), kept)
         self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
 
     def clamp_gradients(self, max_value: float) -> None:
@@ -51,8 +36,10 @@ class Committing(Measuring):
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
-        check_clamping(self._parameters, max_value)
-        self._commits.record(StatePart.GRADIENTS, "clamp_gradients", partial(clamp, self._parameters, max_value))
+        commits.check_clamping(self._parameters, max_value)
+        self._commits.record(
+            StatePart.GRADIENTS, "clamp_gradients", partial(commits.clamp, self._parameters, max_value)
+        )
 
     def clip_gradients(self, max_norm: float) -> Clipping:
         """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns norm and factor now.
@@ -63,38 +50,44 @@ class Committing(Measuring):
         live = live_gradients(self._parameters)
         clipping = Clipping.of(live, max_norm)
         if self._mutates or self._commits.changes:
-            change = partial(clip, self._parameters, max_norm)
+            change = partial(commits.clip, self._parameters, max_norm)
         else:
-            change = partial(scale, live, clipping.factor)
+            change = partial(commits.scale, live, clipping.factor)
         self._commits.record(StatePart.GRADIENTS, "clip_gradients", change)
         return clipping
 
     def replace_gradients(self, values: Vector) -> None:
         """Keep: give the parameters named in ``values`` these gradients, tensors that the hook then leaves alone."""
-        check_vector(self.model, values)
+        commits.check_vector(self.model, values)
         kept = self._lasting(values)
-        self._commits.record(StatePart.GRADIENTS, "replace_gradients", lambda: replace_gradients(self.model, kept))
+        self._commits.record(
+            StatePart.GRADIENTS, "replace_gradients", partial(commits.replace_gradients, self.model, kept)
+        )
 
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
         """Keep: add ``factor`` (zero-dimensional) times ``values``, tensors that the hook then leaves alone."""
-        check_vector(self.model, values)
+        commits.check_vector(self.model, values)
         kept = self._lasting(values)
         lasting = factor.clone() if self._mutates else factor
-        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", partial(add_scaled, self.model, kept, lasting))
+        self._commits.record(
+            StatePart.GRADIENTS, "add_to_gradients", partial(commits.add_scaled, self.model, kept, lasting)
+        )
 
     def blend_parameters(self, target: Vector, weight: float) -> None:
         """Keep: θ ← (1 − weight)·θ + weight·target of the parameters in ``target``, then left alone by the hook."""
-        check_vector(self.model, target)
+        commits.check_vector(self.model, target)
         kept = self._lasting(target)
-        self._commits.record(StatePart.PARAMETERS, "blend_parameters", lambda: blend(self.model, kept, weight))
+        self._commits.record(StatePart.PARAMETERS, "blend_parameters", partial(commits.blend, self.model, kept, weight))
 
     def thaw_parameters(self, names: Iterable[str]) -> None:
         """Keep: train the named parameters from now on."""
-        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", thawing(self.model, names))
+        chosen = commits.parameters_named(self.model, names)
+        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", partial(commits.thaw, chosen))
 
     def reset_optimizer_state(self, names: Iterable[str]) -> None:
         """Keep: let the optimizer forget what it remembers of the named parameters."""
-        change = forgetting(self.model, self._task.optimizer, names)
+        chosen = commits.parameters_named(self.model, names)
+        change = partial(commits.forget, self._task.optimizer, chosen)
         self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
 
     def _lasting(self, vector: Vector) -> Vector:

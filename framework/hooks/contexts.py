@@ -31,7 +31,7 @@ class MetricInfo:
         return self.name.removesuffix("/<parameter>")
 
     def describes(self, metric: str) -> bool:
-        """Return whether ``metric``, as a hook returned it, is this one."""
+        """Return whether a value that a hook returns under the name ``metric`` is explained by this description."""
         return metric == self.name or (self.column != self.name and metric.startswith(self.column + "/"))
 
 

@@ -62,20 +62,16 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
         entry = loop_points.get(loop, frozenset())
         wanted = dict(entry) if isinstance(entry, Mapping) else dict.fromkeys(entry, ALWAYS)
     for point, window in wanted.items():
-        _check(point, window)
+        if not isinstance(point, HookPoint):
+            known = ", ".join(member.name for member in HookPoint)
+            raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {known}.")
+        first, last = window
+        if (first or 0) < 0 or (last is not None and last < (first or 0)):
+            raise UsageError(
+                f"The epoch window {window} at {point.name} never opens; it is (first, last), epochs count from 0, "
+                "both bounds belong to it, and None leaves a side open."
+            )
     return {point: window for point, window in wanted.items() if point in POINTS_OF_LOOP[loop]}
-
-
-def _check(point: object, window: EpochWindow) -> None:
-    if not isinstance(point, HookPoint):
-        known = ", ".join(member.name for member in HookPoint)
-        raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {known}.")
-    first, last = window
-    if (first or 0) < 0 or (last is not None and last < (first or 0)):
-        raise UsageError(
-            f"The epoch window {window} at {point.name} never opens; it is (first, last), epochs count from 0, both "
-            "bounds belong to it, and None leaves a side open."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +104,7 @@ class StepSchedule:
             raise UsageError(f"warmup is {self.warmup}; it must be at least 0.")
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the hook fires at 1-based ``step``."""
+        """Return whether the hook fires at ``step``, counted from 1."""
         if step <= self.warmup:
             return False
         if self.mode == "continual":

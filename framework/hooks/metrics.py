@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,9 +111,10 @@ def _filled(value: MetricValue, numbers: Iterator[Any]) -> Any:
 
 
 Group = tuple[torch.device, torch.dtype]
+Origin = TypeVar("Origin")
 
 
-class PendingMetrics:
+class PendingMetrics(Generic[Origin]):
     """Metrics whose tensors wait on their devices, packed so that later changes of the originals do not show.
 
     ``add`` copies the tensors of one hook call into one small vector per device and dtype; ``to_host`` joins
@@ -121,11 +122,14 @@ class PendingMetrics:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Metrics, list[Group]]] = []
+        self._entries: list[tuple[Origin, Metrics, list[Group]]] = []
         self._packed: dict[Group, list[Tensor]] = {}
 
-    def add(self, metrics: Metrics) -> Metrics:
-        """Queue the metrics of one hook call and return them with their tensors copied.
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, origin: Origin, metrics: Metrics) -> Metrics:
+        """Queue the metrics of one hook call, told by its ``origin``, and return them with their tensors copied.
 
         Raises ``ValueError`` for a tensor that is not zero-dimensional, ``TypeError`` for anything but a mapping
         of metric values.
@@ -135,7 +139,7 @@ class PendingMetrics:
         leaves: list[Tensor] = []
         own = {name: value if type(value) is float else _own(value, leaves) for name, value in metrics.items()}
         if not leaves:
-            self._entries.append((own, []))
+            self._entries.append((origin, own, []))
             return own
         groups: dict[Group, list[Tensor]] = {}
         for leaf in leaves:
@@ -144,16 +148,16 @@ class PendingMetrics:
         for key, vector in copies.items():
             self._packed.setdefault(key, []).append(vector)
         keys = [(leaf.device, leaf.dtype) for leaf in leaves]
-        self._entries.append((own, keys))
+        self._entries.append((origin, own, keys))
         return _substituted(own, keys, {key: iter(vector) for key, vector in copies.items()})
 
-    def on_host(self) -> list[dict[str, Any]]:
-        """Return every queued call's metrics as host values, in order."""
+    def on_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+        """Return the origin and the metrics, as host values, of every queued call, in order."""
         numbers = _on_host({key: torch.cat(vectors) for key, vectors in self._packed.items()})
-        return [_substituted(metrics, keys, numbers) for metrics, keys in self._entries]
+        return [(origin, _substituted(metrics, keys, numbers)) for origin, metrics, keys in self._entries]
 
-    def to_host(self) -> list[dict[str, Any]]:
-        """Return every queued call's metrics as host values, in order, and empty the queue."""
+    def to_host(self) -> list[tuple[Origin, dict[str, Any]]]:
+        """Return what :meth:`on_host` returns, and empty the queue."""
         host = self.on_host()
         self._entries.clear()
         self._packed.clear()

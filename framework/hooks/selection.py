@@ -7,25 +7,10 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from ..registry import Registry, qualified
-from .base import TrainingHook
-from .checks import KEYWORDS, check_hook_class, has_commits, hook_kind, hook_options
+from .base import InterventionHook, TrainingHook
+from .checks import KEYWORDS, check_hook_class, hook_kind, hook_options
 from .metrics import MetricSink
 
-__all__ = [
-    "GROUPS",
-    "ConfiguredHook",
-    "ExperimentRegistry",
-    "HookRegistry",
-    "SinkRegistry",
-    "always_on",
-    "build_hooks",
-    "bulk_hooks",
-    "hook_kind",
-    "hook_options",
-    "refuse_idle_options",
-    "select_hooks",
-    "without_duplicates",
-]
 OptionsByHook = Mapping[str, Mapping[str, Any]]
 GROUPS = ("none", "minimal", "observers", "interventions", "full")
 
@@ -76,7 +61,8 @@ def select_hooks(
         if name in ("all", "observers"):
             chosen += bulk_hooks(name)
         elif name == "with_debug":
-            chosen += [hook.name for hook in HookRegistry if hook.debug and not has_commits(hook)]
+            debugging = [hook for hook in HookRegistry if hook.debug]
+            chosen += [each.name for each in debugging if not (issubclass(each, InterventionHook) and each.commits)]
         elif name in hook_sets and name not in HookRegistry.names():
             raise UsageError(f"{name!r} is no hook, but a group of hooks: --with-hooks {name}.")
         else:

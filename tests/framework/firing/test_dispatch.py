@@ -217,13 +217,13 @@ def test_values_of_many_dtypes_arrive_exactly_in_their_places():
     pending = PendingMetrics()
     given = [of_every_dtype(shift) for shift in range(3)]
     for metrics in given:
-        pending.add(metrics)
+        pending.add(None, metrics)
     expected = [
         {name: [item.item() for item in value] if isinstance(value, list) else value.item()
          for name, value in metrics.items()}
         for metrics in given
     ]  # fmt: skip
-    assert [list(map(repr, row.values())) for row in pending.to_host()] == [
+    assert [list(map(repr, row.values())) for _, row in pending.to_host()] == [
         list(map(repr, row.values())) for row in expected
     ]
 
@@ -236,9 +236,9 @@ def test_any_mixture_of_dtypes_is_brought_to_the_host_bit_by_bit(calls, draw):
         bits = [torch.tensor([draw.getrandbits(8) for _ in range(dtype.itemsize)], dtype=torch.uint8)
                 for dtype in dtypes]  # fmt: skip
         tensors = {str(index): raw.view(dtype)[0] for index, (raw, dtype) in enumerate(zip(bits, dtypes, strict=True))}
-        pending.add(tensors)
+        pending.add(None, tensors)
         expected.append({name: repr(tensor.item()) for name, tensor in tensors.items()})
-    assert [{name: repr(value) for name, value in row.items()} for row in pending.to_host()] == expected
+    assert [{name: repr(value) for name, value in row.items()} for _, row in pending.to_host()] == expected
 
 
 def test_numbers_that_are_on_the_host_already_are_not_transferred():
@@ -247,9 +247,9 @@ def test_numbers_that_are_on_the_host_already_are_not_transferred():
 
 def test_pending_metrics_return_to_their_places_in_order():
     pending = PendingMetrics()
-    pending.add({"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": np.float64(0.5)})
-    pending.add({"a": torch.tensor(4.0)})
-    assert pending.to_host() == [{"a": 1.0, "b": [2, 3.0], "c": 0.5}, {"a": 4.0}]
+    pending.add("first", {"a": torch.tensor(1.0), "b": [torch.tensor(2), torch.tensor(3.0)], "c": np.float64(0.5)})
+    pending.add("second", {"a": torch.tensor(4.0)})
+    assert pending.to_host() == [("first", {"a": 1.0, "b": [2, 3.0], "c": 0.5}), ("second", {"a": 4.0})]
     assert pending.to_host() == []
 
 
