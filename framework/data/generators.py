@@ -27,7 +27,7 @@ def dataset_generators(*holders: object) -> list[Generator]:
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        for value in _attributes(holder):
+        for value in list(getattr(holder, "__dict__", {}).values()):  # a list, or a class with slots alone, has none
             if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
                 found[id(value)] = value
             elif isinstance(value, Dataset):
@@ -35,13 +35,6 @@ def dataset_generators(*holders: object) -> list[Generator]:
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset):
                 waiting.extend(value)
     return list(found.values())
-
-
-def _attributes(holder: object) -> list[object]:
-    try:
-        return list(vars(holder).values())
-    except TypeError:  # a list, or a class with slots alone
-        return []
 
 
 def seed_all(generators: Sequence[Generator]) -> None:

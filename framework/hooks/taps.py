@@ -1,9 +1,9 @@
 """Taps: functions that see, or replace, a gradient while it flows backward; others see inputs, or count."""
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ Thing = TypeVar("Thing")
 OnGradient = Callable[[Tensor], Tensor | None]
 Around = tuple[Callable[..., None] | None, Callable[..., None]]
 """What is called before (if anything) and after a module's forward."""
-Attach = Callable[[], list[torch.utils.hooks.RemovableHandle]]
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,11 @@ class TapSet:
         self._model = model
         self._audit = audit
         self._compiled = is_compiled(model)
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._apart: list[tuple[Callable[[], bool], Attach]] = []
-        self._aliased: list[nn.Module] = []
-        self._eager: list[tuple[nn.Module, Any]] = []
+        self._attached = ExitStack()
+        self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
         self._silent = 0
         self._hearing = False
         self._stances = ExitStack()
-        self._undone_at_the_end = ExitStack()
 
     def attach(self, owner: TapOwner, taps: Iterable[Tap]) -> None:
         """Attach a hook's taps; raises :class:`UsageError`, with no tap left on the model, if one cannot be."""
@@ -103,7 +99,8 @@ class TapSet:
                 f"{type(module).__name__}."
             )
         is_heard = lambda: not (self._silent or self._hearing) and owner.is_due()
-        self._handles.append(module.register_quantization_hook(QuantizationListener(is_heard, tap.counts)))
+        listener = QuantizationListener(is_heard, tap.counts)
+        self._attached.callback(module.register_quantization_hook(listener).remove)
 
     def _attach(self, owner: TapOwner, tap: GradientTap) -> None:
         if tap.replaces and tap.kind == "input":
@@ -113,32 +110,33 @@ class TapSet:
                 f"The tap of hook {owner.hook!r} on {tap.target!r} replaces a gradient, which the hook does not "
                 "declare; add commits = {StatePart.GRADIENTS} to its class."
             )
+        # Hooks of parameters run when the graphs are done with them, so they can stay; those of modules run within.
         is_apart = self._compiled and tap.kind != "parameter" and not tap.replaces
         is_heard = lambda: not self._silent and is_apart is self._hearing and owner.is_due()
         watched = self._watched(owner, tap, is_heard)
         if tap.kind == "parameter":
             parameter = _named(dict(self._model.named_parameters(remove_duplicate=False)), owner, tap)
             _refuse_frozen(parameter, owner, tap)
-            self._handles.append(parameter.register_hook(OwnFunction(watched)))  # type: ignore[no-untyped-call]
+            self._attached.callback(parameter.register_hook(OwnFunction(watched)).remove)  # type: ignore[no-untyped-call]
             return
         module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
         around: Around = _around_output(watched, is_heard)
         if tap.kind == "weight":
+            # Not module.weight, which may be computed from other parameters and so be no leaf.
             _refuse_frozen(module._parameters.get("weight"), owner, tap)
             around = _around_weight(watched, is_heard)
-            self._aliased.append(module)
+            self._attached.callback(vars(module).pop, "weight", None)  # the alias of a forward that raised
         if tap.kind == "input":
             around = _around_input(watched, is_heard)
         if is_apart:
-            self._apart.append((owner.is_due, partial(_attach_around, module, around)))
+            self._apart.append((owner.is_due, module, around))
         elif self._compiled and tap.kind == "weight":
-            self._undone_at_the_end.enter_context(quiet_graph_breaks())
-            self._eager.append((module, vars(module).get("forward")))
-            module.forward = _eager_forward(module, around)
+            self._attached.enter_context(quiet_graph_breaks())
+            self._attached.enter_context(_forward_on_the_alias(module, around))
         elif self._compiled:
-            self._handles.append(module.register_forward_hook(_uncompiled_hook()(around[1])))
+            self._attached.callback(module.register_forward_hook(_uncompiled_hook()(around[1])).remove)
         else:
-            self._handles += _attach_around(module, around)
+            _listen(self._attached, module, around)
 
     def _watched(self, owner: TapOwner, tap: GradientTap, is_heard: Callable[[], bool]) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
@@ -166,7 +164,7 @@ class TapSet:
 
         Compiled modules run eagerly there: compiling them for other shapes or modes may change what the run is given.
         """
-        return self
+        return self  # entered at every call of a hook, where a context manager made of a generator would show
 
     def __enter__(self) -> None:
         self._silent += 1
@@ -180,8 +178,8 @@ class TapSet:
 
     @property
     def need_a_pass(self) -> bool:
-        """Tell whether a tap is due now that a compiled pass cannot serve."""
-        return bool(self._apart) and any(is_due() for is_due, _ in self._apart)
+        """Whether a tap is due now that a compiled pass cannot serve."""
+        return bool(self._apart) and any(is_due() for is_due, _, _ in self._apart)
 
     def hear(self, compute_gradients: Callable[[], object]) -> None:
         """Run a pass eagerly, heard by the taps that a compiled pass cannot serve and by no others."""
@@ -189,23 +187,14 @@ class TapSet:
         with ExitStack() as stack:
             stack.callback(setattr, self, "_hearing", False)
             stack.enter_context(eagerly())
-            for _, attach in self._apart:
-                for handle in attach():
-                    stack.callback(handle.remove)
+            for _, module, around in self._apart:
+                _listen(stack, module, around)
             compute_gradients()
 
     def remove(self) -> None:
         """Take every tap off the model."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._undone_at_the_end.close()
+        self._attached.close()
         self._apart.clear()
-        while self._eager:
-            module, forward = self._eager.pop()
-            vars(module).pop("forward")
-            vars(module).update({} if forward is None else {"forward": forward})
-        while self._aliased:
-            vars(self._aliased.pop()).pop("weight", None)  # the alias of a forward that raised
 
 
 def _uncompiled(function: Callable[..., Any]) -> Any:
@@ -222,10 +211,14 @@ def _uncompiled_hook() -> type[OwnFunction]:
     return type("UncompiledHook", (OwnFunction,), {"__call__": _uncompiled(OwnFunction.__call__)})
 
 
-def _eager_forward(module: nn.Module, around: Around) -> Any:
-    """Return the forward of a module of a compiled model that works on an alias, which no graph must see."""
+@contextmanager
+def _forward_on_the_alias(module: nn.Module, around: Around) -> Iterator[None]:
+    """Let a module of a compiled model work on an alias in the body, which no graph must see.
+
+    Its forward is exchanged, since a hook of the module could only end the graph before and after it.
+    """
     before, after = around
-    forward = module.forward
+    forward, own = module.forward, vars(module).get("forward")
 
     def eagerly_on_the_alias(*inputs: Any, **options: Any) -> Any:
         if before is not None:
@@ -235,14 +228,20 @@ def _eager_forward(module: nn.Module, around: Around) -> Any:
         finally:
             after(module, inputs, None)
 
-    return _uncompiled(eagerly_on_the_alias)
+    module.forward = _uncompiled(eagerly_on_the_alias)
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        vars(module).update({} if own is None else {"forward": own})
 
 
-def _attach_around(module: nn.Module, around: Around) -> list[torch.utils.hooks.RemovableHandle]:
-    """Have functions called around a module's forward."""
+def _listen(stack: ExitStack, module: nn.Module, around: Around) -> None:
+    """Have functions called around a module's forward until the stack is closed."""
     before, after = around
-    handles = [module.register_forward_hook(OwnFunction(after))]
-    return handles if before is None else [module.register_forward_pre_hook(OwnFunction(before)), *handles]
+    if before is not None:
+        stack.callback(module.register_forward_pre_hook(OwnFunction(before)).remove)
+    stack.callback(module.register_forward_hook(OwnFunction(after)).remove)
 
 
 def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
@@ -276,7 +275,7 @@ def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
             weight: Any = module.weight
             alias = weight.view_as(weight)
             alias.register_hook(on_gradient)
-            vars(module)["weight"] = alias
+            vars(module)["weight"] = alias  # found before the parameter, which stays; setattr refuses what is none
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
         vars(module).pop("weight", None)
@@ -293,6 +292,8 @@ def _refuse_frozen(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) 
 
 
 def _mark(gradient: Tensor) -> tuple[int, int, torch.Size]:
+    # The counter tells of writes in place, the address of an exchange by ``.data`` or ``set_``. Neither copies anything
+    # nor waits for a device. What is written through ``.data`` itself leaves them alone; only an audit sees that.
     return gradient._version, gradient.data_ptr(), gradient.shape
 
 

@@ -119,7 +119,9 @@ def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, genera
     Every product divides by a power of two of about that size, in its thin factor, so that none leaves the range.
     """
     draws = torch.randn(matrix.shape[1], rank, generator=generator, device=generator.device, dtype=torch.float32)
-    scale = _power_of_two_above(largest)
+    # A power of two above the largest magnitude, or near it at the ends of the range, by which division is exact.
+    exponent = torch.where(largest.isfinite(), largest, 1.0).frexp().exponent
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS))
     basis = torch.linalg.qr(matrix @ (draws.to(matrix) / scale))[0]
     for _ in range(niter):
         basis = torch.linalg.qr(matrix.mT @ (basis / scale))[0]
@@ -178,9 +180,3 @@ def _largest(matrix: Tensor) -> Tensor:
     """Return the largest magnitude, zero-dimensional; infinite or NaN if a value is."""
     low, high = torch.aminmax(matrix)
     return torch.maximum(-low, high)
-
-
-def _power_of_two_above(largest: Tensor) -> Tensor:
-    """Return a power of two above the largest magnitude, or near it at the ends of the range: division is exact."""
-    exponent = torch.where(largest.isfinite(), largest, 1.0).frexp().exponent
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS))
