@@ -130,19 +130,15 @@ def _keeper(captured: dict[str, Any], name: str) -> Any:
 def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
     """Copy the optimizer's parameter groups into frozen views."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return tuple(
-        OptimizerGroup(
+    found = []
+    for group in optimizer.param_groups:
+        options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
+        copy = OptimizerGroup(
             names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
             lr=float(group["lr"]),
             weight_decay=float(group.get("weight_decay", 0.0)),
             betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
-            options=MappingProxyType(
-                {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in group.items()
-                    if key != "params"
-                }
-            ),
+            options=MappingProxyType(options),
         )
-        for group in optimizer.param_groups
-    )
+        found.append(copy)
+    return tuple(found)

@@ -29,12 +29,9 @@ class BitLinear(SplitLinear):
     cast. Activation checkpointing (``use_reentrant=False``) repeats the casts of the call that it repeats. Of several
     processes each casts what it sees, by scales and histories of its own.
 
+    Its first arguments are those of ``nn.Linear``; a bias is never cast.
+
     Args:
-        in_features: columns of the weight.
-        out_features: rows of the weight.
-        bias: learn a bias; it is never cast.
-        device: of the parameters.
-        dtype: of the parameters.
         recipe: the casts.
         generator: of the seeds for stochastic rounding, on the CPU wherever the layer is; shared by a model's layers.
     """

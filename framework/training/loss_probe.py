@@ -55,10 +55,7 @@ class LossProbe:
     def run_once(self, batch: Batch) -> None:
         """Run forward and backward for taps to listen; the loss has the run's scale, the gradients may be infinite."""
         with self._borrowed():
-            for parameter in self._model.parameters():
-                parameter.grad = None
-            self._profiler.passed("forward_backward", batch)
-            forward_backward(self._task, batch)
+            self._gradient(batch, forward_backward)
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
@@ -133,11 +130,13 @@ class LossProbe:
     def _parts(self, batch: Batch) -> list[Batch]:
         return micro_batches(batch, self._task.accumulation_steps)
 
-    def _gradient(self, batch: Batch) -> dict[str, Tensor]:
+    def _gradient(
+        self, batch: Batch, compute: Callable[[TrainingTask, Batch], object] = measure_gradients
+    ) -> dict[str, Tensor]:
         for parameter in self._model.parameters():
             parameter.grad = None  # not zeros: a parameter that the loss does not depend on shall have no gradient
         self._profiler.passed("forward_backward", batch)
-        measure_gradients(self._task, batch)
+        compute(self._task, batch)
         return gradients(self._model)
 
 

@@ -12,7 +12,7 @@ from . import kernels
 from .compiled import COMPILER
 from .counts import SUMS, Counts, count
 from .formats import FloatFormat, FormatRegistry
-from .kernels import Counting, Grid, Layout, Scaling
+from .kernels import Grid, Layout, Scaling
 from .scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
@@ -69,7 +69,7 @@ class Cast:
     @property
     def scaling(self) -> Scaling:
         """How scales follow from magnitudes."""
-        return Scaling(self.scaling_rule, self.number_format, self.q_scalar)
+        return Scaling(self.scaling_rule, self.number_format, self.q_scalar, self.blocks())
 
     @property
     def grid(self) -> Grid:
@@ -159,7 +159,6 @@ class Cast:
             draws if draws is None else draws.view(shape),
             self.scaling,
             self.grid,
-            Counting(layout.per_row is None, self.q_scalar < 1 or self.scaling_rule.overflows),
         )
         if found is None or not kernels.was_counted(found[1], found[2], layout.shape.numel()):
             return None

@@ -77,6 +77,8 @@ class Scaling:
     rule: type[ScalingRule]
     number_format: type[FloatFormat]
     q_scalar: float
+    block: int | None
+    """Values that share a scale; ``None``: all of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -163,27 +165,8 @@ def as_float32(largest: Tensor) -> Tensor:
     return covering.clamp_max(FLOAT32_MAX)
 
 
-@dataclass(frozen=True)
-class Counting:
-    """What is known of a tensor that is cast and counted.
-
-    Args:
-        whole: one scale is for all of it.
-        may_overflow: its scales do not follow from its own largest magnitudes so that these are in range.
-    """
-
-    whole: bool
-    may_overflow: bool
-
-
 def cast_and_count(
-    chunks: Tensor,
-    zeros: Tensor,
-    scale: Tensor | None,
-    draws: Tensor | None,
-    scaling: Scaling,
-    grid: Grid,
-    counting: Counting,
+    chunks: Tensor, zeros: Tensor, scale: Tensor | None, draws: Tensor | None, scaling: Scaling, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`.counts`; 0 for the total.
 
@@ -199,10 +182,9 @@ def cast_and_count(
         draws: of the shape of ``chunks``, for stochastic rounding.
         scaling: how scales follow.
         grid: what to round to.
-        counting: what is known.
     """
     largest = largest_in(chunks)
-    largest = largest.amax() if counting.whole else largest
+    largest = largest.amax() if scaling.block is None else largest
     scales = _stored(scales_for(largest, scaling)) if scale is None else scale
     scales = scales.expand(chunks.shape[:2]).unsqueeze(-1) + zeros
     maximum = grid.number_format.maximum
@@ -216,7 +198,8 @@ def cast_and_count(
     flags = _in_chunks(flags)
     upper = (flags / FIELD).floor()
     over = excess = flags.new_zeros(())
-    if counting.may_overflow:
+    # Otherwise scales follow from a tensor's own largest magnitudes, so that these are in range.
+    if scaling.q_scalar < 1 or scaling.rule.overflows:
         beyond = exceeds(magnitude, reach, maximum)
         over = _in_chunks(torch.where(beyond, 1.0, 0.0)).sum()
         excess = over + _in_chunks(torch.where(beyond, scaled.abs() - maximum, 0.0)).sum() / maximum
