@@ -106,7 +106,7 @@ class MetricDispatch:
         return {"waiting": waiting, "last": list(self._last), "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any], hooks: Mapping[str, TrainingHook]) -> None:
-        """Take the metrics back; those that wait of a hook which is not there any more are dropped."""
+        """Resume from what :meth:`state_dict` returned, without what waits of hooks that are no longer there."""
         for name, point, step, values in state["waiting"]:
             if name in hooks:
                 self._steps.add(Report(hooks[name], HookPoint[point], step), values)

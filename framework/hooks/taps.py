@@ -24,9 +24,7 @@ Around = tuple[Callable[..., None] | None, Callable[..., None]]
 
 @dataclass(frozen=True)
 class GradientTap:
-    """A function on one gradient: of a parameter, of the output of a module, or of a parameter's use by a module.
-
-    Or on what a module is given on its way forward.
+    """A function that sees, or replaces, a gradient on its way backward, or sees a module's input on its way forward.
 
     Args:
         target: the name of the parameter or of the module in the model.
