@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, listed, require_package
-from ..report import WANTED, Look, Picture, file_stem, matcher, metric_picture, provenance_picture, read_run
+from ..report import Look, Picture, file_stem, hook_panels, hook_picture, matcher, metric_picture, read_run
 from ..runs import require, run_folders
 from .parser import CommandParser
 from .values import NAMES
 
 SUFFIXES = (".png", ".svg", ".pdf")
+PROVENANCE = "provenance"
+"""The picture that hooks ask for, and the option that draws it."""
 SWITCHES = {
-    "--provenance": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
+    f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",
     "--log-x": "a logarithmic axis of steps",
     "--log-y": "logarithmic vertical axes; by default only where positive values span more than three decades",
@@ -28,11 +30,12 @@ def plot(words: Sequence[str], show: Callable[[str], None]) -> None:
     _check(given)
     log_y = True if given["log_y"] else False if given["linear_y"] else None
     require_package("matplotlib", "loopscope plot", "plot")
-    wanted = WANTED.__contains__ if given["provenance"] else matcher(given["metrics"])
+    panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
+    wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
     runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
-    if given["provenance"]:
-        picture = provenance_picture(runs)
+    if given[PROVENANCE]:
+        picture = hook_picture(PROVENANCE, runs)
     else:
         known = dict.fromkeys(name for run in runs for name in run.names)
         there = listed(list(known)) or "none"

@@ -3,7 +3,16 @@
 from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
 from .checks import hook_kind, hook_options
 from .commits import CommitRecord, StatePart, UndeclaredCommitError
-from .contexts import ForwardResult, MetricInfo, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table
+from .contexts import (
+    ForwardResult,
+    MetricInfo,
+    MetricPanel,
+    ObserverServices,
+    OptimizerGroup,
+    RunDataContext,
+    RunInfo,
+    metric_table,
+)
 from .hook_points import (
     ALWAYS,
     EPOCH_END,
@@ -51,6 +60,7 @@ __all__ = [
     "InterventionHook",
     "LoopType",
     "MetricInfo",
+    "MetricPanel",
     "MetricSink",
     "MetricValue",
     "Metrics",

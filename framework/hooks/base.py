@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from .commits import StatePart
-from .contexts import MetricInfo, RunDataContext, RunInfo, metric_table
+from .contexts import MetricInfo, MetricPanel, RunDataContext, RunInfo, metric_table
 from .hook_points import EVERY_STEP, HookPoint, LoopPoints, StepSchedule
 from .metrics import Metrics
 from .remembered import Remembering
@@ -48,6 +48,8 @@ class TrainingHook(Remembering, ABC):
     """The hook is on, and comes first, whenever any hook is on."""
     metrics: ClassVar[str] = ""
     """A table, as :func:`metric_table` reads it, of every metric that ``compute`` or ``intervene`` can return."""
+    panels: ClassVar[Sequence[MetricPanel]] = ()
+    """Its metrics that make a picture of their own, which ``loopscope plot`` draws by an option."""
 
     @abstractmethod
     def compute(self, ctx: RunDataContext) -> Metrics:

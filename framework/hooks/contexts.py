@@ -76,6 +76,26 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricPanel:
+    """Metrics of a hook, by their names, that are drawn in one panel of a picture, beside those of other hooks."""
+
+    picture: str
+    """The picture, by the option of ``loopscope plot`` that draws it."""
+    place: int
+    """Panels of a picture stand in the order of their places."""
+    title: str
+    y_label: str
+    curves: Mapping[str, str]
+    """What each metric shows; curves of one text look alike in all panels. An empty one needs no explanation."""
+    log_y: bool | None = False
+    """A logarithmic vertical axis: yes, no, or where the values span many decades."""
+    baseline: float | None = None
+    """A value that is marked by a thin line."""
+    shares: Mapping[str, str] = field(default_factory=dict)
+    """Metrics whose mean is said below the title, in percent, with the word for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunInfo:
     """One strategy's run, as hooks (``start``) and sinks (``set_run_context``) are told of it."""
 

@@ -1,6 +1,6 @@
 """What a picture shows, before it is drawn: panels, their curves, and how runs and metrics are told apart."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -119,7 +119,7 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
             f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
             f"patterns. They match {listed(metrics)}.",
         )
-        panels = [Panel(metric, styled(runs, {metric: 0}, lambda run, _: Style.numbered(run))) for metric in metrics]
+        panels = [Panel(metric, styled(runs, [metric], lambda run, _: Style.numbered(run))) for metric in metrics]
         legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
     subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
     return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
@@ -184,17 +184,21 @@ def _overlaid(
     )
     shared = shared_beginning(metrics)
     names = {metric.removeprefix(f"{shared}/"): (Style.numbered(i), i) for i, metric in enumerate(metrics)}
-    style = Style if len(runs) > 1 else lambda _, number: Style.numbered(number)
-    traces = styled(runs, {metric: index for index, metric in enumerate(metrics)}, style)
+    alone = len(runs) == 1
+    traces = styled(
+        runs,
+        metrics,
+        lambda run, metric: Style.numbered(metrics.index(metric)) if alone else Style(run, metrics.index(metric)),
+    )
     return [Panel(shared, traces)], legend_of(labels, names)
 
 
-def styled(runs: Sequence[RecordedRun], metrics: Mapping[str, int], style: Callable[[int, int], Style]) -> list[Trace]:
-    """Return the curves of metrics, each with its number, in the ``style`` for the run's number and its own."""
+def styled(runs: Sequence[RecordedRun], metrics: Iterable[str], style: Callable[[int, str], Style]) -> list[Trace]:
+    """Return the curves of metrics in the ``style`` for the run's number and the metric."""
     return [
-        Trace(run.curves[metric], style(index, number))
+        Trace(run.curves[metric], style(index, metric))
         for index, run in enumerate(runs)
-        for metric, number in metrics.items()
+        for metric in metrics
         if metric in run.curves
     ]
 

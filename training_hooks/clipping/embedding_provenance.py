@@ -8,6 +8,7 @@ from loopscope.hooks import (
     GradientTap,
     HookPoint,
     HookRegistry,
+    MetricPanel,
     Metrics,
     RunDataContext,
     RunInfo,
@@ -16,7 +17,7 @@ from loopscope.hooks import (
 )
 from torch import Tensor, nn
 
-from .tied_embeddings import EmbeddingPair, TiedGradients, all_sums
+from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, all_sums
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""
@@ -59,6 +60,33 @@ class EmbeddingProvenance(TrainingHook):
         PATH.format(prefix="embedding_grad", symbol="g_in", way="through the input embedding")
         + PATH.format(prefix="output_proj_grad", symbol="g_out", way="through the output projection")
         + BOTH_PATHS
+    )
+    panels = (
+        MetricPanel(
+            picture=PICTURE,
+            place=0,
+            title="Gradients of input embedding and output projection",
+            y_label="L2 norm",
+            curves={"embedding_grad_l2_norm": THROUGH_INPUT, "output_proj_grad_l2_norm": THROUGH_OUTPUT},
+            log_y=True,
+        ),
+        MetricPanel(
+            picture=PICTURE,
+            place=1,
+            title="Ratio of output projection to input embedding",
+            y_label="‖g_out‖₂ / ‖g_in‖₂",
+            curves={"output_to_embedding_ratio": ""},
+            log_y=None,
+            baseline=1.0,
+        ),
+        MetricPanel(
+            picture=PICTURE,
+            place=3,
+            title="Cosine of the two gradients",
+            y_label="cosine",
+            curves={"cosine": ""},
+            baseline=0.0,
+        ),
     )
 
     def __init__(

@@ -8,6 +8,7 @@ from loopscope.hooks import (
     HookPoint,
     HookRegistry,
     InterventionHook,
+    MetricPanel,
     Metrics,
     ModelDataContext,
     Remembered,
@@ -18,7 +19,7 @@ from loopscope.hooks import (
 from torch import nn
 
 from .output_projection import ClipOptions, OutputProjectionClipper, Scope
-from .tied_embeddings import EmbeddingPair
+from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair
 
 
 @HookRegistry.register
@@ -47,6 +48,21 @@ class OutputProjectionClip(InterventionHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
+    panels = (
+        MetricPanel(
+            picture=PICTURE,
+            place=2,
+            title="Gradients before clipping, and the clip threshold",
+            y_label="L2 norm",
+            curves={
+                "embedding_grad_l2_norm": THROUGH_INPUT,
+                "output_proj_grad_l2_norm": THROUGH_OUTPUT,
+                "output_proj_clip_threshold": "clip threshold",
+            },
+            log_y=True,
+            shares={"clipped_fraction": "clipped"},
+        ),
+    )
     _clipper = Remembered[OutputProjectionClipper | None](lambda: None, saved=False)
     _history = Remembered[Mapping[str, Any]](dict, saved=False)
     """What a checkpoint had of the history, until the clipper is made."""

@@ -12,6 +12,10 @@ ROWS_TOGETHER = 512
 """Rows of a difference that are held in memory at once."""
 ELEMENTS_TOGETHER = 2**20
 """Elements whose sizes are held in memory at once."""
+PICTURE = "provenance"
+THROUGH_INPUT = "through the input embedding (g_in)"
+THROUGH_OUTPUT = "through the output projection (g_out)"
+"""The picture that the hooks about the two gradients share, and how it calls them."""
 
 
 @dataclass(frozen=True)

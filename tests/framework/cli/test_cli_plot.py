@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
-from loopscope.report import Look, provenance_picture
+from loopscope.report import Look, hook_picture
 from loopscope.report.drawing import figure_of
 from loopscope.report.panels import COLOURS, DASHES
 
@@ -143,7 +143,7 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
     assert said[0].endswith("the clip threshold: output_projection_clip recorded none in tied.")
     assert said[1] == "support_tied_provenance.png is written."
     assert all(pixels(Path("support_tied_provenance.png"), COLOURS[index]) > 300 for index in (0, 1, 6))
-    assert len(figure_of(provenance_picture([everything(folder)]), Look()).axes) == 3
+    assert len(figure_of(hook_picture("provenance", [everything(folder)]), Look()).axes) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from loopscope import experiments, sinks, training_hooks
-from loopscope.hooks import HookPoint, Series
-from loopscope.report import Look, metric_picture, provenance_picture
+from loopscope.errors import UsageError
+from loopscope.hooks import HookPoint, HookRegistry, MetricPanel, Series
+from loopscope.report import Look, hook_picture, metric_picture
 from loopscope.report.curves import Curve
 from loopscope.report.drawing import figure_of, running_mean
 from loopscope.report.panels import COLOURS
@@ -18,6 +19,7 @@ from loopscope.sinks import CSVSink
 
 from tests.framework.report.plotted import CURVE, SLOPE, curve_record, everything, figure, record, tied_record
 from tests.framework.runs.small_experiment import session
+from tests.support import SpyHook
 
 assert experiments.__all__
 assert sinks.__all__
@@ -202,7 +204,7 @@ def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_me
 def test_the_provenance_of_a_tied_run_has_four_panels_with_the_recorded_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = everything(tied_record(tmp_path / "tied"))
-    whole = figure_of(provenance_picture([run]), Look())
+    whole = figure_of(hook_picture("provenance", [run]), Look())
     norms, ratio, clip, cosine = (drawn(axes) for axes in whole.axes)
     own, other = "embedding_provenance", "output_projection_clip"
     both = ["embedding_grad_l2_norm", "output_proj_grad_l2_norm"]
@@ -218,7 +220,30 @@ def test_the_provenance_of_a_tied_run_has_four_panels_with_the_recorded_values(t
 def test_the_provenance_of_several_runs_is_told_apart_by_colour(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [everything(tied_record(tmp_path / "bare", clip=False)), everything(tied_record(tmp_path / "clipped"))]
-    whole = figure_of(provenance_picture(runs), Look())
+    whole = figure_of(hook_picture("provenance", runs), Look())
     assert [line[0] for line in drawn(whole.axes[0])] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
     assert {line[0] for line in drawn(whole.axes[2])} == {COLOURS[1]}
     assert "clipped: clipped 92%" in whole.axes[2].texts[0].get_text()
+
+
+class Drawn(SpyHook):
+    """Ask for a panel of a picture of its own."""
+
+    name = "drawn"
+    panels = (MetricPanel(picture="sketch", place=0, title="Both", y_label="", curves={"a": "first", "b": ""}),)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+def test_a_hook_of_ones_own_asks_for_a_picture_that_says_where_it_lacks_something(tmp_path):
+    runs = [everything(record(tmp_path, [(1, {f"drawn/{name}": 1.0})], strategy=name)) for name in "ax"]
+    HookRegistry.register(Drawn)
+    try:
+        picture = hook_picture("sketch", runs)
+        with pytest.raises(UsageError, match="holds no metric of drawn; the hooks that --sketch draws are"):
+            hook_picture("sketch", runs[1:])
+    finally:
+        HookRegistry.unregister("drawn")
+    assert picture.sentences == ["Both: drawn recorded none in x."]
+    assert [label for label, _ in picture.legend] == ["a", "x", "first"]
