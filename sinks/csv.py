@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
-from loopscope.runs import RecordSink
 
 from .record import LAYOUTS, NUMBERS, Record, json_text
-from .run_file import RunFile, complete_lines
+from .run_file import FileSink, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
@@ -36,7 +35,9 @@ class Columns:
         self._alone = {name: index[name] for name in alone}
         self._families = {name.removesuffix(PER_PARAMETER): index[column[name]] for name in infos if name not in alone}
         self._places = lru_cache(LAYOUTS)(lambda names: [self._place(name) for name in names])
-        self.header = _header(self.names)
+        header = io.StringIO()
+        csv.writer(header, lineterminator="\n").writerow(self.names)
+        self.header = header.getvalue()
 
     def row(self, position: Sequence[Any], metrics: Mapping[str, Any]) -> str:
         """Return the row of these metrics; those that share a column stand there in a dict, by key."""
@@ -63,12 +64,6 @@ class Columns:
         return len(self.names) - 1, metric
 
 
-def _header(names: Sequence[str]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(names)
-    return text.getvalue()
-
-
 def _cell(value: Any) -> str:
     """Return the text of a cell, quoted as the csv module would: a number needs no quotes, JSON gets them always.
 
@@ -80,7 +75,7 @@ def _cell(value: Any) -> str:
 
 
 @SinkRegistry.register
-class CSVSink(RecordSink):
+class CSVSink(FileSink):
     """Write the metrics to STRATEGY.csv, one column per metric that the hooks describe.
 
     The header is ``epoch,step,hook_point``, the described metrics and ``other``; nothing is ever rewritten. A number
@@ -96,33 +91,21 @@ class CSVSink(RecordSink):
     name: ClassVar[str] = "csv"
     flag: ClassVar[str | None] = "--hook-csv"
 
+    notation: ClassVar[Mapping[str, str]] = {"cells": "json"}
+
     def __init__(self) -> None:
-        self._file = RunFile(".csv")
+        super().__init__()
         self._columns = Columns({})
 
-    def set_run_context(self, run: RunInfo) -> None:
-        """Start the strategy's file with its header."""
-        self._columns = Columns(run.metric_infos)
-        self._file.open(run)
-        self._file.write(self._columns.header)
-
-    def position(self) -> dict[str, Any]:
-        """Return the size of the file, and how its cells are written."""
-        return {"size": self._file.size, "cells": "json"}
-
-    def files(self) -> Sequence[Path]:
-        """Name the strategy's file."""
-        return self._file.paths
-
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position; its columns and cells must be those of the run."""
-        if position.get("cells") != "json":
+    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+        """Return the names of the columns; refuse to go on in a file whose cells are written otherwise."""
+        if position and position.get("cells") != self.notation["cells"]:
             raise UsageError(
                 f"{run.strategy}.csv was begun by an older version, which wrote lists and dicts in another way than "
                 "as JSON; resume the run with that version, or start it anew with --overwrite."
             )
         self._columns = Columns(run.metric_infos)
-        self._file.resume(run, position["size"], header=self._columns.header.encode())
+        return self._columns.header
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one row, or at step-level points one for each set of steps."""
@@ -131,15 +114,7 @@ class CSVSink(RecordSink):
             rows = [self._columns.row((epoch, _cell(_shown(at)), hook_point.name), group) for at, group in groups]
         else:
             rows = [self._columns.row((epoch, step, hook_point.name), metrics)]
-        self._file.write("".join(rows))
-
-    def flush(self) -> None:
-        """Force everything emitted so far onto the disk."""
-        self._file.flush()
-
-    def close(self, status: str) -> None:
-        """Close the strategy's file."""
-        self._file.close()
+        self._write("".join(rows))
 
     @classmethod
     def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

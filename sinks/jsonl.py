@@ -1,22 +1,21 @@
 """The lossless record of a run: one JSON object per emit."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import RecordSink
 
 from .record import LAYOUTS, NUMBERS, Record, json_text
-from .run_file import RunFile, complete_lines
+from .run_file import FileSink, complete_lines
 
 POSITION = ("epoch", "step", "hook_point")
 
 
 @SinkRegistry.register
-class JSONLSink(RecordSink):
+class JSONLSink(FileSink):
     """Write every metric, lossless, to STRATEGY.jsonl: one JSON object per line.
 
     An object has ``epoch``, ``step``, ``hook_point`` (its name) and the metrics under their full names, in the order
@@ -30,12 +29,9 @@ class JSONLSink(RecordSink):
     flag: ClassVar[str | None] = "--hook-jsonl"
     lossless: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        self._file = RunFile(".jsonl")
-
-    def set_run_context(self, run: RunInfo) -> None:
-        """Start the strategy's file."""
-        self._file.open(run)
+    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+        """Return nothing: the file begins with its first emit."""
+        return ""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one line; raises ``ValueError`` for a metric named like a field of the position."""
@@ -43,27 +39,7 @@ class JSONLSink(RecordSink):
             raise ValueError(f"A metric is named {', '.join(POSITION)} or one of them; metrics are named hook/metric.")
         text = _of_one_step(metrics) if hook_point in STEP_POINTS else None
         fields = f",{(text or json_text(metrics))[1:]}" if metrics else "}"
-        self._file.write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{fields}\n')
-
-    def position(self) -> dict[str, Any]:
-        """Return the size of the file."""
-        return {"size": self._file.size}
-
-    def files(self) -> Sequence[Path]:
-        """Name the strategy's file."""
-        return self._file.paths
-
-    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position."""
-        self._file.resume(run, position["size"])
-
-    def flush(self) -> None:
-        """Force everything emitted so far onto the disk."""
-        self._file.flush()
-
-    def close(self, status: str) -> None:
-        """Close the strategy's file."""
-        self._file.close()
+        self._write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{fields}\n')
 
     @classmethod
     def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

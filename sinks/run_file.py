@@ -1,44 +1,58 @@
-"""The file of one strategy, shared by the sinks that write files, and how it goes on after a resume."""
+"""The file of one strategy, for the sinks that write files, and how it goes on after a resume."""
 
 import os
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import RunInfo
+from loopscope.runs import RecordSink
 
 _REMEDY = "put that file back, or start the run anew with --overwrite."
 
 
-class RunFile:
-    """A text file named after the strategy, in the run's folder; an older one of that name is written over.
+class FileSink(RecordSink):
+    """A sink with a text file of its own for each strategy; an older file of that name is written over.
 
     Every write reaches the operating system before it returns, so that a killed process loses nothing;
     :meth:`flush` makes it survive a power cut.
     """
 
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
+    notation: ClassVar[Mapping[str, str]] = {}
+    """What else a checkpoint must know of how the file is written."""
+
+    def __init__(self) -> None:
         self._file: FileIO | None = None
 
-    def open(self, run: RunInfo) -> None:
-        """Close the file of the strategy before, if any, and start that of ``run``."""
-        self.close()
-        self._file = FileIO(self._path(run), "w")
+    @abstractmethod
+    def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
+        """Return the line, or nothing, with which the file of a run begins; ``position`` is that of its checkpoint.
 
-    def resume(self, run: RunInfo, size: int, header: bytes = b"") -> None:
-        """Go on in the file of ``run`` behind its first ``size`` bytes; what follows them is cut off.
+        Raises :class:`UsageError` where the file cannot go on at the position, which is empty for a new one.
+        """
+
+    def set_run_context(self, run: RunInfo) -> None:
+        """Start the strategy's file."""
+        self.close("")
+        self._file = FileIO(self._path(run), "w")
+        self._write(self.header(run, {}))
+
+    def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
+        """Go on in the strategy's file, cut back to the position.
 
         Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, begins
-        with another ``header`` or has no end of a line there.
+        with another header or has no end of a line there.
         """
-        self.close()
+        self.close("")
+        header, size = self.header(run, position).encode(), position["size"]
         file = reopened(self._path(run), size)
         try:
             if file.read(len(header)) != header:
                 raise replaced(file, "its first line is not the one that this run, with its hooks, begins with")
-            if size and _read_at(file, size - 1, 1) != b"\n":
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 raise replaced(file, f"no line ends at byte {size:,}, where one did at the checkpoint")
             cut_back(file, size)
         except BaseException:
@@ -46,41 +60,39 @@ class RunFile:
             raise
         self._file = file
 
-    @property
-    def size(self) -> int:
-        """How many bytes were written, all of which the operating system has."""
-        return self._opened().tell()
+    def position(self) -> dict[str, Any]:
+        """Return the size of the file, all of which the operating system has, and how it is written."""
+        return {"size": self._opened().tell(), **self.notation}
 
-    @property
-    def paths(self) -> list[Path]:
-        """The file, if it is open."""
+    def files(self) -> Sequence[Path]:
+        """Name the strategy's file, if it is open."""
         return [] if self._file is None else [Path(str(self._file.name))]
 
-    def _path(self, run: RunInfo) -> Path:
-        return run.output_dir / f"{run.strategy}{self._suffix}"
+    def flush(self) -> None:
+        """Force everything emitted so far onto the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
-    def write(self, text: str) -> None:
+    def close(self, status: str) -> None:
+        """Close the strategy's file; closing twice does nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _path(self, run: RunInfo) -> Path:
+        return run.output_dir / self.leaves(run.strategy)[0]
+
+    def _write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
         write_all(self._opened(), text.encode())
 
     def _opened(self) -> FileIO:
         if self._file is None:
             raise RuntimeError(
-                f"No {self._suffix} file is open: emit and position are called after set_run_context(run) and before "
+                f"No .{self.name} file is open: emit and position are called after set_run_context(run) and before "
                 "close(status)."
             )
         return self._file
-
-    def flush(self) -> None:
-        """Force what was written onto the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file; closing twice does nothing."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
 
 def write_all(file: FileIO, data: bytes) -> None:
@@ -109,11 +121,6 @@ def cut_back(file: FileIO, size: int) -> None:
     """Cut off what stands behind the first ``size`` bytes and go on there."""
     file.truncate(size)
     file.seek(size)
-
-
-def _read_at(file: FileIO, begin: int, count: int) -> bytes:
-    file.seek(begin)
-    return file.read(count)
 
 
 def replaced(file: FileIO, reason: str) -> UsageError:

@@ -2,9 +2,29 @@ import os
 import resource
 
 import pytest
-from loopscope.sinks.run_file import RunFile, complete_lines
+from loopscope.sinks.run_file import FileSink, complete_lines
 
 from tests.sinks.emits import run_info
+
+
+class TextSink(FileSink):
+    """Write lines to STRATEGY.txt."""
+
+    name = "txt"
+
+    def header(self, run, position):
+        return ""
+
+    def emit(self, metrics, epoch, hook_point, *, step):
+        self._write(metrics)
+
+    @classmethod
+    def read(cls, path):
+        return iter(())
+
+
+def write(sink, text):
+    sink.emit(text, 0, None, step=0)
 
 
 @pytest.fixture
@@ -16,22 +36,22 @@ def synced(monkeypatch):
 
 
 def test_a_flush_forces_the_file_onto_the_disk(tmp_path, synced):
-    file = RunFile(".txt")
-    file.open(run_info(tmp_path))
-    file.write("line\n")
+    file = TextSink()
+    file.set_run_context(run_info(tmp_path))
+    write(file, "line\n")
     assert synced == []
     file.flush()
-    file.close()
+    file.close("completed")
     assert synced == [(tmp_path / "only.txt").stat().st_ino]
 
 
 def test_an_older_file_is_written_over_and_others_are_left_alone(tmp_path):
     (tmp_path / "only.txt").write_text("old and longer\n")
     (tmp_path / "other.txt").write_text("other")
-    file = RunFile(".txt")
-    file.open(run_info(tmp_path))
-    file.write("new\n")
-    file.close()
+    file = TextSink()
+    file.set_run_context(run_info(tmp_path))
+    write(file, "new\n")
+    file.close("completed")
     assert (tmp_path / "only.txt").read_text() == "new\n"
     assert (tmp_path / "other.txt").read_text() == "other"
 
@@ -51,19 +71,19 @@ def a_megabyte_of_room():
 
 
 def test_a_line_that_finds_no_room_is_an_error_rather_than_cut_short(tmp_path, a_megabyte_of_room):
-    file = RunFile(".txt")
-    file.open(run_info(tmp_path))
-    file.write("x" * (2**20 - 2) + "\n")
+    file = TextSink()
+    file.set_run_context(run_info(tmp_path))
+    write(file, "x" * (2**20 - 2) + "\n")
     with pytest.raises(OSError, match="File too large"):
-        file.write("cut\n")
-    file.close()
+        write(file, "cut\n")
+    file.close("completed")
     assert len(list(complete_lines(tmp_path / "only.txt"))) == 1
 
 
 def test_a_line_is_on_file_in_full_as_soon_as_it_is_written(tmp_path):
-    file = RunFile(".txt")
-    file.open(run_info(tmp_path))
+    file = TextSink()
+    file.set_run_context(run_info(tmp_path))
     text = "ü\r" * 100_000 + "\n"
-    file.write(text)
+    write(file, text)
     assert (tmp_path / "only.txt").read_bytes() == text.encode()
-    file.close()
+    file.close("completed")
