@@ -20,6 +20,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 
 from .record import plain
 from .run_file import cut_back, reopened, replaced, write_all
+from .wandb_process import as_float, cells
 
 CASTAGNOLI = 0x82F63B78
 """The polynomial of CRC-32C with its bits reversed."""
@@ -139,44 +140,20 @@ def messages(name: str, value: Any) -> list[Any]:
     """
     if type(value) is float:
         return [Summary.Value(tag=name, simple_value=value)]
-    return _messages(name, plain(value))
+    found: list[Any] = []
+    for tag, cell in cells(name, plain(value), histogram).items():
+        if isinstance(cell, str):
+            found += text_pb(tag, cell).value
+        elif isinstance(cell, (int, float)):
+            found.append(Summary.Value(tag=tag, simple_value=cell))
+        else:
+            found.append(Summary.Value(tag=tag, histo=cell))
+    return found
 
 
-def _messages(name: str, value: Any) -> list[Any]:
-    if isinstance(value, (int, float)):
-        return [Summary.Value(tag=name, simple_value=as_float(value))]
-    if isinstance(value, dict):
-        return [message for key, item in value.items() for message in _messages(f"{name}/{key}", item)]
-    if isinstance(value, list):
-        if all(isinstance(item, (int, float)) for item in value):
-            return _distribution(name, value)
-        return [message for index, item in enumerate(value) for message in _messages(f"{name}/{index}", item)]
-    return [] if value is None else [*text_pb(name, str(value)).value]
-
-
-def as_float(value: float) -> float:
-    """Return a number as a float, integers that are too large as infinity.
-
-    >>> as_float(-(10**400)), as_float(True)
-    (-inf, 1.0)
-    """
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-
-
-def _distribution(name: str, values: Sequence[float]) -> list[Any]:
-    numbers = np.array([as_float(value) for value in values])
-    finite = numbers[np.isfinite(numbers)]
-    shown = [Summary.Value(tag=name, histo=histogram(finite))] if len(finite) else []
-    if missing := len(numbers) - len(finite):
-        shown.append(Summary.Value(tag=f"{name}/non_finite", simple_value=missing))
-    return shown
-
-
-def histogram(values: NDArray[np.float64]) -> Any:
+def histogram(finite: Sequence[float]) -> Any:
     """Return the histogram of finite values, in buckets of equal width that hold their upper limit."""
+    values = np.array(finite)
     low, high = float(values.min()), float(values.max())
     share = np.linspace(0, 1, BUCKETS + 1)
     limits = np.maximum.accumulate(np.minimum(low * (1 - share) + high * share, high))[1:]

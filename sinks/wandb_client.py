@@ -8,7 +8,6 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from loopscope.hooks import STEP_POINTS
 from loopscope.runs import RunRecord
@@ -75,11 +74,15 @@ class Client:
 
         One that is not goes on alone.
         """
-        self._tell(ending)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(asdict(ending)).encode() + b"\n")
         try:
             self._process.wait(wait)
         except subprocess.TimeoutExpired:
-            self._outcome().close()
+            self._process.stdout.close()
             _left_alone.append(self._process)
             atexit.register(setattr, self._process, "returncode", 0)  # or Popen warns that it goes on, as it shall
             return False
@@ -87,16 +90,7 @@ class Client:
 
     def outcome(self) -> str:
         """Return the sentence that the client, which is done, left; empty if it left none."""
-        with self._outcome() as pipe:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
             os.set_blocking(pipe.fileno(), False)  # a process of W&B may still hold the other end
             return (pipe.read() or b"").decode(errors="replace").strip()
-
-    def _outcome(self) -> Any:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    def _tell(self, ending: Ending) -> None:
-        """Write to the client, which may be dead; a line is far less than a pipe holds, so this never blocks."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(asdict(ending)).encode() + b"\n")

@@ -137,7 +137,7 @@ def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Calla
     for name, value in record.items():
         if name in ("epoch", "step", "hook_point"):
             continue
-        if point in step_points and is_series(value):
+        if point in step_points and isinstance(value, dict) and value.keys() == {"steps", "values"}:
             for at, item in zip(value["steps"], value["values"], strict=True):
                 by_step.setdefault(at, {}).update(cells(name, item, histogram))
             by_step.setdefault(step, {}).update(summary(name, value["values"], histogram))
@@ -146,28 +146,20 @@ def rows(record: Mapping[str, Any], step_points: Sequence[str], histogram: Calla
     return [{"step": at, "epoch": epoch, **row} for at, row in sorted(by_step.items())]
 
 
-def is_series(value: Any) -> bool:
-    """Return whether a value of a step-level point is a series."""
-    return isinstance(value, dict) and value.keys() == {"steps", "values"}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value can be plotted."""
-    return isinstance(value, (int, float))
-
-
 def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
     """Return a value as cells of a row: ``name``, or for what is nested ``name/key`` or ``name/index``.
+
+    Integers beyond 64 bits become floats; they are more than W&B holds.
 
     >>> cells("h/m", {"a": True, "b": [0.5, float("inf")], "c": None}, list)
     {'h/m/a': 1, 'h/m/b': [0.5], 'h/m/b/non_finite': 1}
     """
-    if is_number(value):
-        return {name: plotted(value)}
+    if isinstance(value, int):  # a boolean, too
+        return {name: int(value) if -(2**63) <= value < 2**63 else as_float(value)}
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
-        if all(map(is_number, value)):
+        if all(isinstance(item, (int, float)) for item in value):
             return distribution(name, value, histogram)
         items = dict(enumerate(value)).items()
     else:
@@ -175,20 +167,11 @@ def cells(name: str, value: Any, histogram: Callable[[list[float]], Any]) -> dic
     return {key: cell for part, item in items for key, cell in cells(f"{name}/{part}", item, histogram).items()}
 
 
-def plotted(value: float) -> float:
-    """Return a number as W&B takes it: booleans as 0 and 1, integers beyond 64 bits as floats."""
-    if isinstance(value, float):
-        return value
-    return int(value) if -(2**63) <= value < 2**63 else as_float(value)
-
-
 def distribution(name: str, values: Sequence[float], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
     """Return the histogram of the finite numbers, and how many others there are."""
     finite = [number for number in map(as_float, values) if math.isfinite(number)]
-    found: dict[str, Any] = {name: histogram(finite)} if finite else {}
-    if len(finite) < len(values):
-        found[f"{name}/non_finite"] = len(values) - len(finite)
-    return found
+    others = len(values) - len(finite)
+    return ({name: histogram(finite)} if finite else {}) | ({f"{name}/non_finite": others} if others else {})
 
 
 def summary(name: str, values: Sequence[Any], histogram: Callable[[list[float]], Any]) -> dict[str, Any]:
@@ -197,14 +180,17 @@ def summary(name: str, values: Sequence[Any], histogram: Callable[[list[float]],
     >>> summary("h/m", [1, 2.0], list)
     {'h/m/mean': 1.5, 'h/m/histogram': [1.0, 2.0]}
     """
-    numbers = [as_float(value) for value in values if is_number(value)]
-    if not numbers:
-        return {}
-    return {f"{name}/mean": sum(numbers) / len(numbers), **distribution(f"{name}/histogram", numbers, histogram)}
+    numbers = [as_float(value) for value in values if isinstance(value, (int, float))]
+    mean = {f"{name}/mean": sum(numbers) / len(numbers)} if numbers else {}
+    return mean | distribution(f"{name}/histogram", numbers, histogram)
 
 
 def as_float(value: float) -> float:
-    """Return a number as a float, integers that are too large as infinity."""
+    """Return a number as a float, integers that are too large as infinity.
+
+    >>> as_float(-(10**400)), as_float(True)
+    (-inf, 1.0)
+    """
     try:
         return float(value)
     except OverflowError:
