@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ..checkpoints import StoppedError
-from ..console import Label, Mode, RunConsole, print_experiments, print_hook, print_hooks, show_warnings
+from ..console import Label, Mode, RunConsole, experiment_list, hook_list, hook_page, make_console, show_warnings
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ExperimentConfig, RunFlags, RunOptions, Session, check_device, field_names, require
@@ -80,17 +80,15 @@ def _dispatch(command: str, *words: str) -> None:
 
 def _list(words: Sequence[str]) -> None:
     CommandParser("list", "Show the experiments, their strategies and presets.").parse(words)
-    print_experiments(list(ExperimentRegistry))
+    make_console().print(experiment_list(ExperimentRegistry))
 
 
 def _hooks(words: Sequence[str]) -> None:
     parser = CommandParser("hooks [NAME]", "Show all hooks, one line each, or every metric and option of one of them.")
     parser.add_argument("NAME", nargs="?", help="the name of a hook")
     name = parser.parse(words)["NAME"]
-    if name is None:
-        print_hooks(list(HookRegistry))
-    else:
-        print_hook(HookRegistry.get(name.replace("-", "_")))
+    page = hook_list(HookRegistry) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
+    make_console().print(page)
 
 
 def _run(words: Sequence[str]) -> None:

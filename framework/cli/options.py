@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ..console import first_line
 from ..errors import UsageError, listed, unknown
 from ..hooks import MetricSink, SinkRegistry
 from ..runs import ExperimentRunner, RunFlags
@@ -66,7 +67,7 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     """Build the parser for an experiment, with the preset's values as defaults."""
     if preset is not None and preset not in experiment.presets:
         raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
-    parser = CommandParser(f"run {experiment.name} [options]", _first_line(experiment))
+    parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="YAML file of options; flags win over it; may be repeated"
     )
@@ -80,9 +81,9 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
     for sink in SinkRegistry:
         if sink.flag and sink.option:
-            add(flag_name(sink), str | None, _first_line(sink).rstrip("."), metavar=sink.option.upper())
+            add(flag_name(sink), str | None, first_line(sink).rstrip("."), metavar=sink.option.upper())
         elif sink.flag:
-            add(flag_name(sink), bool, _first_line(sink).rstrip("."), default=False)
+            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=False)
     values = experiment.presets[preset] if preset is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
     settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
@@ -132,10 +133,6 @@ def _complete(experiment: Experiment, parser: CommandParser, options: Options) -
     if missing:
         raise UsageError(f"loopscope run {experiment.name} needs {listed(missing)}.")
     return {name: options[name] for name in parser.types}
-
-
-def _first_line(described: type[Any]) -> str:
-    return (described.__doc__ or "").partition("\n")[0]
 
 
 def _files_and_preset(words: Sequence[str]) -> tuple[list[str], str | None]:

@@ -3,7 +3,8 @@
 from .board import Board, Groups
 from .newest import newest_lines, newest_table
 from .notices import Label, show_warnings
-from .run_console import Mode, RunConsole, print_experiments, print_hook, print_hooks
+from .run_console import Mode, RunConsole
+from .tables import experiment_list, first_line, hook_list, hook_page
 from .terminal import make_console
 
 __all__ = [
@@ -12,11 +13,12 @@ __all__ = [
     "Label",
     "Mode",
     "RunConsole",
+    "experiment_list",
+    "first_line",
+    "hook_list",
+    "hook_page",
     "make_console",
     "newest_lines",
     "newest_table",
-    "print_experiments",
-    "print_hook",
-    "print_hooks",
     "show_warnings",
 ]

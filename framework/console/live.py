@@ -15,7 +15,7 @@ from rich.text import Text
 from ..hooks import HookPoint, MetricSink, RunInfo
 from .board import Board, Groups
 from .frame import frame
-from .progress import SECONDS_BETWEEN_UPDATES, Position, View
+from .progress import SECONDS_BETWEEN_UPDATES, Position
 from .terminal import can_be_written, output_kept, terminal_given_back_on_signals
 
 LARGEST_SHARE = 0.01
@@ -33,7 +33,7 @@ class Printed(NamedTuple):
     text: str
 
 
-class LiveDisplay(View, MetricSink):
+class LiveDisplay(MetricSink):
     """The screen of all strategies of a session, and the sink of its metrics; drawn by the loop, never by a thread.
 
     A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 1 % of the
@@ -49,7 +49,8 @@ class LiveDisplay(View, MetricSink):
     name = "live"
 
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, "", transient=True, clock=clock)
+        self.console = console
+        self.clock = clock
         self.board = Board(live_metrics)
         self.is_on = False
         """What is to be said must wait."""

@@ -2,11 +2,10 @@
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -95,44 +94,35 @@ class Pace:
         return (after - before) / (end - begin) if end > begin else None
 
 
-class View(ABC):
+class View(Protocol):
     """Where a position is shown."""
 
-    def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
-        self.console = console
-        self.label = label
-        self.transient = transient
-        self.clock = clock
-
-    @abstractmethod
     def show(self, position: Position) -> None:
         """Show a position."""
 
-    @abstractmethod
     def finish(self, position: Position | None) -> None:
         """Show the last position, if any, and clean up."""
 
 
-class BarView(View):
+class BarView:
     """A bar at the foot of a terminal; ``transient`` bars vanish in the end."""
 
-    def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
-        super().__init__(console, label, transient=transient, clock=clock)
-        self._live = Live(self._line(None), console=console, auto_refresh=False, transient=transient)
+    def __init__(self, console: Console, label: str, *, transient: bool) -> None:
+        self._label = label
+        self._live = Live(
+            progress_line(None, console.width, label), console=console, auto_refresh=False, transient=transient
+        )
         self._live.start(refresh=True)
 
     def show(self, position: Position) -> None:
         """Draw the bar anew."""
-        self._live.update(self._line(position), refresh=True)
+        self._live.update(progress_line(position, self._live.console.width, self._label), refresh=True)
 
     def finish(self, position: Position | None) -> None:
         """Give the terminal back."""
         if position is not None:
             self.show(position)
         self._live.stop()
-
-    def _line(self, position: Position | None) -> Table:
-        return progress_line(position, self.console.width, self.label)
 
 
 def progress_line(position: Position | None, width: int, label: str = "") -> Table:
@@ -166,20 +156,23 @@ def fitting(parts: Mapping[str, str], room: int, first: Sequence[str] = LEAST_IM
     return "  ".join(kept.values())
 
 
-class LineView(View):
+class LineView:
     """A plain line every tenth of the run and every half minute, for pipes and log files.
 
     The last position is left to whoever reports the result, unless the view is to stay (not ``transient``).
     """
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
-        super().__init__(console, label, transient=transient, clock=clock)
+        self._console = console
+        self._label = label
+        self._transient = transient
+        self._clock = clock
         self._tenths: int | None = None
         self._time = clock()
 
     def show(self, position: Position) -> None:
         """Print a line if one is due."""
-        now, tenths = self.clock(), int(position.share * 10)
+        now, tenths = self._clock(), int(position.share * 10)
         if self._tenths is None:
             self._tenths = tenths
         if tenths > self._tenths or now - self._time >= SECONDS_BETWEEN_LINES:
@@ -188,13 +181,14 @@ class LineView(View):
 
     def finish(self, position: Position | None) -> None:
         """Print the last position if it stays."""
-        if position is not None and not self.transient:
+        if position is not None and not self._transient:
             self._print(position)
 
     def _print(self, position: Position) -> None:
-        self.console.out(f"{self.label}: " + ", ".join(position.parts().values()), highlight=False)
+        self._console.out(f"{self._label}: " + ", ".join(position.parts().values()), highlight=False)
 
 
+@dataclass
 class TrainingProgress:
     """Tells a view, at most twice a second, where a loop is; in between a call costs one look at the clock.
 
@@ -202,39 +196,30 @@ class TrainingProgress:
 
     Args:
         view: where it is shown.
-        unit: ``"epoch"`` or ``"step"``.
+        unit: of the loop, ``"epoch"`` or ``"step"``.
         length: units in the whole run.
-        steps_per_unit: optimizer steps in one unit.
         clock: the time in seconds.
-        steps_per_epoch: optimizer steps of one pass over the data, if passes are to be shown beside the unit.
+        steps_per_epoch: optimizer steps of one pass over the data; without it a loop of steps says nothing of passes.
         chosen: returns what the experiment wants to be said, by label.
     """
 
-    def __init__(
-        self,
-        view: View,
-        *,
-        unit: str,
-        length: int,
-        steps_per_unit: int,
-        clock: Callable[[], float],
-        steps_per_epoch: int | None = None,
-        chosen: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        self._view = view
-        self._steps_per_epoch = steps_per_epoch
-        self._chosen = chosen
-        self._unit = unit
-        self._length = length
-        self._steps_per_unit = steps_per_unit
-        self._clock = clock
-        self._begin = self._due = clock()
+    view: View
+    _: KW_ONLY
+    unit: str
+    length: int
+    clock: Callable[[], float]
+    steps_per_epoch: int | None = None
+    chosen: Callable[[], Mapping[str, str]] = dict
+
+    def __post_init__(self) -> None:
+        """Begin to measure the time."""
+        self._begin = self._due = self.clock()
         self._pace = Pace()
         self._loop: LoopState | None = None
 
     def step(self, loop: LoopState) -> None:
         """Note that a step or an evaluation is done."""
-        if self._clock() >= self._due:
+        if self.clock() >= self._due:
             self._update(loop)
 
     evaluated = step
@@ -242,20 +227,20 @@ class TrainingProgress:
     def stop(self) -> None:
         """Show where the loop stands and finish the view."""
         loop, self._loop = self._loop, None
-        now = self._clock()
+        now = self.clock()
         last = None if loop is None else replace(self._position(loop, now), took=now - self._begin)
-        self._tell(lambda: self._view.finish(last))
+        self._tell(lambda: self.view.finish(last))
 
     def _update(self, loop: LoopState) -> None:
-        now = self._clock()
+        now = self.clock()
         self._loop = loop
         self._due = math.inf
-        self._tell(lambda: self._view.show(self._position(loop, now)))
+        self._tell(lambda: self.view.show(self._position(loop, now)))
 
     def _tell(self, action: Callable[[], None]) -> None:
         try:
             action()
-            self._due = self._clock() + SECONDS_BETWEEN_UPDATES
+            self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
             self._due = math.inf
             warnings.warn(
@@ -263,16 +248,17 @@ class TrainingProgress:
             )
 
     def _position(self, loop: LoopState, now: float) -> Position:
-        done = loop.step / self._steps_per_unit
+        epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
+        done = epochs if self.unit == "epoch" and epochs is not None else loop.step
         self._pace.add(now, done)
-        chosen = self._chosen()
+        chosen = self.chosen()
         return Position(
-            self._unit,
+            self.unit,
             done,
-            self._length,
+            self.length,
             self._pace.rate,
             newest_numbers(loop, with_evaluation=not chosen),
-            epoch=loop.step / self._steps_per_epoch if self._steps_per_epoch else None,
+            epoch=epochs if self.unit == "step" else None,
             chosen=chosen,
         )
 

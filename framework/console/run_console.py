@@ -1,9 +1,9 @@
 """What a run shows while it goes: headers, a progress bar, warnings, and the comparison at the end."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal
 
 from rich.console import Console, RenderableType
@@ -11,18 +11,15 @@ from rich.text import Text
 
 from ..hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
 from ..loops import NoProgress, Progress
-from ..runs import Display, ExperimentRunner
+from ..runs import Display
 from ..training import TrainingTask
 from .board import Groups
 from .live import LiveDisplay
-from .notices import Label, Notice, show_warnings, without_repeats
+from .notices import Label, Notice, show_warnings
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .tables import (
     comparison_rows,
     comparison_table,
-    experiment_list,
-    hook_list,
-    hook_page,
     hook_table,
     result_line,
     results_line,
@@ -76,15 +73,14 @@ class RunConsole(Display):
         """Show warnings as lines from now on."""
         self._exit.enter_context(show_warnings(self._warn))
         self._exit.callback(self._tell_silenced)
-        self._exit.callback(self._leave_screen)
+        if self._live is not None:
+            self._exit.callback(self._live.leave, self._tell)
         self._exit.callback(self._stop_progress)
         if self._no_screen:
             self._warn("note", "--live needs a terminal to draw on, and there is none; the output is plain lines.")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Take the bar or the screen away and let warnings go where they went before."""
         self._exit.close()
 
@@ -106,11 +102,10 @@ class RunConsole(Display):
         self._stop_progress()
         self._progress = TrainingProgress(
             self._view(run.strategy),
-            unit="epoch" if run.loop == "epoch" else "step",
+            unit=run.loop,
             length=task.length,
-            steps_per_unit=len(task.loader) if run.loop == "epoch" else 1,
+            steps_per_epoch=len(task.loader),
             clock=self._clock,
-            steps_per_epoch=run.steps_per_epoch if run.loop == "step" else None,
             chosen=self._numbers.texts,
         )
         return self._progress
@@ -128,7 +123,8 @@ class RunConsole(Display):
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Compare the strategies and say where the results lie."""
-        self._leave_screen()
+        if self._live is not None:
+            self._live.leave(self._tell)
         if len(summaries) > 1:
             self._print(comparison_table(comparison_rows(summaries, self._compared_to), self.console.width))
         self._print(results_line(summaries))
@@ -137,8 +133,9 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.open()
             return self._live
-        view = BarView if self.console.is_interactive else LineView
-        return view(self.console, label, transient=self._mode == "normal", clock=self._clock)
+        if self.console.is_interactive:
+            return BarView(self.console, label, transient=self._mode == "normal")
+        return LineView(self.console, label, transient=self._mode == "normal", clock=self._clock)
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:
@@ -167,27 +164,8 @@ class RunConsole(Display):
         if progress is not None:
             progress.stop()
 
-    def _leave_screen(self) -> None:
-        if self._live is not None:
-            self._live.leave(self._tell)
-
     def _tell_silenced(self) -> None:
         """Tell in the end what the silent display did not: no warning is lost."""
         if self._mode == "silent":
-            for line in without_repeats(self.notices):
-                self._tell(line)
-
-
-def print_experiments(experiments: Sequence[type[ExperimentRunner[Any]]]) -> None:
-    """Print the experiments with their strategies and presets."""
-    make_console().print(experiment_list(experiments))
-
-
-def print_hooks(hooks: Sequence[type[TrainingHook]]) -> None:
-    """Print one line for each hook."""
-    make_console().print(hook_list(hooks))
-
-
-def print_hook(hook: type[TrainingHook]) -> None:
-    """Print every metric and option of a hook."""
-    make_console().print(hook_page(hook))
+            for notice, count in Counter(self.notices).items():
+                self._tell(notice.text(f" ({count} times)" if count > 1 else ""))

@@ -34,8 +34,8 @@ class ManualClock:
         return self.now
 
 
-def progress_of(view, clock, *, unit="step", length=1000, steps_per_unit=1):
-    return TrainingProgress(view, unit=unit, length=length, steps_per_unit=steps_per_unit, clock=clock)
+def progress_of(view, clock, *, unit="step", length=1000, steps_per_epoch=None):
+    return TrainingProgress(view, unit=unit, length=length, steps_per_epoch=steps_per_epoch, clock=clock)
 
 
 def drive(progress, clock, steps, seconds):
@@ -68,7 +68,7 @@ def test_evaluations_are_throttled_with_the_steps():
 
 def test_epochs_advance_with_their_steps():
     clock, view = ManualClock(), RecordingView()
-    drive(progress_of(view, clock, unit="epoch", length=10, steps_per_unit=4), clock, 10, 1.0)
+    drive(progress_of(view, clock, unit="epoch", length=10, steps_per_epoch=4), clock, 10, 1.0)
     last = view.shown[-1]
     assert (last.done, last.share, last.rate) == (2.5, 0.25, 0.25)
     assert last.parts() == {"percent": "25%", "count": "epoch 2/10", "rate": "4 s/epoch", "left": "0:30 left"}
@@ -141,11 +141,8 @@ def test_lines_that_stay_end_with_the_last_position():
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
 def test_a_bar_fits_its_terminal_and_leaves_out_the_least_important(width):
-    console, clock = (
-        Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=width),
-        ManualClock(),
-    )
-    view = BarView(console, "fixed-random", transient=False, clock=clock)
+    console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=width)
+    view = BarView(console, "fixed-random", transient=False)
     view.show(Position("epoch", 4200.5, 5000, 2.125, {"loss": 1.234e-05, "val_acc": 0.98765}))
     view.finish(None)
     lines = re.split(r"[\n\r]", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()))
@@ -160,7 +157,7 @@ def test_a_bar_takes_nothing_from_the_random_generator():
     random.seed(1)
     before = random.getstate()
     console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=80)
-    view = BarView(console, "stride", transient=True, clock=time.monotonic)
+    view = BarView(console, "stride", transient=True)
     view.show(Position("step", 1, 2, 1.0, {}))
     view.finish(None)
     assert random.getstate() == before
