@@ -87,7 +87,7 @@ def _hooks(words: Sequence[str]) -> None:
     parser = CommandParser("hooks [NAME]", "Show all hooks, one line each, or every metric and option of one of them.")
     parser.add_argument("NAME", nargs="?", help="the name of a hook")
     name = parser.parse(words)["NAME"]
-    page = hook_list(HookRegistry) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
+    page = hook_list(list(HookRegistry)) if name is None else hook_page(HookRegistry.get(name.replace("-", "_")))
     make_console().print(page)
 
 

@@ -1,7 +1,8 @@
 """What a display knows of a run: the newest values, which way they go, the strategies that are done, the notices."""
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +43,6 @@ class Track:
             self.count += len(numbers)
         else:
             self.total, self.count = 0.0, 0
-
-    @property
-    def arrow(self) -> str:
-        """Which way the metric goes; see :func:`arrow_of`."""
-        return arrow_of(self.recent)
 
     def brief(self) -> str:
         """Return the newest value in at most twenty columns."""
@@ -96,15 +92,6 @@ def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def shown_metrics(metrics: Mapping[str, Any], live: Container[str] = ()) -> dict[str, Any]:
-    """Leave out metrics of single parameters, whose names have three or more parts, unless they are ``live``.
-
-    >>> shown_metrics({"norms/grad_norm/0.weight": 1.0, "norms/total_grad_norm": 2.0})
-    {'norms/total_grad_norm': 2.0}
-    """
-    return {name: value for name, value in metrics.items() if name.count("/") < 2 or name in live}
-
-
 @dataclass
 class Board:
     """The state of a display, and nothing of how it looks.
@@ -133,13 +120,13 @@ class Board:
         self.tracks.clear()
 
     def take(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Take in the metrics of one emit; those of single parameters only if they are among the live ones."""
+        """Take in the metrics of one emit; those of single parameters (a/b/c) only if they are among the live ones."""
         self.epoch, self.step = epoch, step
-        for name, value in flattened(shown_metrics(metrics, self._live_names)):
-            track = self.tracks.get(name)
-            if track is None:
-                track = self.tracks[name] = Track()
-            track.add(value)
+        shown = {name: value for name, value in metrics.items() if name.count("/") < 2 or name in self._live_names}
+        for name, value in flattened(shown):
+            if name not in self.tracks:
+                self.tracks[name] = Track()
+            self.tracks[name].add(value)
 
     def news(self) -> dict[str, Track]:
         """Return the metrics that came since the last table."""
@@ -168,9 +155,8 @@ class Board:
         self.epoch, self.step = position["board"]["epoch"], position["board"]["step"]
         gathered, before = position["gathered"], position["before"]
         for name, (last, recent) in position["board"]["tracks"].items():
-            since = gathered.get(name, {"last": last, "total": 0.0, "count": 0})
-            track = Track(**since, recent=list(recent), is_news=name in gathered, told=before.get(name))
-            self.tracks[name] = track
+            since = gathered.get(name, {"last": last})
+            self.tracks[name] = Track(**since, recent=recent, is_news=name in gathered, told=before.get(name))
 
     def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
         """Part metrics, by full name, into the groups of live ones and the others by hook.
@@ -182,15 +168,12 @@ class Board:
         wanted = self.live_metrics or {"training": [name for name in cells if name.partition("/")[0] in always]}
         live = []
         for heading, names in wanted.items():
-            here = [name for name in names if name in cells]
-            ends = [name.rpartition("/")[2] for name in here]
-            labels = [end if ends.count(end) == 1 else name for name, end in zip(here, ends, strict=True)]
-            named = zip(here, labels, strict=True)
-            live.append(Group(heading, [cells[name]._replace(name=label) for name, label in named]))
+            ends = {name: name.rpartition("/")[2] for name in names if name in cells}
+            alike = Counter(ends.values())
+            found = [cells[name]._replace(name=end if alike[end] == 1 else name) for name, end in ends.items()]
+            live += [Group(heading, found)] if found else []
         taken = {name for names in wanted.values() for name in names}
-        return [group for group in live if group.cells], self.by_hook(
-            {name: cell for name, cell in cells.items() if name not in taken}
-        )
+        return live, self.by_hook({name: cell for name, cell in cells.items() if name not in taken})
 
     def by_hook(self, cells: Mapping[str, Cell]) -> list[Group]:
         """Sort metrics, by full name, by hook, in the order in which the metrics of the hooks were described."""

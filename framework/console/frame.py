@@ -1,16 +1,18 @@
 """The full-screen display: what is known, in the columns and lines that there are."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.rule import Rule
 from rich.text import Text
 
-from .board import Board
+from ..errors import counted
+from .board import Board, arrow_of
 from .grid import Cell, fitted
 from .grid import Group as Metrics
-from .notices import Notice
+from .notices import LABEL_STYLES, Notice
 from .progress import Position, progress_line
 from .tables import comparison_rows, table_in_width
 from .text import Lines, printable
@@ -75,7 +77,7 @@ def _results(board: Board, most: int) -> Layout:
 def _metrics(board: Board, width: int) -> Layout:
     """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
     live, others = board.groups(
-        {name: Cell(name, track.brief(), track.arrow, track.is_list) for name, track in board.tracks.items()}
+        {name: Cell(name, track.brief(), arrow_of(track.recent), track.is_list) for name, track in board.tracks.items()}
     )
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5))
     aside = Sized(lambda wide, high: _grid("live", without_headings(live, high - 1), wide, high, most_blocks=1))
@@ -106,9 +108,10 @@ def _grid(title: str, groups: Sequence[Metrics], width: int, height: int, **opti
 
 def _notices(board: Board, console: Console, height: int) -> list[RenderableType]:
     """Show the last warnings and notes, and how much was printed, at the foot of the screen."""
-    parts = [f"{count} {label}{'s' * (count > 1)}" for label, count in _counts(board.notices)]
+    labels = Counter(notice.label for notice in board.notices)
+    parts = [counted(labels[label], label) for label in LABEL_STYLES if labels[label]]
     if board.printed_lines:
-        parts.append(f"{board.printed_lines} printed line{'s' * (board.printed_lines > 1)}, shown at the end")
+        parts.append(counted(board.printed_lines, "printed line") + ", shown at the end")
     most = min(max(2, height // 6), height - LOWEST_WITHOUT_NOTICES)
     if not parts or most < 1:
         return []
@@ -118,13 +121,7 @@ def _notices(board: Board, console: Console, height: int) -> list[RenderableType
         if len(lines) + len(wrapped) > most:
             break
         lines = [*wrapped, *lines]
-    warned = any(notice.label == "warning" for notice in board.notices)
-    return [_rule(", ".join(parts), "bold yellow" if warned else "bold"), *lines]
-
-
-def _counts(notices: Iterable[Notice]) -> list[tuple[str, int]]:
-    labels = [notice.label for notice in notices]
-    return [(label, labels.count(label)) for label in ("warning", "note") if label in labels]
+    return [_rule(", ".join(parts), LABEL_STYLES["warning"] if labels["warning"] else "bold"), *lines]
 
 
 def notice_lines(notice: Notice, console: Console) -> list[Text]:

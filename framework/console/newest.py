@@ -7,7 +7,7 @@ from rich.console import Group as Renderables
 from rich.rule import Rule
 from rich.text import Text
 
-from .board import MEAN, Board, Track
+from .board import MEAN, Board, Track, arrow_of
 from .grid import ARROW_STYLES, HEADING_STYLE, Cell, Group, fitted
 from .text import Line, Lines, printable
 
@@ -23,7 +23,7 @@ def newest_table(board: Board, width: int, height: int) -> Renderables:
     """
     news = board.news()
     live, others = board.groups(
-        {name: Cell(name, track.mean(), track.arrow, _rank(track)) for name, track in news.items()}
+        {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
     )
     head = list(group_lines(live, width))
     lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))

@@ -11,7 +11,7 @@ from ..errors import RunNotice
 from .text import printable
 
 Label = Literal["note", "warning"]
-LABEL_STYLES: Mapping[Label, str] = {"note": "bold cyan", "warning": "bold yellow"}
+LABEL_STYLES: Mapping[Label, str] = {"warning": "bold yellow", "note": "bold cyan"}
 
 
 class Notice(NamedTuple):

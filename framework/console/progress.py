@@ -219,8 +219,10 @@ class TrainingProgress:
 
     def step(self, loop: LoopState) -> None:
         """Note that a step or an evaluation is done."""
-        if self.clock() >= self._due:
-            self._update(loop)
+        now = self.clock()
+        if now >= self._due:
+            self._loop = loop
+            self._tell(lambda: self.view.show(self._position(loop, now)))
 
     evaluated = step
 
@@ -231,18 +233,12 @@ class TrainingProgress:
         last = None if loop is None else replace(self._position(loop, now), took=now - self._begin)
         self._tell(lambda: self.view.finish(last))
 
-    def _update(self, loop: LoopState) -> None:
-        now = self.clock()
-        self._loop = loop
-        self._due = math.inf
-        self._tell(lambda: self.view.show(self._position(loop, now)))
-
     def _tell(self, action: Callable[[], None]) -> None:
+        self._due = math.inf
         try:
             action()
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
         except Exception as error:
-            self._due = math.inf
             warnings.warn(
                 f"The progress display failed and is switched off: {type(error).__name__}: {error}", stacklevel=2
             )

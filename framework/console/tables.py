@@ -134,14 +134,17 @@ def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Grou
 
     Where that is wider than ``width``, every column becomes a line instead, in as many tables as it takes.
     """
-    fullest_first = sorted(rows, key=len, reverse=True)
-    columns = dict.fromkeys(column for row in fullest_first for column in row if column not in REMARKS)
-    shown = [column for column in columns if any(row.get(column) for row in rows)]
-    lines = [shown, *([row.get(column, "") for column in shown] for row in rows)]
-    upright = [list(texts) for texts in zip(*lines, strict=True)]
-    parts = [upright] if _width(upright) <= width else side_by_side(lines, width)
+    upright = columns_of(rows)
+    parts = [upright] if _width(upright) <= width else side_by_side(list(zip(*upright, strict=True)), width)
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
     return Group(*map(_table, parts), *remarks)
+
+
+def columns_of(rows: Sequence[Mapping[str, str]]) -> list[Sequence[str]]:
+    """Return the columns that anybody fills, remarks aside, each with its name before its texts."""
+    fullest_first = sorted(rows, key=len, reverse=True)
+    names = dict.fromkeys(name for row in fullest_first for name in row if name not in REMARKS)
+    return [[name, *(row.get(name, "") for row in rows)] for name in names if any(row.get(name) for row in rows)]
 
 
 def side_by_side(columns: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
@@ -163,14 +166,13 @@ def _width(columns: Iterable[Sequence[str]]) -> int:
     return sum(max(map(len, texts)) + 2 for texts in columns)
 
 
-def _table(columns: Iterable[Sequence[str]]) -> Table:
+def _table(columns: Sequence[Sequence[str]]) -> Table:
     """Lay columns out, each under its first text; numbers stand to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    texts = [list(column) for column in columns]
-    for heading, *below in texts:
+    for heading, *below in columns:
         numeric = all(re.fullmatch(NUMERIC, text) for text in below)
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
-    for line in list(zip(*texts, strict=True))[1:]:
+    for line in zip(*(below for _, *below in columns), strict=True):
         table.add_row(*map(Text, line))
     return table
 
@@ -180,8 +182,7 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
 
     Each column is one text: rich takes ten times as long for a cell for each number.
     """
-    names = [name for name in rows[0] if name not in REMARKS and any(row.get(name) for row in rows)]
-    columns = side_by_side([[name, *(row.get(name, "") for row in rows)] for name in names], width)[0]
+    columns = side_by_side(columns_of(rows), width)[0]
     table = Table.grid(padding=(0, 2, 0, 0))
     for index in range(len(columns)):
         table.add_column(justify="right" if index else "left", no_wrap=True)
@@ -198,12 +199,11 @@ def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:
     return Text(f"Results: {', '.join(map(str, folders))}")
 
 
-def hook_list(hooks: Iterable[type[TrainingHook]]) -> Group:
+def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
     """List hooks with their kind, their points and one line."""
-    known = list(hooks)
-    width = max((len(hook.name) for hook in known), default=0)
+    width = max((len(hook.name) for hook in hooks), default=0)
     parts: list[RenderableType] = []
-    for hook in known:
+    for hook in hooks:
         title = Table.grid(padding=(0, 2, 0, 0))
         title.add_column(min_width=width, style="bold", no_wrap=True)
         title.add_column(min_width=len("intervention"), no_wrap=True)
@@ -237,16 +237,15 @@ def _epochs(window: EpochWindow) -> str:
 def hook_page(hook: type[TrainingHook]) -> Group:
     """Show every metric of a hook with formula, range and reading, and its options."""
     description, options = documented(hook)
-    parts: list[RenderableType] = [
+    described = [_option(hook.name, option, options.get(option.name, "")) for option in hook_options(hook).values()]
+    return Group(
         Text.assemble((hook.name, "bold"), f"  {hook_kind(hook)}, {points_text(hook)}"),
-    ]
-    for paragraph in description:
-        parts += [Text(paragraph), Text()]
-    parts.append(Text("Metrics", style="bold"))
-    parts += [_metric(hook.name, info) for info in hook().describe_metrics()]
-    parts.append(Text("\nOptions, for --hook-config", style="bold"))
-    parts += [_option(hook.name, option, options.get(option.name, "")) for option in hook_options(hook).values()]
-    return Group(*parts, *([] if hook_options(hook) else [Text("  none")]))
+        *(Text(f"{paragraph}\n") for paragraph in description),
+        Text("Metrics", style="bold"),
+        *(_metric(hook.name, info) for info in hook().describe_metrics()),
+        Text("\nOptions, for --hook-config", style="bold"),
+        *(described or [Text("  none")]),
+    )
 
 
 def documented(hook: type[TrainingHook]) -> tuple[list[str], dict[str, str]]:
@@ -281,8 +280,5 @@ def experiment_list(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Group
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_row("strategies", ", ".join(item.strategies))
         table.add_row("presets", ", ".join(item.presets) or "none")
-        parts += [
-            Text(item.name, style="bold"),
-            Padding(Group(Text(first_line(item)), table), (0, 0, 0, INDENT), expand=False),
-        ]
+        parts += [Text(item.name, style="bold"), _indented(Group(Text(first_line(item)), table))]
     return Group(*parts)

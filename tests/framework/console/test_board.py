@@ -45,9 +45,9 @@ def test_every_value_of_a_series_counts():
     track = Track()
     track.add(1.0)
     track.add(Series([1, 2], [5.0, 9.0]))
-    assert (track.last, track.arrow) == (9.0, "↑")
+    assert (track.last, arrow_of(track.recent)) == (9.0, "↑")
     track.add(Series([3, 4, 5, 6], [8.0, 7.0, 6.0, 5.0]))
-    assert (track.last, track.arrow) == (5.0, "↓")
+    assert (track.last, arrow_of(track.recent)) == (5.0, "↓")
 
 
 def test_metrics_are_parted_into_live_groups_and_hooks_in_the_order_described():
