@@ -11,12 +11,20 @@ from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ExperimentConfig, RunFlags, RunOptions, Session, check_device, field_names, require
 from .diff import diff
-from .options import Experiment, Options, config_text, parse_recorded, parse_run, plain, wanted_sinks
-from .parser import CommandParser
+from .options import (
+    Experiment,
+    Options,
+    config_text,
+    parse_hook_options,
+    parse_recorded,
+    parse_run,
+    plain,
+    wanted_sinks,
+)
+from .parser import CommandParser, dashed
 from .plot import plot
 from .replay import replay
 from .resume import recorded_command
-from .values import dashed, parse_hook_options
 
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 """The displays of a run by the flags that ask for them."""

@@ -1,20 +1,20 @@
 """The options of ``loopscope run EXPERIMENT``: from its config class, the run's flags, the sinks and YAML files."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from ..console import first_line
 from ..errors import UsageError, listed, unknown
-from ..hooks import MetricSink, SinkRegistry
+from ..hooks import HookRegistry, MetricSink, SinkRegistry, hook_options
 from ..runs import ExperimentRunner, RunFlags
-from .config_file import read_config
-from .parser import CommandParser
-from .values import NAMES, dashed
+from .parser import NAMES, CommandParser, dashed, typed
 
 Experiment = type[ExperimentRunner[Any]]
 Options = dict[str, Any]
@@ -57,6 +57,38 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
     return {**_complete(experiment, parser, options | given), "print_config": given["print_config"]}
 
 
+def read_config(path: Path) -> dict[Any, Any]:
+    """Return the options in a file, as YAML has them; raises :class:`UsageError` for a file that is no mapping.
+
+    ``hook_config`` may be a list of ``hook.option=value``, or a mapping from ``hook.option`` to a value, or from hooks
+    to mappings of their options; mappings come back as lists.
+    """
+    try:
+        content = get_loader("yaml")(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"The config file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The config file {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    except (yaml.YAMLError, RecursionError) as error:  # the second for lists in lists in lists
+        raise UsageError(f"The config file {path} is not YAML: {error}.") from error
+    if content is not None and not isinstance(content, dict):
+        raise UsageError(f"The config file {path} holds {type(content).__name__} {content!r}; it must be a mapping.")
+    options = content or {}
+    for key in {"hook_config", "hook-config"} & options.keys():
+        if isinstance(options[key], Mapping):
+            options[key] = list(_assignments(options[key]))
+    return options
+
+
+def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
+    """Yield ``hook.option=value`` for every option of a mapping, whatever its form."""
+    for target, content in options.items():
+        if isinstance(content, Mapping) and "." not in str(target):
+            yield from _assignments({f"{target}.{option}": value for option, value in content.items()})
+        else:
+            yield f"{target}={content if isinstance(content, str) else json.dumps(content)}"
+
+
 def parse_recorded(experiment: Experiment, recorded: Mapping[str, Any]) -> Options:
     """Parse the options that a run has recorded; raises :class:`UsageError` where this version knows them no more."""
     parser = run_parser(experiment, recorded.get("preset"))
@@ -68,9 +100,8 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     if preset is not None and preset not in experiment.presets:
         raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
     parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
-    parser.add_argument(
-        "--config", metavar="FILE", action="append", help="YAML file of options; flags win over it; may be repeated"
-    )
+    config = "YAML file of options; flags win over it; may be repeated"
+    parser.add_argument("--config", metavar="FILE", action="append", help=config)
     parser.add_argument("--print-config", action="store_true", help="show the options as a config file, and exit")
     add = parser.add
     add("preset", str | None, f"{' or '.join(experiment.presets) or 'none'}: a named set of options", metavar="NAME")
@@ -103,13 +134,32 @@ def config_text(options: Mapping[str, Any]) -> str:
     return yaml.safe_dump(plain(options), sort_keys=False)
 
 
+def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of ``--hook-config hook.option=value`` by hook, typed by the hook's constructor.
+
+    Names may be spelled with dashes; of several values for one option the last counts. Raises :class:`UsageError` for
+    an unknown hook or option, and for a value of another type.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        name, _, option = target.replace("-", "_").partition(".")
+        if not (equals and name and option):
+            raise UsageError(f"--hook-config takes hook.option=value, but got {assignment!r}.")
+        known = hook_options(HookRegistry.get(name))
+        if option not in known:
+            raise unknown(f"option of hook {name!r}:", option, known)
+        options.setdefault(name, {})[option] = typed(f"--hook-config {name}.{option}", value, known[option].annotation)
+    return options
+
+
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
     """Return what makes new sinks for a strategy, those left out whose files another of them writes too.
 
     Raises :class:`UsageError` for one whose package is missing or that refuses its value.
     """
-    wanted: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
-    wanted = {sink: value for sink, value in wanted.items() if value not in (None, False)}
+    asked: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
+    wanted = {sink: value for sink, value in asked.items() if value not in (None, False)}
     included = {name for sink in wanted for name in sink.includes}
     for sink in wanted:
         sink.check_installed()

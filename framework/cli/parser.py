@@ -10,14 +10,47 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentError, ArgumentParser
 
 from ..errors import UsageError, nearest, unknown
-from ..runs import alternatives, choices
-from .values import NAMES, dashed, typed
+from ..runs import alternatives, choices, in_words
 
+NAMES = list[str]
+"""The type of options that take one name or several."""
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 FEW = 10
 """So many options are listed where an unknown one is refused."""
+
+
+def dashed(name: str) -> str:
+    """Spell an option as the help does.
+
+    >>> dashed("train_size")
+    '--train-size'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def typed(option: str, value: Any, annotation: Any) -> Any:
+    """Return a value from a flag or a file as one of the annotated type.
+
+    Raises :class:`UsageError` that names the option, the value and what it takes.
+
+    >>> typed("--ratio", "1e-3", float | None), typed("--ratio", "null", float | None), typed("--hooks", "norms", NAMES)
+    (0.001, None, ['norms'])
+    """
+    if annotation == NAMES:
+        value = [value] if isinstance(value, str) else value or []
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=annotation)
+    try:
+        return parser.parse_object({"value": value})["value"]
+    except ArgumentError as error:
+        known = choices(annotation)
+        if known:
+            raise unknown(f"value of {option}:", str(value), known) from error
+        wanted = "a name or a list of names" if annotation == NAMES else in_words(annotation)
+        raise UsageError(f"{option} is {str(value)!r}; it must be {wanted}.") from error
 
 
 class HelpFormatter(argparse.HelpFormatter):

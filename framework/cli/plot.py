@@ -8,8 +8,7 @@ from typing import Any
 from ..errors import UsageError, listed, require_package
 from ..report import Look, Picture, file_stem, hook_panels, hook_picture, matcher, metric_picture, read_run
 from ..runs import require, run_folders
-from .parser import CommandParser
-from .values import NAMES
+from .parser import NAMES, CommandParser
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PROVENANCE = "provenance"
