@@ -1,16 +1,18 @@
 """``loopscope plot RUN... --metrics PATTERN...``: draws recorded metrics against steps."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, listed, require_package
-from ..report import Look, Picture, file_stem, hook_panels, hook_picture, matcher, metric_picture, read_run
+from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run
 from ..runs import require, run_folders
 from .parser import NAMES, CommandParser
 
 SUFFIXES = (".png", ".svg", ".pdf")
+LONGEST_STEM = 80
 PROVENANCE = "provenance"
 """The picture that hooks ask for, and the option that draws it."""
 SWITCHES = {
@@ -68,7 +70,8 @@ def _parser() -> CommandParser:
 
 def default_name(picture: Picture) -> Path:
     """Return a name in the present folder that says what is drawn, and of what."""
-    return Path(file_stem([*picture.title.split("/"), picture.subject]) + SUFFIXES[0])
+    words = [re.sub(r"[^\w.-]+", "_", part).strip("_") for part in (*picture.title.split("/"), picture.subject) if part]
+    return Path("_".join(words)[:LONGEST_STEM] + SUFFIXES[0])
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -2,13 +2,11 @@
 
 from .curves import read_run
 from .hook_pictures import hook_panels, hook_picture
-from .naming import file_stem
 from .panels import Look, Picture, matcher, metric_picture
 
 __all__ = [
     "Look",
     "Picture",
-    "file_stem",
     "hook_panels",
     "hook_picture",
     "matcher",

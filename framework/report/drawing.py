@@ -1,6 +1,7 @@
 """Pictures drawn with matplotlib: without a window, without pyplot, whatever the user's matplotlibrc says."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator
 
 from ..durable_files import write_whole
 from .curves import Curve, Floats
-from .naming import wrapped
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
 
 SETTINGS: dict[str, Any] = {
@@ -68,7 +68,11 @@ def figure_of(picture: Picture, look: Look) -> Figure:
         for index, (panel, text) in enumerate(zip(picture.panels, remarks, strict=True)):
             row = index // columns * columns
             _draw(axes[index], panel, look)
-            _head(axes[index], panel.title, text, space=any(remarks[row : row + columns]))
+            # What there is to remark stands below the title; the titles of a row stay at one height.
+            pad = 17 if any(remarks[row : row + columns]) else 6
+            axes[index].set_title(wrapped(panel.title, 52), loc="left", parse_math=False, pad=pad)
+            place: dict[str, Any] = {"xytext": (0, 4), "xycoords": "axes fraction", "textcoords": "offset points"}
+            axes[index].annotate(text, (0, 1), **place, fontsize=7.5, color=GREY)
         _label_steps(axes, len(picture.panels), columns, look)
         title = [picture.title, f"smoothed over {look.smooth:,} points" if look.smooth > 1 else ""]
         figure.suptitle(", ".join(filter(None, title)), parse_math=False, fontsize=11)
@@ -108,12 +112,18 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
     ax.set_ylabel(panel.y_label)
 
 
-def _head(ax: Axes, title: str, remark: str, *, space: bool) -> None:
-    """Write the title, and below it what there is to remark; ``space`` keeps the titles of a row at one height."""
-    ax.set_title(wrapped(title, 52), loc="left", parse_math=False, pad=17 if space else 6)
-    ax.annotate(
-        remark, (0, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points", fontsize=7.5, color=GREY
-    )
+def wrapped(name: str, width: int) -> str:
+    r"""Break a long name behind slashes, dots and underscores.
+
+    >>> wrapped("norms/weight_norm/blocks.0.weight", 20)
+    'norms/weight_norm/\nblocks.0.weight'
+    """
+    lines = [""]
+    for piece in re.findall(r"[^/._]*[/._]?", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
@@ -228,8 +238,7 @@ def _add_legend(figure: Figure, entries: Sequence[tuple[str, Style]], columns: i
 def _legend_columns(entries: Sequence[tuple[str, Style]], width: float) -> int:
     """Return how many even columns of a legend fit into a width in inches."""
     longest = max((len(label) for label, _ in entries), default=1)
-    most = max(1, int(width / (CHARACTER * longest + 0.6)))
-    rows = math.ceil(len(entries) / most)
+    rows = math.ceil(len(entries) / max(1, int(width / (CHARACTER * longest + 0.6))))
     return math.ceil(len(entries) / max(1, rows))
 
 

@@ -7,8 +7,7 @@ from ..errors import listed
 from ..hooks import HookRegistry, MetricPanel
 from ..runs import require
 from .curves import RecordedRun
-from .naming import run_labels
-from .panels import COLOURS, DASHES, Panel, Picture, Style, common_title, legend_of, styled
+from .panels import COLOURS, DASHES, Panel, Picture, Style, common_title, legend_of, run_labels, styled
 
 ALONE = len(COLOURS) - 1
 """The colour of a curve that needs no explanation."""

@@ -1,7 +1,10 @@
 """What a picture shows, before it is drawn: panels, their curves, and how runs and metrics are told apart."""
 
+import posixpath
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,7 +13,6 @@ import numpy as np
 from ..errors import UsageError, listed
 from ..runs import require
 from .curves import Curve, RecordedRun
-from .naming import near_names, run_labels, shared_beginning
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white."""
@@ -20,6 +22,7 @@ DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
     (0, (1, 1.2)),
     (0, (6, 1.5, 1, 1.5)),
 )
+NEAREST = 4
 MOST_PANELS = 24
 MOST_CURVES = len(COLOURS) * len(DASHES)
 DECADES = 3
@@ -110,7 +113,12 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
         len(runs) <= MOST_CURVES, f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
     )
     labels = run_labels([run.folder.resolve() for run in runs])
-    sentences = _left_out(runs, labels, metrics, matcher(patterns))
+    matches = matcher(patterns)
+    others = dict.fromkeys(name for run in runs for name in run.others if matches(name))
+    sentences = [f"Left out, being lists or texts: {listed(list(others))}."] if others else []
+    for run, label in zip(runs, labels, strict=True):
+        missing = [metric for metric in metrics if metric not in run.curves]
+        sentences += [f"{label} has no {listed(missing)}."] if missing else []
     if overlay and len(metrics) > 1:
         panels, legend = _overlaid(runs, labels, metrics)
     else:
@@ -123,6 +131,27 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
         legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
     subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
     return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
+
+
+def run_labels(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest names that tell runs apart: of their paths' last parts, those in which they differ.
+
+    >>> run_labels([Path("/out/mod/stride"), Path("/out/mod/target")])
+    ['stride', 'target']
+    >>> run_labels([Path("/seed1/mod/stride"), Path("/seed2/mod/stride")])
+    ['seed1', 'seed2']
+    >>> run_labels([Path("/a/mod/stride"), Path("/a/mod/target"), Path("/b/mod/stride")])
+    ['a/stride', 'a/target', 'b/stride']
+    """
+    tails = [folder.parts[::-1] for folder in folders]
+    chosen: list[list[str]] = [[] for _ in folders]
+    for depth in range(max(map(len, tails))):
+        parts = [tail[depth] if depth < len(tail) else "" for tail in tails]
+        if len(set(parts)) > 1 or len(folders) == 1:
+            chosen = [[part, *rest] if part else rest for part, rest in zip(parts, chosen, strict=True)]
+        if chosen[0] and len(set(map(tuple, chosen))) == len(folders):
+            break
+    return ["/".join(parts) for parts in chosen]
 
 
 def common_title(runs: Sequence[RecordedRun]) -> str:
@@ -156,16 +185,21 @@ def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> Usag
     return UsageError(f"No metric matches {pattern!r}; {hint}.")
 
 
-def _left_out(
-    runs: Sequence[RecordedRun], labels: Sequence[str], metrics: Sequence[str], matches: Callable[[str], bool]
-) -> list[str]:
-    """Say which metrics are left out, and which runs lack some."""
-    others = dict.fromkeys(name for run in runs for name in run.others if matches(name))
-    sentences = [f"Left out, being lists or texts: {listed(list(others))}."] if others else []
-    for run, label in zip(runs, labels, strict=True):
-        missing = [metric for metric in metrics if metric not in run.curves]
-        sentences += [f"{label} has no {listed(missing)}."] if missing else []
-    return sentences
+def near_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names nearest to a pattern, by their whole or by their last part.
+
+    >>> near_names("los", ["norms/total_grad_norm", "training_metrics/loss"])
+    ['training_metrics/loss']
+    """
+    word = re.sub(r"[*?\[\]]", "", pattern)
+
+    def nearness(name: str) -> float:
+        parts = (name, name.rpartition("/")[2], name.partition("/")[0])
+        inside = 0.9 if word and word in name else 0.0
+        return max(inside, *(SequenceMatcher(None, word, part).ratio() for part in parts))
+
+    nearest = sorted(names, key=lambda name: (-nearness(name), name))[:NEAREST]
+    return [name for name in nearest if nearness(name) >= 0.6]
 
 
 def _overlaid(
@@ -182,7 +216,7 @@ def _overlaid(
         f"--overlay tells at most {len(COLOURS)} runs apart by colour and {len(DASHES)} metrics by dashes, but "
         f"these are {len(runs)} runs and {len(metrics)} metrics; leave out --overlay, or narrow the patterns.",
     )
-    shared = shared_beginning(metrics)
+    shared = posixpath.commonpath([posixpath.dirname(metric) for metric in metrics])
     names = {metric.removeprefix(f"{shared}/"): (Style.numbered(i), i) for i, metric in enumerate(metrics)}
     alone = len(runs) == 1
     traces = styled(
