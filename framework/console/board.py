@@ -139,24 +139,16 @@ class Board:
 
     def position(self) -> dict[str, Any]:
         """Return how far the strategy has come, in plain values, for :meth:`resume`."""
-        tracks = {name: [track.last, track.recent] for name, track in self.tracks.items()}
-        return {
-            "board": {"epoch": self.epoch, "step": self.step, "tracks": tracks},
-            "gathered": {
-                name: {"last": track.last, "total": track.total, "count": track.count}
-                for name, track in self.news().items()
-            },
-            "before": {name: track.told for name, track in self.tracks.items() if track.told is not None},
-        }
+        tracks = {name: vars(track).copy() for name, track in self.tracks.items()}
+        return {"epoch": self.epoch, "step": self.step, "tracks": tracks}
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Go on with a strategy where an earlier part of its run had come to."""
         self.begin(run)
-        self.epoch, self.step = position["board"]["epoch"], position["board"]["step"]
-        gathered, before = position["gathered"], position["before"]
-        for name, (last, recent) in position["board"]["tracks"].items():
-            since = gathered.get(name, {"last": last})
-            self.tracks[name] = Track(**since, recent=recent, is_news=name in gathered, told=before.get(name))
+        # A checkpoint of an older version keeps the values in another way: then they are gathered anew.
+        if "tracks" in position:
+            self.epoch, self.step = position["epoch"], position["step"]
+            self.tracks |= {name: Track(**values) for name, values in position["tracks"].items()}
 
     def groups(self, cells: Mapping[str, Cell]) -> tuple[list[Group], list[Group]]:
         """Part metrics, by full name, into the groups of live ones and the others by hook.

@@ -97,8 +97,8 @@ class LiveDisplay(MetricSink):
     def finish(self, position: Position | None) -> None:
         """Draw how far the strategy came."""
         if position is not None:
-            self._position, self._due = position, self.clock()
-            self.draw_if_due()
+            self._due = self.clock()
+            self.show(position)
 
     def tell_later(self, shown: RenderableType) -> None:
         """Keep something to be told once the terminal is given back."""
@@ -112,11 +112,10 @@ class LiveDisplay(MetricSink):
         self._due = math.inf
         try:
             self._draw()
+            end = self.clock()
+            self._due = end + max(SECONDS_BETWEEN_UPDATES, (end - begin) / LARGEST_SHARE)
         except Exception as error:
             warnings.warn(f"The live display failed and is switched off: {type(error).__name__}: {error}", stacklevel=2)
-            return
-        end = self.clock()
-        self._due = end + max(SECONDS_BETWEEN_UPDATES, (end - begin) / LARGEST_SHARE)
 
     def leave(self, tell: Callable[[RenderableType], None]) -> None:
         """Give the terminal back and tell what was kept."""

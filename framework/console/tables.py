@@ -43,14 +43,6 @@ def strategy_header(run: RunInfo, task: TrainingTask, hooks: Sequence[str]) -> T
     return header.append(f"\n  output: {run.output_dir}")
 
 
-def outcome(summary: Mapping[str, Any]) -> str:
-    """Say in a few words how a strategy ended."""
-    if summary["status"] != "completed":
-        return str(summary["status"])
-    reached = summary["target_reached"]
-    return f"target reached at epoch {reached['epoch']}" if reached else "ran to the cap"
-
-
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the last training loss and the final accuracies; the whole evaluation where it has no accuracy."""
     final: Mapping[str, float] = summary["final"]
@@ -62,24 +54,25 @@ def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
 def result_line(summary: Mapping[str, Any]) -> Text:
     """Say how one strategy ended."""
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
+    reached, how = summary["target_reached"], summary["status"]
+    if how == "completed":
+        how = f"target reached at epoch {reached['epoch']}" if reached else "ran to the cap"
     return Text.assemble(
         (f"{summary['strategy']}", "bold"),
-        f": {outcome(summary)} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
+        f": {how} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
     )
 
 
 def sample_text(sample: str) -> Text:
     """Show a sample of what the model does, indented, without control characters."""
-    lines = ["".join(sign for sign in line if sign.isprintable()) for line in sample.expandtabs().splitlines()]
+    lines = ["".join(filter(str.isprintable, line)) for line in sample.expandtabs().splitlines()]
     return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
 
 
 def hook_table(hook: str, rows: Mapping[str, Mapping[str, float]], width: int = 80) -> Group:
     """Show what a hook has to say of a whole strategy, as a comparison of its rows."""
-    texts = [
-        {hook: name, **{column: number_text(value) for column, value in row.items()}} for name, row in rows.items()
-    ]
+    texts = [{hook: name, **{key: number_text(value) for key, value in row.items()}} for name, row in rows.items()]
     return comparison_table(texts, width)
 
 
@@ -90,12 +83,12 @@ def comparison_rows(
 
     ``compared_to`` names numbers of the final evaluation and the strategy whose number is subtracted.
     """
-    any_reached = any(summary["target_reached"] for summary in summaries)
+    reached = [f"epoch {at['epoch']}" if (at := summary["target_reached"]) else "" for summary in summaries]
     return [
         {
             "strategy": summary["strategy"],
             "status": "" if summary["status"] == "completed" else str(summary["status"]),
-            "target": _target(summary["target_reached"]) if any_reached else "",
+            "target": (target or "not reached") if any(reached) else "",
             "epochs": f"{summary['epochs']:,}",
             **{name: number_text(value) for name, value in final_numbers(summary).items()},
             **distances(summary, summaries, compared_to or {}),
@@ -104,7 +97,7 @@ def comparison_rows(
             "treatments": ", ".join(summary["treatments"]),
             "failed hooks": ", ".join(dict.fromkeys(error["hook"] for error in summary["hook_errors"])),
         }
-        for summary in summaries
+        for summary, target in zip(summaries, reached, strict=True)
     ]
 
 
@@ -123,10 +116,6 @@ def distances(
         for name, baseline in compared_to.items()
         if baseline != summary["strategy"] and name in summary["final"] and name in finals.get(baseline, {})
     }
-
-
-def _target(reached: Mapping[str, int] | None) -> str:
-    return f"epoch {reached['epoch']}" if reached else "not reached"
 
 
 def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Group:
