@@ -68,8 +68,23 @@ class Position:
         return parts | {f"number {name}": text for name, text in {**numbers, **self.chosen}.items()}
 
     def fitted(self, room: int) -> str:
-        """Return as much of that on one line as ``room`` columns hold."""
-        return fitting(self.parts(), room, LEAST_BESIDE_CHOSEN if self.chosen else LEAST_IMPORTANT)
+        """Return as much of that on one line as ``room`` columns hold: the least important gives way, then the last.
+
+        The topic ``total`` is the end of the count.
+
+        >>> Position("epoch", 1, 20, None, {"loss": 1.5}).fitted(15)
+        '5%  loss 1.5'
+        >>> Position("step", 1, 20, None, {}, chosen={"over": "over 0.5"}).fitted(20)
+        'step 1/20  over 0.5'
+        """
+        parts = self.parts()
+        for topic in (*(LEAST_BESIDE_CHOSEN if self.chosen else LEAST_IMPORTANT), *reversed(list(parts))):
+            if len("  ".join(parts.values())) <= room or len(parts) == 1:
+                break
+            if topic == "total":
+                parts["count"] = parts["count"].partition("/")[0]
+            parts.pop(topic, None)
+        return "  ".join(parts.values())
 
 
 class Pace:
@@ -134,26 +149,6 @@ def progress_line(position: Position | None, width: int, label: str = "") -> Tab
     line = Table.grid(padding=(0, 1, 0, 0))
     line.add_row(*([Text(label, "bold")] if label else []), bar, Text(tail, no_wrap=True))
     return line
-
-
-def fitting(parts: Mapping[str, str], room: int, first: Sequence[str] = LEAST_IMPORTANT) -> str:
-    """Join what is to be said, leaving out the ``first`` things and then the last until it fits.
-
-    The topic ``total`` is the end of the count.
-
-    >>> fitting({"percent": "5%", "count": "epoch 1/20", "left": "0:19 left", "loss": "loss 1.5"}, 30)
-    '5%  0:19 left  loss 1.5'
-    >>> fitting({"percent": "5%", "count": "step 1/20", "over": "over 0.5"}, 20, ("percent", "total"))
-    'step 1/20  over 0.5'
-    """
-    kept = dict(parts)
-    for topic in (*first, *reversed(list(parts))):
-        if len("  ".join(kept.values())) <= room or len(kept) == 1:
-            break
-        if topic == "total":
-            kept["count"] = kept["count"].partition("/")[0]
-        kept.pop(topic, None)
-    return "  ".join(kept.values())
 
 
 class LineView:

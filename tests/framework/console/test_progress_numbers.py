@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from loopscope.console import RunConsole
-from loopscope.console.progress import LEAST_BESIDE_CHOSEN, Position, ProgressNumbers, fitting
+from loopscope.console.progress import Position, ProgressNumbers
 from loopscope.hooks import HookPoint, Series
 from rich.console import Console
 
@@ -57,8 +57,7 @@ def test_chosen_numbers_give_way_after_what_the_bar_and_the_clock_say(room, line
 
 
 def test_everything_else_is_left_out_before_a_chosen_number():
-    parts = Position("step", 160, 400, 12.5, {}, epoch=1.24, chosen=CHOSEN).parts()
-    assert fitting(parts, 1, LEAST_BESIDE_CHOSEN) == "step 160"
+    assert Position("step", 160, 400, 12.5, {}, epoch=1.24, chosen=CHOSEN).fitted(1) == "step 160"
 
 
 class Telling(SmallSteps):
