@@ -1,5 +1,6 @@
 """A decoder language model of the OLMo and Llama kind."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 INITIAL_STD = 0.02
+LONGEST_WAVE = 10_000.0
+"""The longest wavelength of the rotary positions, over 2π."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,29 +17,27 @@ class DecoderShape:
     """The dimensions of a decoder.
 
     Args:
-        vocabulary: tokens.
-        context: the longest sequence.
+        vocabulary: tokens; of a text, those of the byte-pair encoding that is trained on it.
+        context: tokens of a sequence.
         width: of the residual stream.
-        layers: blocks.
-        heads: attention heads per block; divides width into even parts.
-        hidden: inner width of the feed-forward layers.
+        layers: transformer layers.
+        heads: attention heads per layer; divides width into even parts.
+        hidden: inner width of the feed-forward layers; by default 8/3 of width, rounded up to a multiple of 32.
         weight_tying: use the embedding matrix as output projection.
-        qk_norm: normalise queries and keys of every head.
-        rope_base: longest wavelength of the rotary positions, over 2π.
+        qk_norm: normalise queries and keys.
     """
 
-    vocabulary: int
-    context: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
+    vocabulary: int = 4096
+    context: int = 256
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    hidden: int | None = None
     weight_tying: bool = True
     qk_norm: bool = False
-    rope_base: float = 10_000.0
 
 
-def rotary_angles(context: int, head_width: int, base: float) -> Tensor:
+def rotary_angles(context: int, head_width: int, base: float = LONGEST_WAVE) -> Tensor:
     """Return the angles of rotary positions (arXiv 2104.09864), of shape (context, head_width / 2)."""
     frequencies = base ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     return torch.outer(torch.arange(context, dtype=torch.float64), frequencies).float()
@@ -101,7 +102,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(shape.width, eps=1e-6)
         self.attention = CausalAttention(shape)
         self.ff_norm = nn.RMSNorm(shape.width, eps=1e-6)
-        self.ff = SwiGLU(shape.width, shape.hidden)
+        self.ff = SwiGLU(shape.width, shape.hidden or 32 * math.ceil(8 * shape.width / 3 / 32))
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Map (batch, tokens, width) to the same shape."""
@@ -123,19 +124,16 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-6)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        angles = rotary_angles(shape.context, shape.width // shape.heads, shape.rope_base)
+        angles = rotary_angles(shape.context, shape.width // shape.heads)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
-        self._initialise()
-        if shape.weight_tying:
-            self.head.weight = self.embedding.weight
-
-    def _initialise(self) -> None:
-        """Draw all matrices from N(0, 0.02²), those that end a residual branch by 1/√(2·layers) smaller."""
         for name, parameter in self.named_parameters():
+            # Matrices come from N(0, 0.02²), those that end a residual branch from one that is 1/√(2·layers) as wide.
             if parameter.ndim == 2:
                 ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=INITIAL_STD / (2 * self.shape.layers) ** (0.5 if ends_branch else 0))
+                nn.init.normal_(parameter, std=INITIAL_STD / (2 * shape.layers) ** (0.5 if ends_branch else 0))
+        if shape.weight_tying:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, tokens) token ids to (batch, tokens, vocabulary) logits of the next token."""

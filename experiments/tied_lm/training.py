@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -35,22 +35,14 @@ QUICK = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig(ExperimentConfig):
+class LanguageModelConfig(DecoderShape, ExperimentConfig):
     """Options of an experiment on the decoder language model.
 
     Args:
         steps: optimizer steps.
         data: a text file, a folder of texts, or a file of tokens (.npy, .bin, .u16, .u32); by default Python's own
             documentation.
-        vocabulary: tokens; of a text, those of the byte-pair encoding that is trained on it.
         validation_share: part of the data that is held out, by document where there are documents.
-        context: tokens of a sequence.
-        width: of the residual stream.
-        layers: transformer layers.
-        heads: attention heads per layer; divides width into even parts.
-        hidden: inner width of the feed-forward layers; by default 8/3 of width, rounded up to a multiple of 32.
-        weight_tying: use the embedding matrix as output projection.
-        qk_norm: normalise queries and keys.
         z_loss: weight of the mean squared log-partition function in the loss.
         lr: learning rate after the warm-up.
         min_lr: learning rate at the end of the cosine decay.
@@ -64,16 +56,8 @@ class LanguageModelConfig(ExperimentConfig):
 
     steps: int = 1000
     data: Path | None = None
-    vocabulary: int = 4096
     validation_share: float = 0.1
-    context: int = 256
     batch_size: int = 16
-    width: int = 256
-    layers: int = 4
-    heads: int = 4
-    hidden: int | None = None
-    weight_tying: bool = True
-    qk_norm: bool = False
     z_loss: float = 0.0
     lr: float = 1e-3
     min_lr: float = 1e-4
@@ -115,17 +99,7 @@ class LanguageModelConfig(ExperimentConfig):
     @property
     def shape(self) -> DecoderShape:
         """The dimensions of the model."""
-        hidden = self.hidden or 32 * math.ceil(8 * self.width / 3 / 32)
-        return DecoderShape(
-            vocabulary=self.vocabulary,
-            context=self.context,
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            hidden=hidden,
-            weight_tying=self.weight_tying,
-            qk_norm=self.qk_norm,
-        )
+        return DecoderShape(**{field.name: getattr(self, field.name) for field in fields(DecoderShape)})
 
 
 @dataclass(frozen=True)
