@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 import pytest
-from loopscope.console import RunConsole
 from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.console import RunConsole
 from loopscope.console.progress import Position, ProgressNumbers
 from loopscope.hooks import HookPoint, Series
 from rich.console import Console
