@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, listed, require_package
-from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run
+from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
 from ..runs import require, run_folders
 from .parser import NAMES, CommandParser
 
@@ -46,7 +46,7 @@ def plot(words: Sequence[str], show: Callable[[str], None]) -> None:
         picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
     path = given["out"] or default_name(picture)
     _check_writable(path)
-    picture.save(Look(given["smooth"], given["log_x"], log_y), path)
+    save_picture(picture, Look(given["smooth"], given["log_x"], log_y), path)
     show("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
 
 

@@ -6,7 +6,7 @@ moving a version. The audit is the proof.
 
 from collections.abc import Callable
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, call, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class WatchList:
         self.parameters = [*state.model.parameters()]
         watched = [(part.name, part.watched(state)) for part in state.parts]
         self._owners = {id(item): name for name, part in watched for item in (*part.tables, *part.attributes)}
+        self._owners |= {id(space): name for name, part in watched for space, _ in part.own}
         tables = [table for _, part in watched for table in part.tables]
         containers = [container for _, part in watched for container in part.attributes]
         self.empty = [container for container in (*tables, *containers) if not container]
@@ -39,6 +40,9 @@ class WatchList:
         self.attributes = [container for container in containers if container]
         self.pure_views, self.mixed_views = _views(self.pure), _views(self.mixed)
         self._attribute_views = _views(self.attributes)
+        own = [entry for _, part in watched for entry in part.own]
+        self._spaces, self._getters = [space for space, _ in own], [itemgetter(*keys) for _, keys in own]
+        self._keys = [(space, key) for space, keys in own for key in keys]
         glanced = [(part.glance, part) for _, part in watched if part.glance is not None]
         looked = [(part.look, part) for _, part in watched if part.look is not None]
         self.glances, self.glanced = [glance for glance, _ in glanced], [part for _, part in glanced]
@@ -55,8 +59,9 @@ class WatchList:
         self.sharded = any(map(is_sharded, self.parameters))
 
     def read_attributes(self) -> tuple[Any, ...]:
-        """Return what the containers that are no tables hold now, end to end."""
-        return (*chain.from_iterable(self._attribute_views),)
+        """Return how many attributes objects have, those compared, and what the containers that are no tables hold."""
+        own = chain.from_iterable(map(call, self._getters, self._spaces))
+        return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
         """Return whether what was just read is in the containers of this list; plain values and tensors may change."""
@@ -74,16 +79,32 @@ class WatchList:
         """Name a container: by the object that it belongs to, or else by its part."""
         return names.get(id(container), self._owners[id(container)])
 
+    def attribute(self, before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
+        """Name the first attribute, or place in a container, that differs in what :meth:`read_attributes` returned."""
+        start = len(self._spaces)
+        index = _first_difference(before, now)
+        if index < start:
+            return f"the attributes of {self.name(self._spaces[index], names)}"
+        if index < start + len(self._keys):
+            space, key = self._keys[index - start]
+            return f"{self.name(space, names)}.{key}"
+        start += len(self._keys)
+        return self.place(self.attributes, before[start:], now[start:], names)
+
     def place(self, containers: list[Any], before: tuple[Any, ...], now: tuple[Any, ...], names: dict[int, str]) -> str:
         """Name the first place at which what some containers hold, end to end, differs."""
-        pairs = enumerate(zip(before, now, strict=False))
-        index = next((index for index, (was, is_now) in pairs if was is not is_now), min(len(before), len(now)))
+        index = _first_difference(before, now)
         for container in containers:
             if index < len(container):
                 name = self.name(container, names)
                 return f"{name}.{[*container][index]}" if isinstance(container, dict) else name
             index -= len(container)
         return "a container"
+
+
+def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
+    pairs = enumerate(zip(before, now, strict=False))
+    return next((index for index, (was, is_now) in pairs if was is not is_now), min(len(before), len(now)))
 
 
 def _views(containers: list[Any]) -> list[Any]:
@@ -195,7 +216,7 @@ class Tripwire:
         before, watch = self._rest, self._watch
         changes: list[str] = []
         if not _equal(before[0], now[0]):
-            changes.append(watch.place(watch.attributes, before[0], now[0], self._state.names()))
+            changes.append(watch.attribute(before[0], now[0], self._state.names()))
         for part, was, is_now in zip(watch.looked, before[1:], now[1:], strict=False):
             if not _equal(was, is_now):
                 changes += part.differences(was) if part.differences is not None else [part.label]

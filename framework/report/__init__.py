@@ -3,6 +3,7 @@
 from .curves import read_run
 from .hook_pictures import hook_panels, hook_picture
 from .panels import Look, Picture, matcher, metric_picture
+from .saving import save_picture
 
 __all__ = [
     "Look",
@@ -12,4 +13,5 @@ __all__ = [
     "matcher",
     "metric_picture",
     "read_run",
+    "save_picture",
 ]

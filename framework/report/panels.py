@@ -86,13 +86,6 @@ class Picture:
     legend: Sequence[tuple[str, Style]]
     sentences: Sequence[str] = ()
 
-    def save(self, look: Look, path: Path) -> None:
-        """Draw the picture and write it, whole or not at all, in the format that the name's suffix says."""
-        # Here, since matplotlib is an extra that nothing else may need.
-        from .drawing import figure_of, save
-
-        save(figure_of(self, look), path)
-
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Return a function that is true for metrics asked for by full name or by pattern; ``*`` matches slashes, too.

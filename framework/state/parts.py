@@ -141,6 +141,7 @@ class Watched(NamedTuple):
     Args:
         tables: dicts whose values are compared after every call, tensors among them by version and pointer too.
         glance: reads tensors that are others at most steps (``None`` for one that is not there), for the same.
+        own: the ``__dict__`` of objects, with the names in it, two or more, that are compared once a fire.
         attributes: containers whose contents are compared once a fire.
         look: reads plain values, once a fire.
         settled: what ``look`` reads decides which containers there are to read.
@@ -150,6 +151,7 @@ class Watched(NamedTuple):
 
     tables: Sequence[dict[Any, Any]] = ()
     glance: Callable[[], tuple[Tensor | None, ...]] | None = None
+    own: Sequence[tuple[dict[str, Any], tuple[str, ...]]] = ()
     attributes: Sequence[Any] = ()
     look: Callable[[], Any] | None = None
     settled: bool = False

@@ -141,11 +141,11 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 def _generator_leaves(state: StateObjects) -> Leaves:
     streams = state.streams.save()
-    yield "generators/torch", streams.torch_cpu
+    yield "generators/torch", (streams.torch_cpu,)  # in a tuple, like the others: it is a copy, no tensor of the state
     yield "generators/python", (streams.python.key, streams.python.cached_gaussian)
     yield "generators/numpy", (streams.numpy.key, streams.numpy.cached_gaussian)
     for index, (_, held) in enumerate((*streams.accelerators, *streams.owned)):
-        yield f"generators/{index}", held
+        yield f"generators/{index}", (held,)
 
 
 def _roots(state: StateObjects, parts: Sequence[Part]) -> Iterator[Any]:

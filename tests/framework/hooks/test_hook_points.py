@@ -45,11 +45,11 @@ class LoggingSGD(torch.optim.SGD):
         self.log = log
 
     def zero_grad(self, set_to_none=True):
-        self.log.append("zero_grad")
+        self.log("zero_grad")
         super().zero_grad(set_to_none)
 
     def step(self, closure=None):
-        self.log.append("optimizer.step")
+        self.log("optimizer.step")
         return super().step(closure)
 
 
@@ -60,7 +60,7 @@ class LoggingScheduler(LambdaLR):
 
     def step(self, epoch=None):
         if self.says:
-            self.optimizer.log.append(self.says)
+            self.optimizer.log(self.says)
         super().step(epoch)
 
 
@@ -80,7 +80,7 @@ def test_the_docstring_of_hook_point_is_the_loop(interval):
     log: list[str] = []
     model = nn.Linear(1, 1, bias=False)
     model.weight.register_hook(lambda gradient: log.append("backward"))
-    optimizer = LoggingSGD(model.parameters(), log)
+    optimizer = LoggingSGD(model.parameters(), log.append)
     scheduler = LoggingScheduler(optimizer, lambda epoch: 1.0)
     scheduler.says = f"per-{interval} scheduler"
     task = TrainingTask(
