@@ -1,6 +1,13 @@
-"""Copies of a model's tensors that live beside it: sharded as they are, remembered by name, fitted to it again."""
+"""Copies of a model's tensors that live beside it: sharded as they are, remembered by name, fitted to it again.
 
-from collections.abc import Mapping, Sequence
+Also the one place that knows of XLA: steps of its lazy graph, and copies that are sharded as their originals. Nothing
+here imports ``torch_xla`` before a tensor lies on an XLA device. Written after the interface of torch_xla 2.x;
+docs/smoothing.md says what of it has been run.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,7 +16,34 @@ from loopscope.hooks import Remembered, Remembering
 from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
-from .xla import shard_alike
+
+def on_xla(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of the tensors lies on an XLA device."""
+    return any(tensor.device.type == "xla" for tensor in tensors)
+
+
+@contextmanager
+def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Cut the lazy graph before and after the body, so that what it does is compiled by itself, once.
+
+    The training step then compiles to one graph, whether or not the body ran after it.
+    """
+    if not on_xla(tensors):
+        yield
+        return
+    xla_model: Any = import_module("torch_xla.core.xla_model")
+    xla_model.mark_step()
+    yield
+    xla_model.mark_step()
+
+
+def shard_alike(copy: Tensor, original: Tensor) -> None:
+    """Give a copy on an XLA device the sharding annotation (SPMD) of its original, if that has one."""
+    if on_xla([original]):
+        bindings: Any = import_module("torch_xla")._XLAC
+        sharding = bindings._get_xla_op_sharding(original)
+        if sharding:
+            bindings._xla_mark_sharding(copy, sharding)
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -8,8 +8,7 @@ import torch
 from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, trainable
 from torch import Tensor, nn
 
-from .shadow_copies import ShadowCopies
-from .xla import step_markers
+from .shadow_copies import ShadowCopies, step_markers
 
 BLOCK = 2**18
 """Elements for each thread: one block of weights and one of the buffers, 2 MB in float32, which stay in the caches."""

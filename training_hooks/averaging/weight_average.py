@@ -24,9 +24,8 @@ from loopscope.lowbit import layers_with_factors
 from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, whole
 from torch import Tensor, nn
 
-from .shadow_copies import ShadowCopies, floating_buffers
+from .shadow_copies import ShadowCopies, floating_buffers, step_markers
 from .smoothing import distance
-from .xla import step_markers
 
 
 class Average(Remembering):
@@ -169,7 +168,9 @@ class WeightAverage(TrainingHook):
     name = "weight_average"
     hook_points = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
     _snapshots = Remembered(int)
-    _averages = Remembered[dict[str, Average]](lambda hook: hook.fresh_averages(), by_options=True, saved=False)
+    _averages = Remembered(
+        lambda hook: {kind: Average(decay) for kind, decay in hook.decays.items()}, by_options=True, saved=False
+    )
 
     def __init__(
         self,
@@ -193,18 +194,14 @@ class WeightAverage(TrainingHook):
             )
         if averages not in (*KINDS, "both"):
             raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
-        self.decay, self.swa_start, self.swa_interval, self.evaluate = decay, swa_start, swa_interval, evaluate
+        self.swa_start, self.swa_interval, self.evaluate = swa_start, swa_interval, evaluate
         if evaluate_every < 1:
             raise UsageError(f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
         self.evaluate_every = evaluate_every
-        self.kinds = [*KINDS] if averages == "both" else [averages]
+        decays = {"ema": decay, "swa": 1.0}
+        self.decays = decays if averages == "both" else {averages: decays[averages]}
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
         self._run: RunInfo | None = None
-
-    def fresh_averages(self) -> dict[str, Average]:
-        """Return an average of each kind that has seen nothing yet."""
-        decays = {"ema": self.decay, "swa": 1.0}
-        return {kind: Average(decays[kind]) for kind in self.kinds}
 
     def start(self, run: RunInfo) -> None:
         """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
@@ -285,7 +282,7 @@ class WeightAverage(TrainingHook):
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe what is compared for each average."""
-        return metric_table("".join(AVERAGE.format(kind=kind, label=KINDS[kind]) for kind in self.kinds))
+        return metric_table("".join(AVERAGE.format(kind=kind, label=KINDS[kind]) for kind in self.decays))
 
 
 def average_name(strategy: str, kind: str) -> str:

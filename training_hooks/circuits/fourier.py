@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from ..measures import entropy_of_shares, gini
 from .embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
-from .modular_addition import ablated_losses, rows_of_pairs, sampled_rows, token_pairs
-from .periodograms import data_stride, one_sided_power, power_of_columns, stride_harmonics
+from .modular_addition import (
+    ablated_losses,
+    data_stride,
+    one_sided_power,
+    power_of_columns,
+    rows_of_pairs,
+    sampled_rows,
+    stride_harmonics,
+    token_pairs,
+)
 
 NEURON_ROWS = 4
 LOGITS_AT_ONCE = 2**24

@@ -168,7 +168,11 @@ class Hessian(InterventionHook):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the entanglement with the previous batch (PRE_STEP), the step's effect on its own (POST_STEP)."""
         if run_ctx.hook_point is HookPoint.PRE_STEP:
-            previous, self._departure = self._departure, self._depart(run_ctx)
+            groups = run_ctx.optimizer_groups
+            rates = {name: group.lr for group in groups for name in group.names}
+            threshold = stability_threshold(self._optimizer_class, groups)
+            now = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
+            previous, self._departure = self._departure, now
             if previous is None or previous.step != run_ctx.step - 1 or not run_ctx.prev_step_grads:
                 self._trail = Trail()
                 return {}
@@ -177,13 +181,6 @@ class Hessian(InterventionHook):
         if not self.step_schedule.is_due(run_ctx.step + 1):
             self.reset()
         return {} if departure is None else _own_step(departure, model_ctx)
-
-    def _depart(self, ctx: RunDataContext) -> Departure:
-        groups = ctx.optimizer_groups
-        rates = {name: group.lr for group in groups for name in group.names}
-        return Departure(
-            ctx.step, copied(trainable(ctx.model)), rates, stability_threshold(self._optimizer_class, groups)
-        )
 
     def _entanglement(self, previous: Departure, ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         gradient = ctx.prev_step_grads or {}

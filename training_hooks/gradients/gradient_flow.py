@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -242,16 +243,14 @@ class GradientFlow(TrainingHook):
         if not all(map(math.isfinite, norms)):
             return
         low, high = self._vanishing_gain, self._amplifying_gain
-        vanishing = {block: gain for block, gain in sorted(gains.items(), key=_gain) if gain <= low}
-        amplifying = {block: gain for block, gain in sorted(gains.items(), key=_gain, reverse=True) if gain >= high}
+        vanishing = {block: gain for block, gain in sorted(gains.items(), key=itemgetter(1)) if gain <= low}
+        amplifying = {
+            block: gain for block, gain in sorted(gains.items(), key=itemgetter(1), reverse=True) if gain >= high
+        }
         over = {block for block, gain in gains.items() if gain > low * HYSTERESIS}
         self._vanishing = _told(self._vanishing, vanishing, over, step, f"vanishes: gains of at most {low:g}")
         over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
         self._amplifying = _told(self._amplifying, amplifying, over, step, f"is amplified: gains of at least {high:g}")
-
-
-def _gain(item: tuple[str, float]) -> float:
-    return item[1]
 
 
 def _told(told: Sequence[str], found: Mapping[str, float], over: set[str], step: int, what: str) -> list[str]:

@@ -144,7 +144,16 @@ class GradientHistory(Remembering):
 
         Only the products with gradients that came since the last call are computed, all in one matrix product.
         """
-        self._multiply_waiting()
+        if self._rows is not None and self._waiting:
+            rows = self._rows[: len(self)]
+            places = [place % self.capacity for place in range(self.count - self._waiting, self.count)]
+            first, last = places[0], places[-1] + 1
+            waiting = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
+            products = row_products(waiting, rows)
+            self._gram = self._gram.to(products.device)
+            self._gram[places, : len(self)] = products
+            self._gram[: len(self), places] = products.T
+            self._waiting = 0
         if self.count <= self.capacity:
             return self._gram[: self.count, : self.count]
         start = self.count % self.capacity
@@ -154,19 +163,6 @@ class GradientHistory(Remembering):
     def resolution(self) -> float:
         """The rounding error of the rows' dtype, relative."""
         return torch.finfo(torch.float32 if self._rows is None else self._rows.dtype).eps
-
-    def _multiply_waiting(self) -> None:
-        if self._rows is None or not self._waiting:
-            return
-        rows = self._rows[: len(self)]
-        places = [place % self.capacity for place in range(self.count - self._waiting, self.count)]
-        first, last = places[0], places[-1] + 1
-        waiting = rows[first:last] if first < last else torch.cat([rows[first:], rows[:last]])
-        products = row_products(waiting, rows)
-        self._gram = self._gram.to(products.device)
-        self._gram[places, : len(self)] = products
-        self._gram[: len(self), places] = products.T
-        self._waiting = 0
 
 
 def width_of(model: nn.Module) -> int:

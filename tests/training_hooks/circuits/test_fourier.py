@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loopscope.errors import UsageError
 from loopscope.training_hooks.circuits import Fourier
 from loopscope.training_hooks.circuits.embeddings import first_embedding
-from loopscope.training_hooks.circuits.periodograms import one_sided_power
+from loopscope.training_hooks.circuits.modular_addition import one_sided_power
 from loopscope.training_hooks.measures.spectra import entropy_of_shares, gini
 from torch import nn
 

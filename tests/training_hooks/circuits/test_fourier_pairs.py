@@ -18,12 +18,14 @@ from loopscope.training_hooks.circuits.embeddings import feed_forward_inputs, ou
 from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra
 from loopscope.training_hooks.circuits.modular_addition import (
     ablated_losses,
+    data_stride,
+    one_sided_power,
     rows_of_pairs,
     sampled_rows,
+    stride_harmonics,
     token_pairs,
     waves,
 )
-from loopscope.training_hooks.circuits.periodograms import data_stride, one_sided_power, stride_harmonics
 from loopscope.training_hooks.measures.spectra import gini
 from torch import nn
 from torch.nn import functional
