@@ -8,6 +8,7 @@ import torch
 from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, trainable
 from torch import Tensor, nn
 
+from ..measures import stacked
 from .shadow_copies import ShadowCopies, step_markers
 
 BLOCK = 2**18
@@ -61,7 +62,7 @@ def distance(a: Vector, b: Vector) -> Tensor:
     for ours, theirs in _blocks([a[name] for name in plain], [b[name] for name in plain]):
         wide = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in ours]
         parts.append(joint_norm([one - other for one, other in zip(wide, theirs, strict=True)]))
-    total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    total: Tensor = torch.linalg.vector_norm(stacked(parts))
     return total
 
 
@@ -76,7 +77,8 @@ def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Ten
     for one, other in zip(ours, theirs, strict=True):
         count = one.numel() if one.is_cpu else 0
         if count > size and one.is_contiguous() and other.is_contiguous():
-            yield from zip(_pieces(one, size), _pieces(other, size), strict=True)
+            cut = [torch.split(each.detach().view(-1), size) for each in (one, other)]
+            yield from (([piece], [its_pair]) for piece, its_pair in zip(*cut, strict=True))
             continue
         group[0].append(one)
         group[1].append(other)
@@ -86,11 +88,6 @@ def _blocks(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[tuple[list[Ten
             group, elements = ([], []), 0
     if group[0]:
         yield group
-
-
-def _pieces(tensor: Tensor, size: int) -> list[list[Tensor]]:
-    """Cut a contiguous tensor into lists of one piece of at most ``size`` elements."""
-    return [[piece] for piece in torch.split(tensor.detach().view(-1), size)]
 
 
 class ModelSmoother:

@@ -71,14 +71,9 @@ def token_pairs(batch: Any) -> tuple[Tensor, Tensor] | None:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)):
         return None
     pairs, targets = batch
-    if (
-        pairs.is_floating_point()
-        or targets.is_floating_point()
-        or targets.ndim != 1
-        or pairs.shape != (len(targets), 2)
-    ):
-        return None
-    return pairs, targets
+    whole_numbers = not (pairs.is_floating_point() or targets.is_floating_point())
+    fits = targets.ndim == 1 and pairs.shape == (len(targets), 2)
+    return (pairs, targets) if whole_numbers and fits else None
 
 
 def sampled_rows(p: int, count: int) -> Tensor:

@@ -126,18 +126,18 @@ class EmbeddingProvenance(TrainingHook):
         if self._pair.tied:
             sums = self._gradients.measure(weight.grad, scale)
             self._gradients.forget()
-            return {} if sums is None else metrics(sums, weight.numel(), scale, tied=True)
+            return {} if sums is None else named(sums, weight.numel(), scale, tied=True)
         other = ctx.model.get_submodule(self._pair.projection).get_parameter("weight")
         if weight.grad is None or other.grad is None:
             return {}
-        return metrics(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
+        return named(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
 
     def reset(self) -> None:
         """Forget the gradients that were seen of a step."""
         self._gradients.forget()
 
 
-def metrics(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
+def named(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:
     """Name what follows from :func:`all_sums` of gradients of ``count`` elements, scaled by ``scale``."""
     norms = sums[:2].sqrt()
     means = sums[3:] / (count * scale)

@@ -19,6 +19,7 @@ from loopscope.hooks import (
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, norm_of_each, whole
 from torch import Tensor
 
+from ..measures import stacked
 from .adaptive_clipping import AdaGC, Gammas, ZClip
 
 Rule = Literal["norm", "value", "parameter", "zclip", "adagc"]
@@ -32,12 +33,6 @@ OPTIONS: Mapping[Rule, Mapping[str, float]] = {
 """The options of every rule with their defaults."""
 
 
-def norms_of(vector: Vector) -> Tensor:
-    """Return the Euclidean norms of all tensors of a vector, shape (tensors,), on the first one's device."""
-    norms = list(norm_of_each(vector).values())
-    return torch.stack([norm.to(norms[0].device) for norm in norms])
-
-
 def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
     """Return the share of a vector's elements whose magnitude is above ``max_value``, and its norm once clamped.
 
@@ -49,9 +44,8 @@ def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
         above = size > max_value
         counts.append(whole(above.sum()) if is_sharded(above) else torch.count_nonzero(above))
         norms.append(joint_norm([size.clamp_(max=max_value)]))
-    first = norms[0].device
-    share = torch.stack([count.to(first) for count in counts]).sum() / sum(t.numel() for t in vector.values())
-    return share, torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]))
+    share = stacked(counts).sum() / sum(tensor.numel() for tensor in vector.values())
+    return share, torch.linalg.vector_norm(stacked(norms))
 
 
 @HookRegistry.register
@@ -181,7 +175,7 @@ class GradClip(InterventionHook):
         return {"norm_before": before, "norm_after": after, "clipped": clipped, "clipped_fraction": share}
 
     def _by_parameter(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        norms = norms_of(live)
+        norms = stacked(norm_of_each(live).values())
         factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
         return _scaled_each(norms, factors)
@@ -199,7 +193,7 @@ class GradClip(InterventionHook):
         return metrics
 
     def _by_adagc(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        norms, names, begins = norms_of(live), list(live), not self._gammas.names
+        norms, names, begins = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
         step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
         factors = step.factors.to(norms.dtype)
         model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))

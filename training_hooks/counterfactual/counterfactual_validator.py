@@ -66,27 +66,21 @@ def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
     )
 
 
-class ByCount(NamedTuple):
-    """What K shuffles give, by K."""
-
-    estimates: dict[int, Splits]
-    errors: dict[int, Splits]
-
-
-def by_count(gram: Tensor) -> ByCount:
+def by_count(gram: Tensor) -> tuple[dict[int, Splits], dict[int, Splits]]:
     """Return for K = 2…n the mean estimates over all sets of K of the n shuffles, and the root mean square errors.
 
     ``gram`` has shape (n + 1, n + 1), the observed epoch at index 0. Errors begin at K = 3.
     """
     gram = gram.double()
-    result = ByCount({}, {})
+    estimates: dict[int, Splits] = {}
+    errors: dict[int, Splits] = {}
     for count in range(2, len(gram)):
         sets = torch.tensor(list(combinations(range(1, len(gram)), count)), device=gram.device)
         found = splits(gram, torch.zeros(len(sets), dtype=torch.long, device=gram.device), sets)
-        result.estimates[count] = Splits(*[values.mean() for values in found])
+        estimates[count] = Splits(*[values.mean() for values in found])
         if count >= FEWEST:
-            result.errors[count] = Splits(*[values.mean().sqrt() for values in squared_errors(gram, sets)])
-    return result
+            errors[count] = Splits(*[values.mean().sqrt() for values in squared_errors(gram, sets)])
+    return estimates, errors
 
 
 def smallest_within(half_widths: dict[int, Tensor], tolerance: float) -> Tensor:

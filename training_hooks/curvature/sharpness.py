@@ -57,7 +57,16 @@ def spectrum_metrics(product: Product, probes: Tensor, options: SpectrumOptions)
     trace, error = mean_and_error(size * torch.stack([run.diagonal[0] for run in runs]))
     metrics = top_metrics(product, runs[0], options.k) | {"trace": trace, "trace_error": error}
     if options.density_probes:
-        metrics |= density_metrics(Density.of(runs[: options.density_probes]), size, options.density_points)
+        density = Density.of(runs[: options.density_probes])
+        mean_size, square = density.mean_size(), density.moment(2)
+        grid, values = density.smoothed(options.density_points)
+        metrics |= {
+            "eigenvalue_rms": square.sqrt(),
+            "effective_directions": size * mean_size.square() / square,
+            "negative_energy": density.negative_energy(),
+            "density_grid": list(grid),
+            "density": list(values),
+        }
     return metrics
 
 
@@ -69,19 +78,6 @@ def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, Met
         "eigenvalues": list(values),
         "residuals": list(residuals(product, values, vectors)),
         "smallest_eigenvalue": run.ritz()[0][0],
-    }
-
-
-def density_metrics(density: Density, size: int, points: int) -> dict[str, MetricValue]:
-    """Sum up the spectral density of an operator on n = ``size`` dimensions."""
-    mean_size, square = density.mean_size(), density.moment(2)
-    grid, values = density.smoothed(points)
-    return {
-        "eigenvalue_rms": square.sqrt(),
-        "effective_directions": size * mean_size.square() / square,
-        "negative_energy": density.negative_energy(),
-        "density_grid": list(grid),
-        "density": list(values),
     }
 
 

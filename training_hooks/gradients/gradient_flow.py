@@ -25,6 +25,8 @@ from loopscope.hooks import (
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
+from ..measures import stacked
+
 SMALLEST_STACK = 2
 
 
@@ -222,7 +224,7 @@ class GradientFlow(TrainingHook):
                 metrics[f"total_gain/{chain.name}"] = norms[ends[0]] / norms[ends[-1]]
         if not found:
             return metrics
-        together = torch.stack([gain.to(next(iter(found.values())).device) for gain in found.values()])
+        together = stacked(found.values())
         return {
             **metrics,
             **{f"gain/{block}": gain for block, gain in found.items()},

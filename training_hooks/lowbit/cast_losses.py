@@ -114,7 +114,9 @@ class _Group:
 
     def lost(self, earlier: list[Tensor | None]) -> list[list[Counts]]:
         """Return what the casts would lose, a list for each tensor."""
-        unit = _unit_of(self.largest)
+        # a power of two that brings the largest magnitude near 1, so that squares neither over- nor underflow
+        exponent = (as_float32(self.largest).view(torch.int32) >> 23).clamp(27, 227)
+        unit = ((254 - exponent) << 23).view(torch.float32)
         scales = [self._scales(cast, earlier) for cast in self.casts]
         columns = [_column(one, self._lengths(cast)) for cast, one in zip(self.casts, scales, strict=True)]
         limits = [_limits_of(each, cast.number_format) for cast, each in zip(self.casts, columns, strict=True)]
@@ -241,9 +243,3 @@ def _limits_of(scales: Tensor, number_format: type[FloatFormat]) -> Tensor:
     near = exact.float()
     below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
     return torch.where(scales > 0, below, torch.inf)
-
-
-def _unit_of(largest: Tensor) -> Tensor:
-    """Return a power of two that brings the largest magnitude near 1, so that squares neither over- nor underflow."""
-    exponent = (as_float32(largest).view(torch.int32) >> 23).clamp(27, 227)
-    return ((254 - exponent) << 23).view(torch.float32)

@@ -206,7 +206,7 @@ class GradientOverflow(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Give the warnings that have come up by ``step``."""
         for alarm in self._alarms.values():
-            alarm.tell(step)
+            alarm.alerts.tell(step)
 
     def table(self) -> Mapping[str, Mapping[str, float]]:
         """Return the counts of the whole run, a row for each role, and for all roles of the quantised layers."""

@@ -41,20 +41,17 @@ class HypotheticalCasts:
         self._histories: dict[str, Tensor] = {}
 
     def ledger(self, subject: str, model: nn.Module) -> Ledger:
-        """Return an empty ledger for the questions about a subject; activations differ from rank to rank.
+        """Return an empty ledger for the questions about a subject, whose roles are ``<subject>/<format>/<rule>``.
 
-        They are the inputs of the modules with a trained matrix of their own.
+        Activations, which differ from rank to rank, are the inputs of the modules with a trained matrix of their own.
         """
+        roles = [f"{subject}/{label(cast)}" for cast in self.casts]
         if subject == "activations":
             own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
             layers = [name for name, values in own.items() if any(v.ndim > 1 and v.requires_grad for v in values)]
-            return Ledger(layers, self.roles(subject), shared=True)
+            return Ledger(layers, roles, shared=True)
         real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
-        return Ledger(real, self.roles(subject))
-
-    def roles(self, subject: str) -> list[str]:
-        """Return the names of the questions about a subject, ``<subject>/<format>/<rule>``."""
-        return [f"{subject}/{label(cast)}" for cast in self.casts]
+        return Ledger(real, roles)
 
     def ask(self, subject: str, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
         """Count what each cast would lose of each tensor."""

@@ -21,6 +21,8 @@ from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weigh
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
+from ..measures import stacked
+
 
 @HookRegistry.register
 class MetisSplit(InterventionHook):
@@ -98,7 +100,7 @@ class MetisSplit(InterventionHook):
         names = [_joined(name, f"factors.{part}") for name in layers for part in Decomposition._fields]
         model_ctx.thaw_parameters(names)
         model_ctx.reset_optimizer_state(names)
-        return {"layers": len(layers), **_summary(torch.stack([row.to(measured[0].device) for row in measured]))}
+        return {"layers": len(layers), **_summary(stacked(measured))}
 
     def _refuse_forgotten(self, layers: Mapping[str, BitLinear], ctx: RunDataContext) -> None:
         known = {name for group in ctx.optimizer_groups for name in group.names}

@@ -56,7 +56,7 @@ class Alarm(Remembering):
         least_ratio: the ratio of gradient to noise below which a gradient drowns.
     """
 
-    _alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
+    alerts = Remembered(lambda alarm: Alerts(alarm.phrases, noun="cast"), by_options=True, merged=True)
 
     def __init__(self, most_overflow: float, least_ratio: float) -> None:
         self._most_overflow = most_overflow
@@ -77,17 +77,13 @@ class Alarm(Remembering):
 
     def _note(self, condition: str, page: Page, values: Any, begins: float, ends: float, step: int) -> None:
         """Find the casts with values below ``begins``, and of those told of already the ones below ``ends``."""
-        told, found = self._alerts.told(condition), {}
+        told, found = self.alerts.told(condition), {}
         for layer, role in np.argwhere(values < ends).tolist():
             name, value = f"{page.layers[layer]} {page.roles[role]}", float(values[layer, role])
             if value < begins or name in told:
                 found[name] = value
         texts = {name: f"{abs(value):.3g}" for name, value in sorted(found.items(), key=lambda item: item[1])}
-        self._alerts.see(condition, texts, step=step, checked=int((~np.isnan(values)).sum()))
-
-    def tell(self, step: int) -> None:
-        """Give the warnings that have come up by ``step``."""
-        self._alerts.tell(step)
+        self.alerts.see(condition, texts, step=step, checked=int((~np.isnan(values)).sum()))
 
 
 def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:

@@ -9,6 +9,8 @@ from loopscope.lowbit import OFFSET, RangePenalty, penalised
 from loopscope.state import joint_norm
 from torch import Tensor
 
+from ..measures import stacked
+
 
 def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the means of w² and of (w + 1e-6)⁻² over all elements, zero-dimensional, float32 or wider.
@@ -18,8 +20,7 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     elements = sum(matrix.numel() for matrix in matrices)
     wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
     inverse = [joint_norm([matrix.add(OFFSET).reciprocal_()]) for matrix in wide]
-    first = inverse[0].device
-    inverse_norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in inverse]))
+    inverse_norm = torch.linalg.vector_norm(stacked(inverse))
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
 
 
@@ -33,8 +34,8 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
         wide = matrix.detach().double()
         inverse_cube = wide.add(OFFSET).pow_(-3)
         norms.append(joint_norm([wide.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    norm: Tensor = total * (2 * penalty.weight / sum(matrix.numel() for matrix in matrices))
+    elements = sum(matrix.numel() for matrix in matrices)
+    norm: Tensor = torch.linalg.vector_norm(stacked(norms)) * (2 * penalty.weight / elements)
     return norm
 
 

@@ -1,7 +1,7 @@
 """Mathematics that several rooms of hooks share."""
 
 from .alerts import Alerts
-from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks
+from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks, stacked
 from .spectra import (
     effective_rank,
     entropy_of_shares,
@@ -30,4 +30,5 @@ __all__ = [
     "singular_values",
     "smaller_gram",
     "stable_rank",
+    "stacked",
 ]

@@ -45,19 +45,15 @@ class FlatSpace:
         """Return a flat tensor as a vector: views of it for plain parameters, shards for sharded ones."""
         pieces = torch.split(flat, [value.numel() for value in self.parameters.values()])
         return {
-            name: _placed_as(value, piece.view(value.shape))
+            name: laid_out_like(piece.view(value.shape), value)
             for (name, value), piece in zip(self.parameters.items(), pieces, strict=True)
         }
 
 
-def _placed_as(parameter: Any, value: Tensor) -> Tensor:
-    if not is_sharded(parameter):
-        return value
-    module: Any = sys.modules["torch.distributed.tensor"]
-    mesh = parameter.device_mesh
-    replicated = module.DTensor.from_local(value, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    placed: Tensor = replicated.redistribute(mesh, parameter.placements)
-    return placed
+def stacked(parts: Iterable[Tensor]) -> Tensor:
+    """Stack tensors of one shape, which may lie on several devices, on the first one's."""
+    first, *others = parts
+    return torch.stack([first, *(part.to(first.device) for part in others)])
 
 
 Mesh = tuple[Any, int]
@@ -237,5 +233,11 @@ def meshes_of(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
 
 
 def laid_out_like(tensor: Any, owner: Any) -> Any:
-    """Return a DTensor in the layout of the parameter it belongs to, any other tensor itself."""
-    return tensor.redistribute(owner.device_mesh, owner.placements) if is_sharded(owner) else tensor
+    """Return a DTensor, or a tensor that every rank has whole, in the layout of the parameter that it belongs to."""
+    if not is_sharded(owner):
+        return tensor
+    mesh = owner.device_mesh
+    if not is_sharded(tensor):
+        module: Any = sys.modules["torch.distributed.tensor"]
+        tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    return tensor.redistribute(mesh, owner.placements)

@@ -1,12 +1,14 @@
 """Which elements of a parameter are sampled: the same on every run, machine and number of ranks."""
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from loopscope.state import local_shards
 from torch import Tensor
+
+from ..measures import laid_out_like
 
 FNV_OFFSET, FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -79,11 +81,8 @@ def held_here(parameter: Any, places: Tensor) -> Tensor:
     ``places`` are ascending places in the whole parameter. Takes, for as long as it runs, memory for one integer per
     element of the whole parameter.
     """
-    module: Any = sys.modules["torch.distributed.tensor"]
-    mesh = parameter.device_mesh
     numbered = torch.arange(parameter.numel(), dtype=places.dtype, device=parameter.device).view(parameter.shape)
-    everywhere = module.DTensor.from_local(numbered, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    mine = everywhere.redistribute(mesh, parameter.placements).to_local().flatten()
+    mine = local_shards([laid_out_like(numbered, parameter)])[0].flatten()
     wanted = places.to(mine.device)
     found = torch.searchsorted(mine, wanted)
     inside = found < len(mine)

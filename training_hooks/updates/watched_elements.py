@@ -315,17 +315,13 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def gradient_shards(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients as far as they belong to the parameters' parts on this rank; every one has a gradient."""
     owners = list(parameters)
-    dense = [_dense(owner.grad) for owner in owners]
-    return shards_of(map(laid_out_like, dense, owners) if any(map(is_sharded, owners)) else dense)
+    live: list[Any] = [owner.grad for owner in owners]
+    dense = [gradient if gradient.layout is torch.strided else gradient.to_dense() for gradient in live]
+    return shards_of(map(laid_out_like, dense, owners))
 
 
 def _gradient_shard(parameter: nn.Parameter) -> Tensor | None:
     return None if parameter.grad is None else gradient_shards([parameter])[0]
-
-
-def _dense(gradient: Any) -> Tensor:
-    dense: Tensor = gradient if gradient.layout is torch.strided else gradient.to_dense()
-    return dense
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:

@@ -9,7 +9,7 @@ from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, Tr
 from loopscope.state import Vector, norm_of_each, trainable, whole
 from torch import Tensor
 
-from ..measures import effective_rank, singular_values, smaller_gram, stable_rank
+from ..measures import effective_rank, singular_values, smaller_gram, stable_rank, stacked
 
 BLOCK_ELEMENTS = 2**17
 """Distances that are computed at once: few enough to stay in a processor's cache."""
@@ -173,7 +173,7 @@ class WeightTracking(TrainingHook):
         norms = norm_of_each(weights) if weights else {}
         metrics = {f"norm/{name}": value for name, value in norms.items()}
         if norms:
-            metrics["total_norm"] = _over(norms).norm()
+            metrics["total_norm"] = stacked(norms.values()).norm()
         if ctx.hook_point is HookPoint.SNAPSHOT:
             metrics |= self._spectra({name: value for name, value in weights.items() if value.ndim > 1})
         return metrics
@@ -194,17 +194,11 @@ class WeightTracking(TrainingHook):
         return metrics | _means(columns)
 
 
-def _over(values: Mapping[str, Tensor]) -> Tensor:
-    """Stack zero-dimensional tensors, which may lie on several devices, on the first one's."""
-    parts = list(values.values())
-    return torch.stack([part.to(parts[0].device) for part in parts])
-
-
 def _means(columns: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the means over the matrices that have a number; none at all if there is no matrix for it."""
     averaged = ("spectral_norm", "effective_rank", "stable_rank", "alpha")
-    means = {f"mean_{column}": _over(columns[column]).nanmean() for column in averaged if columns[column]}
+    means = {f"mean_{column}": stacked(columns[column].values()).nanmean() for column in averaged if columns[column]}
     if alphas := columns["alpha"]:
-        largest = _over({name: columns["spectral_norm"][name] for name in alphas})
-        means["weighted_alpha"] = (_over(alphas) * largest.square().log10()).nanmean()
+        largest = stacked(columns["spectral_norm"][name] for name in alphas)
+        means["weighted_alpha"] = (stacked(alphas.values()) * largest.square().log10()).nanmean()
     return means

@@ -50,7 +50,7 @@ def test_many_splits_at_once_are_those_of_the_counterfactual(shuffles):
 
 def test_estimates_are_the_means_over_all_sets():
     gram = epochs(1, effect=0.5)[0]
-    estimates = by_count(gram).estimates
+    estimates = by_count(gram)[0]
     assert list(estimates) == list(range(2, K + 1))
     for size, found in estimates.items():
         sets = [of_set(gram, 0, chosen) for chosen in combinations(range(1, K + 1), size)]
