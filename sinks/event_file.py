@@ -15,7 +15,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from .record import plain
@@ -64,11 +65,6 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-def framed(data: bytes) -> bytes:
-    """Return one record of TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
-    return _header(len(data)) + data + _masked(data)
-
-
 @lru_cache(maxsize=4096)
 def _header(length: int) -> bytes:
     packed = struct.pack("<Q", length)
@@ -112,7 +108,9 @@ class EventFile:
         self._write(*(Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in items))
 
     def _write(self, *events: Any) -> None:
-        write_all(self._file, b"".join(framed(event.SerializeToString()) for event in events))
+        """Write events in TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
+        records = [event.SerializeToString() for event in events]
+        write_all(self._file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
 
     def close(self) -> None:
         """Close the file."""
@@ -168,27 +166,19 @@ def histogram(finite: Sequence[float]) -> Any:
 
 def session_start(hyperparameters: Mapping[str, Any]) -> Any:
     """Return the message that makes a run a row of the HPARAMS tab; whatever is no number or boolean is its text."""
-    info = SessionStartInfo(start_time_secs=time.time())
-    for name, value in hyperparameters.items():
-        if isinstance(value, bool):
-            info.hparams[name].bool_value = value
-        elif isinstance(value, (int, float)):
-            info.hparams[name].number_value = as_float(value)
-        else:
-            info.hparams[name].string_value = str(value)
-    return _session(hparams.SESSION_START_INFO_TAG, session_start_info=info)
+    shown = {
+        name: value if isinstance(value, bool) else as_float(value) if isinstance(value, (int, float)) else str(value)
+        for name, value in hyperparameters.items()
+    }
+    return hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
 
 
 def session_end(status: str) -> Any:
     """Return the message that says how a run ended."""
     outcome = STATUS_SUCCESS if status == "completed" else STATUS_FAILURE
-    info = SessionEndInfo(status=outcome, end_time_secs=time.time())
-    return _session(hparams.SESSION_END_INFO_TAG, session_end_info=info)
-
-
-def _session(tag: str, **content: Any) -> Any:
-    metadata = hparams.create_summary_metadata(HParamsPluginData(**content))
-    return Summary.Value(tag=tag, metadata=metadata, tensor=hparams.NULL_TENSOR)
+    content = HParamsPluginData(session_end_info=SessionEndInfo(status=outcome, end_time_secs=time.time()))
+    metadata = hparams.create_summary_metadata(content)
+    return Summary.Value(tag=hparams.SESSION_END_INFO_TAG, metadata=metadata, tensor=hparams.NULL_TENSOR)
 
 
 def table(name: str, rows: Iterable[tuple[str, Any]]) -> Any:
