@@ -2,9 +2,9 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -33,21 +33,17 @@ class Cell(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """The columns of a block: its names with their indent, its values, its arrows."""
+    """The columns of a block: its names with their indent and the gap behind them, its values, its arrows."""
 
     names: int
     values: int
     arrows: int
 
-    @property
-    def total(self) -> int:
-        """Columns of the whole block."""
-        return self.names + COLUMN_GAP + self.values + self.arrows
-
     def within(self, names: int, width: int) -> "Widths":
         """Shorten names to ``names`` columns, and then names before values until the block fits into ``width``."""
         values = max(1, min(self.values, width - 1 - COLUMN_GAP - self.arrows))
-        return Widths(max(1, min(self.names, names, width - COLUMN_GAP - values - self.arrows)), values, self.arrows)
+        room = max(1 + COLUMN_GAP, width - values - self.arrows)
+        return Widths(min(self.names, names + COLUMN_GAP, room), values, self.arrows)
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,8 @@ class Group:
         names = max([cell_len(cell.name) for cell in self.cells])
         names = INDENT + min(names, LONGEST_NAME) if self.heading else min(names, LONGEST_FULL_NAME)
         values = max(cell_len(cell.text) for cell in self.cells)
-        return Widths(
-            max(names, cell_len(self.heading) - COLUMN_GAP), values, 2 * any(cell.arrow for cell in self.cells)
-        )
+        arrows = 2 * any(cell.arrow for cell in self.cells)
+        return Widths(max(names + COLUMN_GAP, cell_len(self.heading)), values, arrows)
 
     def first(self, count: int) -> "Group":
         """Keep the ``count`` metrics of the lowest rank, in their order."""
@@ -95,21 +90,19 @@ def fitted(
     sizes = [len(group.cells) for group in groups]
     if not sizes or width < NARROWEST or height < 1:
         return [], 0
-    for choice, counts in ((evenly, range(min(2, max(sizes)), max(sizes) + 1)), (in_turn, range(1, sum(sizes) + 1))):
-        chosen = [partial(choice, groups, count) for count in counts]
+    choices: list[tuple[Callable[[int], list[Group]], range]] = [
+        (lambda count: [group.first(count) for group in groups], range(min(2, max(sizes)), max(sizes) + 1)),
+        (lambda count: in_turn(groups, count), range(1, sum(sizes) + 1)),
+    ]
+    for choice, counts in choices:
         # More metrics never take less room: the first count that is too much comes after the one to be shown.
-        fits = bisect_left(chosen, True, key=lambda some: not divided(some(), width, height, most_blocks))
+        fits = bisect_left(counts, True, key=lambda count: not divided(choice(count), width, height, most_blocks))
         if fits:
-            shown = chosen[fits - 1]()
+            shown = choice(counts[fits - 1])
             begin = min(height, LOWEST_BLOCK, max(group.height for group in shown))
             low = bisect_left(range(height), True, begin, key=lambda low: bool(divided(shown, width, low, most_blocks)))
             return _side_by_side(divided(shown, width, low, most_blocks)), sum(len(group.cells) for group in shown)
     return [], 0
-
-
-def evenly(groups: Sequence[Group], count: int) -> list[Group]:
-    """Keep ``count`` metrics of every group."""
-    return [group.first(count) for group in groups]
 
 
 def in_turn(groups: Sequence[Group], count: int) -> list[Group]:
@@ -130,7 +123,7 @@ def divided(groups: Sequence[Group], width: int, height: int, most: int) -> Bloc
     wanted = [Widths(*map(max, zip(*[group.widths for group in block], strict=True))) for block in blocks]
     for names in range(INDENT + LONGEST_NAME, SHORTENED_NAME - 1, -2) if groups[0].heading else (LONGEST_FULL_NAME,):
         widths = [item.within(names, width) for item in wanted]
-        if sum(item.total + BLOCK_GAP for item in widths) - BLOCK_GAP <= width:
+        if sum(sum(item) + BLOCK_GAP for item in widths) - BLOCK_GAP <= width:
             return list(zip(blocks, widths, strict=True))
     return []
 
@@ -163,10 +156,8 @@ def _side_by_side(blocks: Blocks) -> list[Line]:
     columns = [list(_block_lines(block, widths, gap * (index > 0))) for index, (block, widths) in enumerate(blocks)]
     lines: list[Line] = []
     for row in zip_longest(*columns):
-        cells = [
-            cell or [(" " * (widths.total + BLOCK_GAP), "")] for cell, (_, widths) in zip(row, blocks, strict=True)
-        ]
-        lines.append([piece for cell in cells for piece in cell])
+        empty = [[(" " * (sum(widths) + BLOCK_GAP), "")] for _, widths in blocks]
+        lines.append([piece for cell, nothing in zip(row, empty, strict=True) for piece in cell or nothing])
         while lines[-1] and not lines[-1][-1][0].strip():
             lines[-1].pop()
     return lines
@@ -175,14 +166,15 @@ def _side_by_side(blocks: Blocks) -> list[Line]:
 def _block_lines(block: Sequence[Group], widths: Widths, margin: str) -> Iterator[Line]:
     """Yield the lines of one block; a value that does not fit is left out rather than cut."""
     for group in block:
-        indent = " " * INDENT if group.heading and widths.names > INDENT else ""
+        names = widths.names - COLUMN_GAP
+        indent = " " * INDENT if group.heading and names > INDENT else ""
         if group.heading:
-            heading = shortened(printable(group.heading), widths.total)
-            yield [(margin + set_cell_size(heading, widths.total), HEADING_STYLE)]
+            heading = shortened(printable(group.heading), sum(widths))
+            yield [(margin + set_cell_size(heading, sum(widths)), HEADING_STYLE)]
         for cell in group.cells:
-            name = indent + shortened(printable(cell.name), widths.names - len(indent))
+            name = indent + shortened(printable(cell.name), names - len(indent))
             value = cell.text if cell_len(cell.text) <= widths.values else "…"
-            text = margin + set_cell_size(name, widths.names + COLUMN_GAP) + set_cell_size(value, widths.values)
+            text = margin + set_cell_size(name, widths.names) + set_cell_size(value, widths.values)
             if cell.arrow:
                 yield [(text + " ", ""), (cell.arrow, ARROW_STYLES[cell.arrow])]
             else:
