@@ -1,11 +1,10 @@
 """What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
 
-from .board import Board, Groups
-from .newest import newest_lines, newest_table
-from .notices import Label, show_warnings
+from .board import Board, Groups, Label
+from .frame import newest_lines, newest_table
 from .run_console import Mode, RunConsole
 from .tables import experiment_list, first_line, hook_list, hook_page
-from .terminal import make_console
+from .terminal import make_console, show_warnings
 
 __all__ = [
     "Board",

@@ -4,11 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from rich.text import Text
 
 from ..hooks import RunInfo, Series, always_on
 from .grid import FALLING, FLAT, RISING, Cell, Group
-from .notices import Notice
 from .text import number_text, printable, shortened, value_text
 
 TREND_VALUES = 3
@@ -17,6 +18,19 @@ MOST_KEYS = 4
 LONGEST_VALUE = 20
 MEAN = "ø "
 Groups = Mapping[str, Sequence[str]]
+Label = Literal["note", "warning"]
+LABEL_STYLES: Mapping[Label, str] = {"warning": "bold yellow", "note": "bold cyan"}
+
+
+class Notice(NamedTuple):
+    """A sentence to the user."""
+
+    label: Label
+    sentence: str
+
+    def text(self, remark: str = "") -> Text:
+        """Return the notice as one line, its label in its colour."""
+        return Text.assemble((f"{self.label}: ", LABEL_STYLES[self.label]), printable(self.sentence), remark)
 
 
 @dataclass
@@ -56,11 +70,6 @@ class Track:
         """Return the newest value in full, of a series ``last / mean (count)``."""
         last = value_text(self.last)
         return f"{last} / {number_text(self.total / self.count)} ({self.count})" if self.count else last
-
-    @property
-    def is_list(self) -> bool:
-        """Lists give way to numbers."""
-        return isinstance(self.last, (list, tuple))
 
 
 def arrow_of(values: Sequence[float]) -> str:

@@ -1,27 +1,29 @@
-"""The full-screen display: what is known, in the columns and lines that there are."""
+"""How a board is shown, in the columns and lines that there are: on the full screen, as a table, as plain lines."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.rule import Rule
 from rich.text import Text
 
 from ..errors import counted
-from .board import Board, arrow_of
-from .grid import Cell, fitted
+from .board import LABEL_STYLES, MEAN, Board, Notice, Track, arrow_of
+from .grid import ARROW_STYLES, HEADING_STYLE, Cell, fitted
 from .grid import Group as Metrics
-from .notices import LABEL_STYLES, Notice
 from .progress import Position, progress_line
 from .tables import comparison_rows, table_in_width
-from .text import Lines, printable
+from .text import Line, Lines, printable
 
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
 NARROWEST_METRICS = 28
 LINES_OF_A_NOTICE = 2
 LOWEST_WITH_RESULTS = 14
 LOWEST_WITHOUT_NOTICES = 6
+ITEM_GAP = 3
+LEAST_LINES = 30
 
 
 class Sized:
@@ -77,7 +79,10 @@ def _results(board: Board, most: int) -> Layout:
 def _metrics(board: Board, width: int) -> Layout:
     """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
     live, others = board.groups(
-        {name: Cell(name, track.brief(), arrow_of(track.recent), track.is_list) for name, track in board.tracks.items()}
+        {
+            name: Cell(name, track.brief(), arrow_of(track.recent), isinstance(track.last, (list, tuple)))
+            for name, track in board.tracks.items()
+        }
     )
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5))
     aside = Sized(lambda wide, high: _grid("live", without_headings(live, high - 1), wide, high, most_blocks=1))
@@ -137,3 +142,57 @@ def notice_lines(notice: Notice, console: Console) -> list[Text]:
     if len(lines) > len(kept):
         kept[-1].append(" …")
     return [kept[0], *(Text("  ") + line for line in kept[1:])]
+
+
+def newest_table(board: Board, width: int, height: int) -> Group:
+    """Show the news of a board on ``height`` lines, or thirty: the live metrics on top, below the others by hook.
+
+    Every hook shows as many metrics as every other, numbers that changed since the last table before lists and what
+    stood still.
+    """
+    news = board.news()
+    live, others = board.groups(
+        {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
+    )
+    head = list(group_lines(live, width))
+    lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))
+    total = sum(len(group.cells) for group in others)
+    remarks = [f"{total - shown:,} more in the files of --hook-jsonl or --hook-csv"] * (shown < total)
+    remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
+    foot: list[Line] = [[("; ".join(remarks), "dim")]] if remarks else []
+    return Group(_rule(_title_of_news(board)), Lines([*head, *lines, *foot]))
+
+
+def newest_lines(board: Board) -> Iterator[str]:
+    """Yield the news of a board in full, one line for each hook; a series as ``last / mean (number of values)``."""
+    yield _title_of_news(board)
+    for hook in board.by_hook({name: Cell(name, track.whole()) for name, track in board.news().items()}):
+        yield f"  {hook.heading}: " + ", ".join(f"{cell.name} {cell.text}" for cell in hook.cells)
+
+
+def _title_of_news(board: Board) -> str:
+    run = f"{board.run.experiment}  {board.run.strategy}  " if board.run else ""
+    return f"{run}epoch {board.epoch}  step {board.step:,}"
+
+
+def _rank(track: Track) -> int:
+    """Return 0 for a number that has changed since the last table, 1 for a list, 2 for what stood still."""
+    return 2 if track.told == track.mean() else isinstance(track.last, (list, tuple))
+
+
+def group_lines(groups: Sequence[Metrics], width: int) -> Iterator[Line]:
+    """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
+    begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
+    for group in groups:
+        line: Line = [(f"{printable(group.heading):{begin}}", HEADING_STYLE)]
+        room = width - begin
+        for cell in group.cells:
+            name, arrow = f"{printable(cell.name)} ", f" {cell.arrow}" if cell.arrow else ""
+            taken = cell_len(name + cell.text + arrow) + ITEM_GAP
+            if taken - ITEM_GAP > room and len(line) > 1:
+                yield line
+                line, room = [(" " * begin, "")], width - begin
+            gap = " " * ITEM_GAP if len(line) > 1 else ""
+            line += [(gap + name, ""), (cell.text, "bold"), (arrow, ARROW_STYLES[cell.arrow])]
+            room -= taken
+        yield line

@@ -13,9 +13,8 @@ from ..hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
 from ..loops import NoProgress, Progress
 from ..runs import Display
 from ..training import TrainingTask
-from .board import Groups
+from .board import Groups, Label, Notice
 from .live import LiveDisplay
-from .notices import Label, Notice, show_warnings
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .tables import (
     comparison_rows,
@@ -26,7 +25,7 @@ from .tables import (
     sample_text,
     strategy_header,
 )
-from .terminal import can_be_taken, make_console
+from .terminal import can_be_taken, make_console, show_warnings
 
 Mode = Literal["normal", "live", "silent", "none"]
 

@@ -1,4 +1,4 @@
-"""What rich leaves open at a terminal: a closed pipe, signals, Ctrl-S, and what other code prints on a taken screen."""
+"""What rich leaves open at a terminal: a closed pipe, signals, Ctrl-S, and what other code prints or warns of."""
 
 import io
 import os
@@ -6,12 +6,16 @@ import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
+
+from ..errors import RunNotice
+from .board import Label
 
 NAMES = ("SIGTSTP", "SIGTERM", "SIGQUIT", "SIGHUP")
 SIGNALS = [number for number in signal.Signals if number.name in NAMES]
@@ -85,6 +89,24 @@ def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[No
         for number in ours:
             if signal.getsignal(number) is handle:
                 signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def show_warnings(show: Callable[[Label, str], None]) -> Iterator[None]:
+    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
+
+    A :class:`RunNotice` is information and labelled ``note``; every other warning is trouble and labelled ``warning``.
+    """
+    before = warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+        show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
+
+    warnings.showwarning = shown
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 class _KeptBytes(io.RawIOBase):

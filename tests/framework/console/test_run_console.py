@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from loopscope import sinks  # noqa: F401 - fills the registry of sinks
 from loopscope.console import RunConsole, make_console, show_warnings
-from loopscope.console.notices import Notice
+from loopscope.console.board import Notice
 from loopscope.console.terminal import LastingConsole
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
