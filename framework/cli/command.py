@@ -9,22 +9,12 @@ from ..checkpoints import StoppedError
 from ..console import Label, Mode, RunConsole, experiment_list, hook_list, hook_page, make_console, show_warnings
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import ExperimentConfig, RunFlags, RunOptions, Session, check_device, field_names, require
+from ..runs import Session, check_device, require
 from .diff import diff
-from .options import (
-    Experiment,
-    Options,
-    config_text,
-    parse_hook_options,
-    parse_recorded,
-    parse_run,
-    plain,
-    wanted_sinks,
-)
+from .options import Experiment, Options, config_of, config_text, parse_recorded, parse_run, run_options, wanted_sinks
 from .parser import CommandParser, dashed
 from .plot import plot
 from .replay import replay
-from .resume import recorded_command
 
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
 """The displays of a run by the flags that ask for them."""
@@ -112,7 +102,7 @@ def _run(words: Sequence[str]) -> None:
     experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
-        experiment.config_class(**_chosen(options, experiment.config_class))
+        config_of(experiment, options)
         _show(config_text(options))
     else:
         _start(experiment, options)
@@ -134,22 +124,13 @@ def _resume(words: Sequence[str]) -> None:
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
-    name, recorded = recorded_command(Path(runs[0]))
-    experiment = ExperimentRegistry.get(name)
-    _start(experiment, parse_recorded(experiment, recorded))
+    _start(*parse_recorded(Path(runs[0])))
 
 
 def _start(experiment: Experiment, options: Options) -> None:
     """Train an experiment, or compare it with its checkpoints."""
-    config = experiment.config_class(**_chosen(options, experiment.config_class))
-    runner = experiment(config, check_device(options["device"]))
-    run_options = RunOptions(
-        **_chosen(options, RunFlags),
-        strategies=options["strategy"],
-        hooks=[name.replace("-", "_") for name in options["hooks"]],
-        hook_options=parse_hook_options(options["hook_config"]),
-        recorded=plain(options),
-    )
+    runner = experiment(config_of(experiment, options), check_device(options["device"]))
+    chosen = run_options(options)
     make_sinks = wanted_sinks(options)
     display = RunConsole(
         _mode(options),
@@ -157,16 +138,12 @@ def _start(experiment: Experiment, options: Options) -> None:
         progress_metrics=runner.progress_metrics,
         compared_to=runner.compared_to,
     )
-    if run_options.validate_checkpoints:
-        for strategy, steps in Session(runner, run_options).validate().items():
+    if chosen.validate_checkpoints:
+        for strategy, steps in Session(runner, chosen).validate().items():
             _show(f"{strategy}: the same bit for bit at {counted(len(steps), 'checkpoint')}, steps {listed(steps)}\n")
         return
     with display as console:
-        Session(runner, run_options, lambda: [*console.sinks(), *make_sinks()], console).run()
-
-
-def _chosen(options: Options, group: type[ExperimentConfig | RunFlags]) -> Options:
-    return {name: options[name] for name in field_names(group)}
+        Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
 
 
 def _mode(options: Options) -> Mode:

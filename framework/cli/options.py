@@ -12,8 +12,8 @@ from jsonargparse import get_loader
 
 from ..console import first_line
 from ..errors import UsageError, listed, unknown
-from ..hooks import HookRegistry, MetricSink, SinkRegistry, hook_options
-from ..runs import ExperimentRunner, RunFlags
+from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, SinkRegistry, hook_options
+from ..runs import ExperimentConfig, ExperimentRunner, RunFlags, RunOptions, RunRecord, field_names, run_folders
 from .parser import NAMES, CommandParser, dashed, typed
 
 Experiment = type[ExperimentRunner[Any]]
@@ -89,10 +89,31 @@ def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
             yield f"{target}={content if isinstance(content, str) else json.dumps(content)}"
 
 
-def parse_recorded(experiment: Experiment, recorded: Mapping[str, Any]) -> Options:
-    """Parse the options that a run has recorded; raises :class:`UsageError` where this version knows them no more."""
+def recorded_command(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the experiment of a run and the options of the command that goes on with it, wherever it lies now.
+
+    The folder of one strategy goes on with that strategy, the folder of an experiment with all that the command was
+    given. Raises :class:`UsageError` for a folder without a run, or with one that was not started by the command.
+    """
+    run = run_folders(folder, "resume")[0]
+    record = RunRecord.read(run)
+    if not record.options:
+        raise UsageError(f"{run} was not started by loopscope run, so only the program that did can go on with it.")
+    here = {"output_dir": str(run.resolve().parent.parent), "resume": True, "overwrite": False}
+    alone = {"strategy": [record.strategy]} if run == folder else {}
+    return record.experiment, {**record.options, **here, **alone}
+
+
+def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
+    """Return a run's experiment and options to go on with; raises :class:`UsageError` as :func:`recorded_command`.
+
+    It does so for options that this version knows no more, too.
+    """
+    name, recorded = recorded_command(folder)
+    experiment = ExperimentRegistry.get(name)
     parser = run_parser(experiment, recorded.get("preset"))
-    return _complete(experiment, parser, parser.defaults | parser.typed(recorded, " in the recorded options"))
+    options = parser.defaults | parser.typed(recorded, " in the recorded options")
+    return experiment, _complete(experiment, parser, options)
 
 
 def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
@@ -121,6 +142,27 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     parser.add_fields(CommandFlags, values, settings)
     parser.add_fields(experiment.config_class, values, settings)
     return parser
+
+
+def config_of(experiment: Experiment, options: Options) -> ExperimentConfig:
+    """Return the experiment's own options; raises :class:`UsageError` for values that do not fit together."""
+    config: ExperimentConfig = experiment.config_class(**_chosen(options, experiment.config_class))
+    return config
+
+
+def run_options(options: Options) -> RunOptions:
+    """Return the options of the run, with what is needed to start it again."""
+    return RunOptions(
+        **_chosen(options, RunFlags),
+        strategies=options["strategy"],
+        hooks=[name.replace("-", "_") for name in options["hooks"]],
+        hook_options=parse_hook_options(options["hook_config"]),
+        recorded=plain(options),
+    )
+
+
+def _chosen(options: Options, group: type[ExperimentConfig | RunFlags]) -> Options:
+    return {name: options[name] for name in field_names(group)}
 
 
 def plain(options: Mapping[str, Any]) -> Options:

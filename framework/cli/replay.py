@@ -11,7 +11,7 @@ from .parser import CommandParser
 
 def replay(words: Sequence[str], show: Callable[[str], None]) -> None:
     """Run the command; raises :class:`UsageError` before anything is sent if any of it cannot be."""
-    sinks = _targets()
+    sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
     given = _parser(sinks).parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
     if len(runs) != 1:
@@ -40,7 +40,3 @@ def _parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
     for name, sink in options.items():
         parser.add(name, str, f"the {name} of {sink}; by default the experiment's name", metavar=name.upper())
     return parser
-
-
-def _targets() -> dict[str, type[ReplaySink]]:
-    return {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from loopscope import training_hooks  # noqa: F401 - registers the hooks
 from loopscope.cli import main
-from loopscope.cli.resume import recorded_command
+from loopscope.cli.options import recorded_command
 from loopscope.errors import UsageError
 
 from tests.framework.runs.small_experiment import Small, contents, registered, train
