@@ -7,20 +7,8 @@ if TYPE_CHECKING:
     from .data import Loader, TensorLoader, fixed_order, random_order
     from .errors import HookError, LoopscopeError, StateMutationError, UsageError
     from .hooks import (
-        DebugInterventionHook,
-        ExperimentRegistry,
-        HookPoint,
-        HookRegistry,
-        InterventionHook,
-        MetricInfo,
-        MetricSink,
-        ModelDataContext,
-        Remembered,
-        RunDataContext,
-        StatePart,
-        StepSchedule,
-        TrainingHook,
-        metric_table,
+        DebugInterventionHook, ExperimentRegistry, HookPoint, HookRegistry, InterventionHook, MetricInfo, MetricSink,
+        ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
@@ -48,32 +36,10 @@ _ROOMS = {
 """Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
-    "DebugInterventionHook",
-    "ExperimentConfig",
-    "ExperimentRegistry",
-    "ExperimentRunner",
-    "GrokkingConfig",
-    "GrokkingRunner",
-    "HookError",
-    "HookPoint",
-    "HookRegistry",
-    "InterventionHook",
-    "Loader",
-    "LoopscopeError",
-    "MetricInfo",
-    "MetricSink",
-    "ModelDataContext",
-    "Remembered",
-    "RunDataContext",
-    "StateMutationError",
-    "StatePart",
-    "StepSchedule",
-    "TensorLoader",
-    "TrainingHook",
-    "UsageError",
-    "fixed_order",
-    "metric_table",
-    "random_order",
+    "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner", "GrokkingConfig",
+    "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader", "LoopscopeError",
+    "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StateMutationError", "StatePart",
+    "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "fixed_order", "metric_table", "random_order",
 ]
 
 

@@ -8,12 +8,5 @@ from .tensorboard_sink import TensorBoardSink
 from .wandb_sink import WandbSink
 
 __all__ = [
-    "CSVSink",
-    "ConsoleSink",
-    "JSONLSink",
-    "Record",
-    "TensorBoardSink",
-    "WandbSink",
-    "read_csv",
-    "read_jsonl",
+    "CSVSink", "ConsoleSink", "JSONLSink", "Record", "TensorBoardSink", "WandbSink", "read_csv", "read_jsonl",
 ]

@@ -10,23 +10,7 @@ from .signals import Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [
-    "MANIFEST",
-    "Checkpoint",
-    "CheckpointPlan",
-    "CheckpointWriter",
-    "Checkpointing",
-    "Moment",
-    "Parting",
-    "RunState",
-    "Signals",
-    "StoppedError",
-    "checkpoints_in",
-    "differing",
-    "leaves",
-    "load_checkpoint",
-    "moments_of",
-    "newest_intact",
-    "open_checkpoint",
-    "run_lock",
-    "save_checkpoint",
+    "MANIFEST", "Checkpoint", "CheckpointPlan", "CheckpointWriter", "Checkpointing", "Moment", "Parting", "RunState",
+    "Signals", "StoppedError", "checkpoints_in", "differing", "leaves", "load_checkpoint", "moments_of",
+    "newest_intact", "open_checkpoint", "run_lock", "save_checkpoint",
 ]

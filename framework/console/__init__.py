@@ -7,17 +7,6 @@ from .tables import experiment_list, first_line, hook_list, hook_page
 from .terminal import make_console, show_warnings
 
 __all__ = [
-    "Board",
-    "Groups",
-    "Label",
-    "Mode",
-    "RunConsole",
-    "experiment_list",
-    "first_line",
-    "hook_list",
-    "hook_page",
-    "make_console",
-    "newest_lines",
-    "newest_table",
-    "show_warnings",
+    "Board", "Groups", "Label", "Mode", "RunConsole", "experiment_list", "first_line", "hook_list", "hook_page",
+    "make_console", "newest_lines", "newest_table", "show_warnings",
 ]

@@ -4,14 +4,6 @@ from .batches import micro_batches, rows
 from .loaders import Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
 
 __all__ = [
-    "Batch",
-    "Loader",
-    "Order",
-    "TensorLoader",
-    "TorchLoader",
-    "derived_seed",
-    "fixed_order",
-    "micro_batches",
-    "random_order",
-    "rows",
+    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "fixed_order", "micro_batches",
+    "random_order", "rows",
 ]

@@ -9,25 +9,7 @@ from .splitting import LowRankFactors, layers_with_factors, split_weight
 from .taps import QuantizationTap, Quantized, quantized_modules
 
 __all__ = [
-    "OFFSET",
-    "RECIPES",
-    "ROLES",
-    "BitLinear",
-    "Decomposition",
-    "Gains",
-    "LowRankFactors",
-    "MetisOptions",
-    "QuantizationTap",
-    "Quantized",
-    "RangePenalty",
-    "Recipe",
-    "dequantize_model",
-    "find_recipe",
-    "layers_to_quantize",
-    "layers_with_factors",
-    "low_rank_cast",
-    "penalised",
-    "quantize_model",
-    "quantized_modules",
-    "split_weight",
+    "OFFSET", "RECIPES", "ROLES", "BitLinear", "Decomposition", "Gains", "LowRankFactors", "MetisOptions",
+    "QuantizationTap", "Quantized", "RangePenalty", "Recipe", "dequantize_model", "find_recipe", "layers_to_quantize",
+    "layers_with_factors", "low_rank_cast", "penalised", "quantize_model", "quantized_modules", "split_weight",
 ]

@@ -6,12 +6,5 @@ from .panels import Look, Picture, matcher, metric_picture
 from .saving import save_picture
 
 __all__ = [
-    "Look",
-    "Picture",
-    "hook_panels",
-    "hook_picture",
-    "matcher",
-    "metric_picture",
-    "read_run",
-    "save_picture",
+    "Look", "Picture", "hook_panels", "hook_picture", "matcher", "metric_picture", "read_run", "save_picture",
 ]

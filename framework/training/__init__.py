@@ -8,19 +8,6 @@ from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
 
 __all__ = [
-    "METHODS",
-    "LossProbe",
-    "Method",
-    "Precision",
-    "Profiler",
-    "TrainingTask",
-    "borrowed_scaler",
-    "compile_model",
-    "eagerly",
-    "forward_backward",
-    "is_compiled",
-    "is_skipped",
-    "measure_gradients",
-    "quiet_graph_breaks",
-    "update",
+    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "TrainingTask", "borrowed_scaler", "compile_model",
+    "eagerly", "forward_backward", "is_compiled", "is_skipped", "measure_gradients", "quiet_graph_breaks", "update",
 ]

@@ -23,7 +23,6 @@ from loopscope.hooks import (
 )
 from loopscope.state.digest import described
 
-from tests.cases import PAIRS, always_on, every_hook_and_case, every_pair
 from tests.support import (
     CASES,
     LOOPS,
@@ -38,6 +37,7 @@ from tests.support import (
     run_info,
     train,
 )
+from tests.support.cases import PAIRS, always_on, every_hook_and_case, every_pair
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]

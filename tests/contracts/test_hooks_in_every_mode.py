@@ -15,9 +15,9 @@ from loopscope.training import Precision, TrainingTask
 from torch import nn
 from torch.amp import GradScaler
 
-from tests.cases import slow_unless, turn
 from tests.contracts.test_hooks import HEALTH, fires
 from tests.support import LOOPS, Case, Run, differences, mean_loss, train
+from tests.support.cases import slow_unless, turn
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]

@@ -19,7 +19,7 @@ from tests.support import (
     raising,
     train,
 )
-from tests.vandals import Scene, train_one_step
+from tests.support.vandals import Scene, train_one_step
 
 CASES = [Case(loop=loop, model=model) for loop in LOOPS for model in ("batchnorm_mlp", "transformer")]
 STEP_POINTS = [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP]

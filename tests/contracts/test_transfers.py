@@ -8,7 +8,7 @@ from loopscope.hooks import HookRegistry, InterventionHook
 
 from tests.contracts.test_hooks import HEALTH, make, reference, refusal
 from tests.support import CASES, train
-from tests.transfers import TransferCount
+from tests.support.transfers import TransferCount
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 OBSERVERS = [hook.name for hook in HookRegistry if not issubclass(hook, InterventionHook)]

@@ -14,7 +14,7 @@ from loopscope.hooks import HookPoint, InterventionHook, TrainingHook
 from loopscope.state.flags import GlobalFlags
 
 from tests.support import CASES, Case, RecordingSink, Run, SpyHook, assert_same_bytes, at, bare_run, differences, train
-from tests.vandals import DEEDS, HARMLESS, SEEN, Scene, Vandal
+from tests.support.vandals import DEEDS, HARMLESS, SEEN, Scene, Vandal
 
 POINTS = sorted(HookPoint)
 CASE = Case()

@@ -12,10 +12,11 @@ from loopscope.hooks import HookPoint, MetricSink, Series, SinkRegistry
 from loopscope.hooks.selection import check_sink_class
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.registry import Registry
+from loopscope.state import of_the_run
 
 from tests.sinks.emits import run_info
 from tests.sinks.event_files import lines
-from tests.support import Case, RecordingSink, SpyHook, build, differences, of_the_run
+from tests.support import Case, RecordingSink, SpyHook, build, differences
 
 pytestmark = pytest.mark.parametrize("sink_class", list(SinkRegistry), ids=lambda sink: sink.name)
 LOOPS = {"epoch": epoch_loop, "step": step_loop}

@@ -10,12 +10,6 @@ from .subspace_gradient_info import SubspaceGradientInfo
 from .variance import Variance
 
 __all__ = [
-    "BatchDynamics",
-    "Consecutive",
-    "GradientFlow",
-    "GradientNoiseScale",
-    "GradientProjection",
-    "Norms",
-    "SubspaceGradientInfo",
-    "Variance",
+    "BatchDynamics", "Consecutive", "GradientFlow", "GradientNoiseScale", "GradientProjection", "Norms",
+    "SubspaceGradientInfo", "Variance",
 ]

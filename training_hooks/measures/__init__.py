@@ -3,32 +3,12 @@
 from .alerts import Alerts
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks, stacked
 from .spectra import (
-    effective_rank,
-    entropy_of_shares,
-    gini,
-    leading_share,
-    participation_ratio,
-    singular_values,
-    smaller_gram,
+    effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
 )
 
 __all__ = [
-    "Alerts",
-    "FlatLayout",
-    "FlatMemory",
-    "FlatSpace",
-    "FlatVector",
-    "effective_rank",
-    "entropy_of_shares",
-    "gini",
-    "laid_out_like",
-    "leading_share",
-    "meshes_of",
-    "over_ranks",
-    "participation_ratio",
-    "singular_values",
-    "smaller_gram",
-    "stable_rank",
-    "stacked",
+    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "effective_rank", "entropy_of_shares", "gini",
+    "laid_out_like", "leading_share", "meshes_of", "over_ranks", "participation_ratio", "singular_values",
+    "smaller_gram", "stable_rank", "stacked",
 ]

@@ -7,21 +7,7 @@ from .kernels import Layout, as_float32, computable, delayed, scales_for
 from .scaling import RuleRegistry, ScalingRule, covering
 
 __all__ = [
-    "MAXIMA",
-    "SUMS",
-    "Cast",
-    "Counts",
-    "FloatFormat",
-    "FormatRegistry",
-    "Layout",
-    "QuantizationListener",
-    "RuleRegistry",
-    "ScalingRule",
-    "as_float32",
-    "computable",
-    "covering",
-    "delayed",
-    "largest_magnitudes",
-    "refuse_other_types",
-    "scales_for",
+    "MAXIMA", "SUMS", "Cast", "Counts", "FloatFormat", "FormatRegistry", "Layout", "QuantizationListener",
+    "RuleRegistry", "ScalingRule", "as_float32", "computable", "covering", "delayed", "largest_magnitudes",
+    "refuse_other_types", "scales_for",
 ]

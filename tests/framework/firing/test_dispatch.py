@@ -15,7 +15,7 @@ from loopscope.loops import epoch_loop, step_loop
 from torch import Tensor
 
 from tests.support import ActingHook, Case, Mishap, RecordingSink, SpyHook, assert_same_bytes, at, build, train
-from tests.transfers import TransferCount
+from tests.support.transfers import TransferCount
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

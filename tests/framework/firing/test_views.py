@@ -10,8 +10,8 @@ from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
-from tests.cases import matrix
 from tests.support import MODELS, Case, SpyHook, assert_same_bytes, at, build, data_for, train
+from tests.support.cases import matrix
 
 
 def state_of(model: nn.Module) -> TrainingState:

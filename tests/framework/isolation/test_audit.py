@@ -5,7 +5,7 @@ from loopscope.isolation.audit import Audit
 from torch import nn
 
 from tests.support import Case, build
-from tests.vandals import DEEDS, Scene, train_one_step
+from tests.support.vandals import DEEDS, Scene, train_one_step
 
 
 def audited(*, enabled: bool = True) -> tuple[Scene, Audit]:

@@ -27,7 +27,7 @@ from tests.support import (
     build,
     train,
 )
-from tests.vandals import Scene, train_one_step
+from tests.support.vandals import Scene, train_one_step
 
 
 class Remembering(nn.Module):

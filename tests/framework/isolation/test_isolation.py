@@ -9,7 +9,7 @@ from loopscope.isolation import Call, Isolation
 from loopscope.isolation.gate import CALLS_CHECKED_ALONE
 
 from tests.support import Case, Mishap, build, differences
-from tests.vandals import DEEDS, Scene, Spoiling, train_one_step
+from tests.support.vandals import DEEDS, Scene, Spoiling, train_one_step
 
 CALL = Call("spy", "POST_STEP", 4)
 

@@ -8,7 +8,7 @@ from loopscope.state import RandomStreams, TrainingState
 from torch import nn
 
 from tests.support import Case, build
-from tests.vandals import DEEDS, Scene, train_one_step
+from tests.support.vandals import DEEDS, Scene, train_one_step
 
 CALL = Call("spy", "POST_STEP", 1)
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from loopscope.lowbit import RECIPES, BitLinear, QuantizationListener, Recipe, find_recipe, quantize_model
-from loopscope.lowbit.casts import Cast, Counts
+from loopscope.lowbit import RECIPES, BitLinear, Recipe, find_recipe, quantize_model
+from loopscope.lowbit.casts import Cast, Counts, QuantizationListener
 from torch import Tensor, nn
 
 NARROW = [name for name in RECIPES if name not in ("fp32", "fp4_metis")]

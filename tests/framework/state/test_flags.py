@@ -6,7 +6,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.vandals import Refusing, Spoiling
+from tests.support.vandals import Refusing, Spoiling
 
 
 def set_one_backend():

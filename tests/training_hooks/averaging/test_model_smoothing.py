@@ -18,12 +18,12 @@ from loopscope.training_hooks.averaging import ModelSmoothing, smoothing
 from loopscope.training_hooks.averaging.smoothing import distance
 from torch import nn
 
-from tests.cases import matrix
 from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
+from tests.support.cases import matrix
+from tests.support.two_ranks import on_two_ranks
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
 from tests.training_hooks.sharded_runs import KINDS, sharded
-from tests.two_ranks import on_two_ranks
 
 STEPS = 7
 

@@ -13,7 +13,6 @@ from loopscope.training_hooks.clipping.adaptive_clipping import AdaGC, Gammas, Z
 from loopscope.training_hooks.clipping.grad_clip import beyond
 from torch import nn
 
-from tests.cases import matrix
 from tests.framework.hooks.context_call import context
 from tests.support import (
     MODELS,
@@ -26,6 +25,7 @@ from tests.support import (
     mean_loss,
     train,
 )
+from tests.support.cases import matrix
 from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.reloading import through_a_file
 

@@ -15,8 +15,8 @@ from loopscope.training_hooks.curvature import LrProbe
 from loopscope.training_hooks.curvature.lr_probe import coming_batches, exponential_mean, growing_rates, range_metrics
 from torch import Tensor, nn
 
-from tests.cases import every_pair
 from tests.support import RecordingSink, assert_same_bytes, train
+from tests.support.cases import every_pair
 
 RATES = torch.tensor(growing_rates(1e-6, 1.0, 61), dtype=torch.float64)
 DECADES = RATES.log10()

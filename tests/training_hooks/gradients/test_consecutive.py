@@ -13,7 +13,6 @@ from loopscope.training_hooks.gradients import Consecutive
 from torch import nn
 from torch.nn import functional
 
-from tests.cases import matrix
 from tests.support import (
     LOOPS,
     MODELS,
@@ -24,6 +23,7 @@ from tests.support import (
     at,
     train,
 )
+from tests.support.cases import matrix
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading
 

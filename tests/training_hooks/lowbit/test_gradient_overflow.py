@@ -17,8 +17,8 @@ from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
 from torch import nn
 
 from tests.support import SpyHook, at, differences
+from tests.support.transfers import TransferCount
 from tests.training_hooks.lowbit.low_bit_runs import LAYERS, Lost, LowBitRun, Recorder, cross_entropy, network
-from tests.transfers import TransferCount
 
 pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 ALWAYS = {"interval": 1}

@@ -9,9 +9,9 @@ from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Ledger, readings
 
+from tests.support.two_ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file
-from tests.two_ranks import on_two_ranks
 
 CPU = torch.device("cpu")
 CAST = Cast("e2m1", "nvfp4")

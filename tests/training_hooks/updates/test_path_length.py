@@ -11,8 +11,8 @@ from loopscope.state.digest import described
 from loopscope.training_hooks.updates import PathLength, path_length
 from torch import nn
 
-from tests.cases import matrix
 from tests.support import LOOPS, MODELS, Case, SpyHook, assert_same_bytes, at, train
+from tests.support.cases import matrix
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading, through_a_file
 

@@ -1,6 +1,6 @@
-"""Models, optimizers, runs and spies that the tests share."""
+"""Runs of the cases, and what they leave: digests, fired points, metrics."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 from loopscope.data import TensorLoader, random_order
-from loopscope.experiments.mod_arithmetic.model import GrokkingTransformer
 from loopscope.firing import HookManager
 from loopscope.hooks import (
     HookPoint,
-    InterventionHook,
-    MetricInfo,
     MetricSink,
     RunInfo,
     Series,
@@ -23,86 +20,20 @@ from loopscope.hooks import (
 from loopscope.loops import NoPauses, NoProgress, epoch_loop, step_loop
 from loopscope.state import LoopState, RandomStreams, TrainingState, of_the_run, seed_everything
 from loopscope.training import TrainingTask
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
-LOOPS = ("epoch", "step")
-ROWS = 21
-BATCH = 7
-STEPS_PER_EPOCH = 3
-TOKENS = 7
-
-
-class TiedModel(nn.Module):
-    """A token model whose output projection is its embedding matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(TOKENS, 8)
-        self.mix = nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.2)
-        self.decoder = nn.Linear(8, TOKENS, bias=False)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = torch.tanh(self.mix(self.embedding(tokens).mean(dim=1)))
-        return self.decoder(self.dropout(hidden))
-
-
-def batchnorm_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, TOKENS))
-
-
-def transformer() -> nn.Module:
-    return GrokkingTransformer(p=TOKENS, embed_dim=8, num_heads=2, layers=1, ff_dim=16)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "batchnorm_mlp": batchnorm_mlp,
-    "transformer": transformer,
-    "tied": TiedModel,
-}
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
-    "adamw_foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
-    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
-}
-
-
-def data_for(model: str) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets that suit a model."""
-    generator = torch.Generator().manual_seed(5)
-    targets = torch.randint(TOKENS, (ROWS,), generator=generator)
-    if model in ("transformer", "tied"):
-        return torch.randint(TOKENS, (ROWS, 2), generator=generator), targets
-    return torch.randn(ROWS, 4, generator=generator), targets
-
-
-@dataclass(frozen=True)
-class TokenConfig:
-    """The part of an experiment's configuration that hooks read."""
-
-    p: int = TOKENS
-    seed: int = 11
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def drawing_evaluation(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module], dict[str, float]]:
-    """Make an evaluation that draws from every generator, as ``iter(DataLoader)`` does."""
-    inputs, targets = data
-
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        loader = DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True)
-        correct = sum(float((model(x).argmax(-1) == y).sum()) for x, y in loader)
-        return {"val_acc": correct / len(targets), "train_acc": correct / len(targets)}
-
-    return evaluate
+from tests.support.models import (
+    BATCH,
+    LOOPS,
+    MODELS,
+    OPTIMIZERS,
+    ROWS,
+    STEPS_PER_EPOCH,
+    TokenConfig,
+    data_for,
+    drawing_evaluation,
+    mean_loss,
+)
 
 
 @dataclass
@@ -326,62 +257,3 @@ def assert_same_bytes(run: Run, case: Case, steps: int = STEPS_PER_EPOCH) -> Non
 
 def differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     return sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
-
-
-class SpyHook(TrainingHook):
-    """An observer at every point that calls ``probe(ctx)`` and returns what it returns."""
-
-    name = "spy"
-    hook_points = frozenset(HookPoint)
-
-    def __init__(self, probe: Callable[[Any], Mapping[str, Any] | None] = lambda ctx: None) -> None:
-        self.probe = probe
-        self.seen: list[tuple[str, int, int]] = []
-
-    def compute(self, ctx: Any) -> Mapping[str, Any]:
-        self.seen.append((ctx.hook_point.name, ctx.epoch, ctx.step))
-        return self.probe(ctx) or {}
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        return []
-
-
-class ActingHook(InterventionHook):
-    """An intervention wherever interventions are allowed that calls ``act(run_ctx, model_ctx)``."""
-
-    name = "acting"
-    hook_points = frozenset(HookPoint) - {HookPoint.PRE_UPDATE}
-    needs_grads = True
-    needs_prev_step_grads = True
-    needs_pre_epoch_state = True
-
-    def __init__(self, act: Callable[[Any, Any], Mapping[str, Any] | None]) -> None:
-        self.act = act
-
-    def intervene(self, run_ctx: Any, model_ctx: Any) -> Mapping[str, Any]:
-        return self.act(run_ctx, model_ctx) or {}
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        return []
-
-
-class ReadOnlyHook(ActingHook):
-    """The same with ``mutates = False``."""
-
-    name = "read_only"
-    mutates = False
-    needs_pre_epoch_state = False
-
-
-class Mishap(Exception):
-    """What a hook of these tests raises."""
-
-
-def raising(ctx: Any, *rest: Any) -> None:
-    """Raise :class:`Mishap`; a probe for :class:`SpyHook` and an act for :class:`ActingHook`."""
-    raise Mishap("as told")
-
-
-def at(hook_class: type[TrainingHook], *points: HookPoint, **attributes: Any) -> type[TrainingHook]:
-    """Make a subclass of a hook that fires only at ``points``."""
-    return type(hook_class.__name__, (hook_class,), {"hook_points": frozenset(points), **attributes})
