@@ -198,8 +198,10 @@ def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
 def _watch_modules(state: StateObjects) -> Watched:
     modules = [*state.model.modules()]
     # not the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time
+    spaces = [vars(module) for module in modules]
     own = [
-        (vars(module), (*TABLES, "training", *(key for key in vars(module) if key not in NATIVE))) for module in modules
+        (space, (*TABLES, "training", *(key for key in own_attributes(module) if key not in NATIVE)))
+        for module, space in zip(modules, spaces, strict=True)
     ]
     held = [space[key] for space, keys in own for key in keys if key not in TABLES]
     return Watched(
