@@ -140,9 +140,13 @@ class Tripwire:
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
-        self._quick, tensors = self._sweep()
-        self._rest = self._sweep_rest(tensors)
-        if not self._watch.is_current(self._quick[0], self._quick[1], self._rest[0]):
+        try:
+            self._quick, tensors = self._sweep()
+            self._rest = self._sweep_rest(tensors)
+            is_current = self._watch.is_current(self._quick[0], self._quick[1], self._rest[0])
+        except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
+            is_current = False
+        if not is_current:
             self._watch = WatchList(self._state)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)

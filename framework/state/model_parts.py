@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, own_attributes
+from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, Transient, is_hook_table, own_attributes
 from .parts import NOT_KEPT, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .structure import Structure
 from .tensor_parts import addresses
@@ -20,7 +20,7 @@ _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
 
 
-class OwnHook:
+class OwnHook(Transient):
     """Marks what loopscope registers on parameters and modules, which changes nothing that was not declared.
 
     What others register there belongs to the training state, since the run may depend on it. What bears this mark does
