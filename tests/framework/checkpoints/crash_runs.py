@@ -87,7 +87,7 @@ def _half_of_a_folder(function: Callable[..., Any], path: Path, **options: Any) 
         file.unlink()
 
 
-HALVES = {"write": _half_of_bytes, "rmtree": _half_of_a_folder}
+HALVES = {"write": _half_of_bytes, "_write": _half_of_bytes, "rmtree": _half_of_a_folder}
 
 
 def _watch(place: str, counts: dict[str, int], kill: Kill | None) -> None:
