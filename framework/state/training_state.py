@@ -168,9 +168,16 @@ def _others(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
     return {str(index): tensor for index, tensor in enumerate(found)}
 
 
+def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
+    """Return the parameters that only the optimizer has: of the tensors without a name, those that a step changes."""
+    named = {*map(id, state.model.parameters())}
+    found = [item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in named]
+    return {str(index): tensor for index, tensor in enumerate(found)}
+
+
 @torch.no_grad()
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    present = _others(state)
+    present = _of_the_optimizer_alone(state)
     if len(stored) != len(present):
         raise ValueError(f"{len(stored)} tensors that no part names were stored, and {len(present)} are there")
     for name, tensor in present.items():
@@ -246,7 +253,7 @@ GENERATORS = Part(
 OTHERS = Part(
     "other tensors",
     lambda state: ((f"other tensors/{name}", tensor) for name, tensor in _others(state).items()),
-    stored=Stored(_others, _load_others),
+    stored=Stored(_of_the_optimizer_alone, _load_others),
 )
 PARTS = (*_NAMED, OTHERS, GENERATORS)
 
