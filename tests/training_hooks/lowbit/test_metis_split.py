@@ -63,7 +63,7 @@ def _low_bit_models(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind, recipe in RECIPES.items():
             make = lambda base=base, recipe=recipe: low_bit(base, recipe)
             monkeypatch.setitem(support.MODELS, f"{kind}_{name}", make)
-    monkeypatch.setattr(support, "data_for", lambda model: data_for(BASES.get(model.partition("_")[2], model)))
+    monkeypatch.setattr(support.runs, "data_for", lambda model: data_for(BASES.get(model.partition("_")[2], model)))
 
 
 @pytest.fixture(autouse=True)
