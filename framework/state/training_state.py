@@ -169,7 +169,10 @@ def _others(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
 
 
 def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Tensor]:
-    """Return the parameters that only the optimizer has: of the tensors without a name, those that a step changes."""
+    """Return the parameters that only the optimizer has.
+
+    The other tensors that no part names, such as a scaler's, are stored with the state of the object that holds them.
+    """
     named = {*map(id, state.model.parameters())}
     found = [item for group in state.optimizer.param_groups for item in group["params"] if id(item) not in named]
     return {str(index): tensor for index, tensor in enumerate(found)}
@@ -179,7 +182,7 @@ def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Ten
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
     present = _of_the_optimizer_alone(state)
     if len(stored) != len(present):
-        raise ValueError(f"{len(stored)} tensors that no part names were stored, and {len(present)} are there")
+        raise ValueError(f"{len(stored)} parameters of the optimizer alone were stored, and {len(present)} are there")
     for name, tensor in present.items():
         tensor.copy_(stored[name])
 
