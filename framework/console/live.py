@@ -136,6 +136,9 @@ class LiveDisplay(MetricSink):
         """Take the terminal, if that is not done or a signal gave it back, and draw."""
         if not can_be_written(self.console.file):
             return
+        with suppress(OSError):  # rich would keep to COLUMNS and LINES where these are exported
+            if all(size := os.get_terminal_size(self.console.file.fileno())):
+                self.console.size = size
         if not self._screen.is_started:
             self._screen.start()
             self._write(NO_WRAP)

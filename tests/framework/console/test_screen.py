@@ -95,7 +95,12 @@ def test_afterwards_the_first_screen_shows_what_normal_mode_would_with_warnings_
     assert [text.index(part) for part in parts] == sorted(text.index(part) for part in parts)
 
 
-def test_the_screen_follows_the_size_of_the_terminal():
+@pytest.mark.parametrize("exported", [{}, {"COLUMNS": "80", "LINES": "24"}], ids=["", "size exported"])
+def test_the_screen_follows_the_size_of_the_terminal(exported, monkeypatch):
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
     process = Process(until, 80, 24)
     process.read_until(shows("newest metrics"))
     process.resize(160, 50)
