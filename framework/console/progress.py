@@ -52,10 +52,7 @@ class Position:
 
     def parts(self) -> dict[str, str]:
         """Return what there is to say, by topic, in the order in which it is shown."""
-        parts = {
-            "percent": f"{self.share * 100:.0f}%",
-            "count": f"{self.unit} {int(self.done):,}/{self.total:,}",
-        }
+        parts = {"percent": f"{self.share * 100:.0f}%", "count": f"{self.unit} {int(self.done):,}/{self.total:,}"}
         if self.epoch is not None:
             parts["epoch"] = f"epoch {self.epoch:.1f}"
         if self.rate:

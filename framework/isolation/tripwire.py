@@ -197,11 +197,7 @@ class Tripwire:
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
         """Return what attributes hold, what was looked at, and pointers."""
         watch = self._watch
-        return (
-            watch.read_attributes(),
-            *[look() for look in watch.looks],
-            _column(_pointer, tensors),
-        )
+        return (watch.read_attributes(), *[look() for look in watch.looks], _column(_pointer, tensors))
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name what differs from the baseline in a quick sweep."""

@@ -89,11 +89,7 @@ class Session:
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
-        with (
-            deterministic(on=not self.options.no_determinism),
-            quiet_graph_breaks(),
-            TemporaryDirectory() as elsewhere,
-        ):
+        with deterministic(on=not self.options.no_determinism), quiet_graph_breaks(), TemporaryDirectory() as elsewhere:
             setups = self._setups()
             earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
             setups = [

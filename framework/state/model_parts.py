@@ -236,9 +236,7 @@ MODEL_PARTS = (
         _grad,
         _set_gradient,
         Guarded(
-            keep=lambda state, owners: (*map(_grad, owners),),
-            passing=lambda kept: kept,
-            put_back=_give_gradients_back,
+            keep=lambda state, owners: (*map(_grad, owners),), passing=lambda kept: kept, put_back=_give_gradients_back
         ),
         _watch_gradients,
     ),

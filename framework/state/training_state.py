@@ -244,13 +244,9 @@ _NAMED = (
 GENERATORS = Part(
     "generators",
     _generator_leaves,
-    Guarded(
-        keep=lambda state, owners: state.streams.save(),
-        put_back=lambda state, owners, kept: kept.restore(),
-    ),
+    Guarded(keep=lambda state, owners: state.streams.save(), put_back=lambda state, owners, kept: kept.restore()),
     stored=Stored(
-        lambda state, streams: plain(streams),
-        lambda state, stored: from_plain(stored, state.streams.save()).restore(),
+        lambda state, streams: plain(streams), lambda state, stored: from_plain(stored, state.streams.save()).restore()
     ),
 )
 OTHERS = Part(

@@ -88,12 +88,7 @@ def _pairs(subject: Subject, plain: PlainCopy, other: Callable[[], None], pairs:
     return seconds[0][2:count], seconds[1][2:count]
 
 
-COPYING = {
-    torch.ops.aten.copy_,
-    torch.ops.aten._foreach_copy_,
-    torch.ops.aten.clone,
-    torch.ops.aten._to_copy,
-}
+COPYING = {torch.ops.aten.copy_, torch.ops.aten._foreach_copy_, torch.ops.aten.clone, torch.ops.aten._to_copy}
 
 
 class CopyMeter(TorchDispatchMode):

@@ -41,12 +41,7 @@ class Mode:
             task.model.compile(backend="eager", dynamic=False)
 
 
-MODES = {
-    "micro-batches": Mode(),
-    "bf16": Mode("bf16"),
-    "fp16": Mode("fp16"),
-    "compiled": Mode(compiled=True),
-}
+MODES = {"micro-batches": Mode(), "bf16": Mode("bf16"), "fp16": Mode("fp16"), "compiled": Mode(compiled=True)}
 
 
 def every_mode_and_loop(names: list[str]) -> pytest.MarkDecorator:

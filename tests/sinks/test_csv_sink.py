@@ -12,14 +12,7 @@ from loopscope.sinks.record import plain
 
 from tests.sinks.emits import WORDS, Emit, emits, exact, run_info, series_in_step
 
-DESCRIBED = [
-    "h/loss",
-    "h/a,b;c",
-    "h/norm",
-    "h/norm/<parameter>",
-    "g/ratio/<parameter>",
-    "g/ratio/deep/<parameter>",
-]
+DESCRIBED = ["h/loss", "h/a,b;c", "h/norm", "h/norm/<parameter>", "g/ratio/<parameter>", "g/ratio/deep/<parameter>"]
 KEYS = WORDS.filter(bool)
 PLACES = st.one_of(
     st.sampled_from([("h/loss", "h/loss", None), ("h/a,b;c", "h/a,b;c", None), ("h/norm", "h/norm", None)]),

@@ -15,11 +15,7 @@ from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import Emit, emits, run_info
 from tests.sinks.event_files import values
 
-FILES = {
-    CSVSink: "only.csv",
-    JSONLSink: "only.jsonl",
-    TensorBoardSink: "tensorboard/events.out.tfevents.only",
-}
+FILES = {CSVSink: "only.csv", JSONLSink: "only.jsonl", TensorBoardSink: "tensorboard/events.out.tfevents.only"}
 DESCRIBED = ["h/a", "h/norm/<parameter>"]
 NAMES = st.sampled_from(["h/a", "h/norm/0.weight", "h/norm/0.bias", "h/surprise", "g/ü,;:[]"])
 

@@ -3,12 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from loopscope.hooks import (
-    HookPoint,
-    InterventionHook,
-    MetricInfo,
-    TrainingHook,
-)
+from loopscope.hooks import HookPoint, InterventionHook, MetricInfo, TrainingHook
 
 
 class SpyHook(TrainingHook):

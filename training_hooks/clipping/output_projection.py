@@ -229,10 +229,7 @@ class Decision:
         }
         if self.threshold is None:
             return values
-        return values | {
-            "embedding_grad_rolling_avg": self.mean_norm,
-            "output_proj_clip_threshold": self.threshold,
-        }
+        return values | {"embedding_grad_rolling_avg": self.mean_norm, "output_proj_clip_threshold": self.threshold}
 
     @property
     def change(self) -> Tensor:

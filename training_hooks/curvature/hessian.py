@@ -206,12 +206,7 @@ class Hessian(InterventionHook):
         return metrics | self._trail.add(change)
 
     def _against_threshold(
-        self,
-        threshold: float | None,
-        update: Vector,
-        product: Vector,
-        ctx: RunDataContext,
-        model_ctx: ModelDataContext,
+        self, threshold: float | None, update: Vector, product: Vector, ctx: RunDataContext, model_ctx: ModelDataContext
     ) -> Metrics:
         """Return the curvature along the update in Adam's metric, and over what the optimizer bears where known."""
         curvature, metrics = curvature_along(update, product), {}

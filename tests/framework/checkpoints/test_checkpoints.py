@@ -106,12 +106,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"parameters": [1, 2]},
-        {"optimizer": {"state": {}, "param_groups": []}},
-        {"extras": {}},
-        {"kinds": None},
-    ],
+    [{"parameters": [1, 2]}, {"optimizer": {"state": {}, "param_groups": []}}, {"extras": {}}, {"kinds": None}],
     ids=str,
 )
 def test_content_of_the_wrong_shape_is_refused_in_a_sentence(damage: dict[str, Any], tmp_path: Path) -> None:

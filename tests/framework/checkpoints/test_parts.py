@@ -231,10 +231,7 @@ def with_made_up() -> tuple[Elsewhere, TrainingState]:
     return place, TrainingState(task.model, task.optimizer, state.streams, parts=(*PARTS, made_up(place)))
 
 
-CHANGES = {
-    "tensor": lambda place: place.kept["tensor"].add_(1),
-    "number": lambda place: setattr(place, "number", 5),
-}
+CHANGES = {"tensor": lambda place: place.kept["tensor"].add_(1), "number": lambda place: setattr(place, "number", 5)}
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -14,19 +14,7 @@ from loopscope.isolation import (
 from loopscope.isolation.audit import Audit
 from torch import nn
 
-from tests.support import (
-    LOOPS,
-    MODELS,
-    TOKENS,
-    Case,
-    Mishap,
-    SpyHook,
-    TiedModel,
-    at,
-    batchnorm_mlp,
-    build,
-    train,
-)
+from tests.support import LOOPS, MODELS, TOKENS, Case, Mishap, SpyHook, TiedModel, at, batchnorm_mlp, build, train
 from tests.support.vandals import Scene, train_one_step
 
 

@@ -111,10 +111,7 @@ OF_CONFIG = {
     "no strategy": (without(CONFIG, "strategy"), "it has no field 'strategy'"),
     "no config": (without(CONFIG, "config"), "it has no field 'config'"),
     "a strategy that is a number": (changed(CONFIG, lambda to: to.update(strategy=3)), "'strategy' must be text"),
-    "a strategy that leads elsewhere": (
-        changed(CONFIG, lambda to: to.update(strategy="../x")),
-        "cannot be a name",
-    ),
+    "a strategy that leads elsewhere": (changed(CONFIG, lambda to: to.update(strategy="../x")), "cannot be a name"),
     "a long strategy": (changed(CONFIG, lambda to: to.update(strategy="x" * 300)), "cannot be a name"),
     "options that are a list": (changed(CONFIG, lambda to: to.update(options=[])), "must be an object"),
     "treatments of a number": (

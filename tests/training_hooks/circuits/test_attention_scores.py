@@ -30,11 +30,7 @@ def tokens() -> torch.Tensor:
 def assert_rows(call: AttentionCall, expected: list[dict]) -> None:
     assert call.heads == len(expected)
     found = call.statistics
-    for name, values in (
-        ("entropy", found.entropy),
-        ("share", found.normalised_entropy),
-        ("largest", found.largest),
-    ):
+    for name, values in (("entropy", found.entropy), ("share", found.normalised_entropy), ("largest", found.largest)):
         np.testing.assert_allclose(values.numpy(), [head[name] for head in expected], rtol=2e-5, atol=1e-6)
 
 

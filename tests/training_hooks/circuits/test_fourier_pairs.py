@@ -217,11 +217,7 @@ def test_the_hook_reports_the_losses_of_the_models_logits_on_all_pairs(piece, mo
 
 @pytest.mark.parametrize(
     ("loader", "options"),
-    [
-        (all_pairs(operation=torch.mul), {}),
-        (all_pairs(), {"rows": 0}),
-        (all_pairs(), {"period": 10}),
-    ],
+    [(all_pairs(operation=torch.mul), {}), (all_pairs(), {"rows": 0}), (all_pairs(), {"period": 10})],
     ids=["products", "no rows", "a period that is not the number of classes"],
 )
 def test_losses_are_left_out_where_they_are_not_defined(loader, options):

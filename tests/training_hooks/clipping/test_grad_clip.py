@@ -14,17 +14,7 @@ from loopscope.training_hooks.clipping.grad_clip import beyond
 from torch import nn
 
 from tests.framework.hooks.context_call import context
-from tests.support import (
-    MODELS,
-    OPTIMIZERS,
-    Case,
-    Run,
-    SpyHook,
-    at,
-    build,
-    mean_loss,
-    train,
-)
+from tests.support import MODELS, OPTIMIZERS, Case, Run, SpyHook, at, build, mean_loss, train
 from tests.support.cases import matrix
 from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.reloading import through_a_file

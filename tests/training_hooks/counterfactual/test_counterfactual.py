@@ -15,17 +15,7 @@ from loopscope.training_hooks.counterfactual.counterfactual import inner_product
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support import (
-    STEPS_PER_EPOCH,
-    Case,
-    RecordingSink,
-    SpyHook,
-    assert_same_bytes,
-    at,
-    build,
-    mean_loss,
-    train,
-)
+from tests.support import STEPS_PER_EPOCH, Case, RecordingSink, SpyHook, assert_same_bytes, at, build, mean_loss, train
 
 
 def split_of(vectors: Tensor) -> dict[str, Tensor]:

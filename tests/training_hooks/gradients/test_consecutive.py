@@ -13,16 +13,7 @@ from loopscope.training_hooks.gradients import Consecutive
 from torch import nn
 from torch.nn import functional
 
-from tests.support import (
-    LOOPS,
-    MODELS,
-    STEPS_PER_EPOCH,
-    Case,
-    SpyHook,
-    assert_same_bytes,
-    at,
-    train,
-)
+from tests.support import LOOPS, MODELS, STEPS_PER_EPOCH, Case, SpyHook, assert_same_bytes, at, train
 from tests.support.cases import matrix
 from tests.training_hooks.epoch_end import epoch_end
 from tests.training_hooks.reloading import reloading
