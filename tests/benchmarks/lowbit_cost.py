@@ -86,11 +86,11 @@ def measure(elements: int, rules: list[str], rounds: int, slow_rounds: int) -> M
 def _timed(rule: str, values: torch.Tensor, rounds: int, slow_rounds: int) -> list[list[float]]:
     cast, stochastic = Cast("e2m1", rule), Cast("e2m1", rule, "stochastic")
     layout, generator = kernels.Layout.of(values, cast.blocks()), torch.Generator()
-    scales = kernels.scales_of(layout.blocks, cast.scaling)
+    given = (layout.blocks, kernels.scales_of(layout.blocks, cast.scaling), None, cast.number_format, cast.rounding)
     fast = Turns(
         [
             lambda: torch.mul(values, 1),
-            lambda: layout.values(COMPILER.run(kernels.cast, layout.blocks, scales, None, cast.grid)),
+            lambda: layout.values(COMPILER.run(kernels.cast, *given)),
             lambda: cast(values),
             lambda: cast.counted(values),
         ],

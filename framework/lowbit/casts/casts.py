@@ -12,7 +12,7 @@ from . import kernels
 from .compiled import COMPILER
 from .counts import SUMS, Counts, count
 from .formats import FloatFormat, FormatRegistry
-from .kernels import Grid, Layout, Scaling
+from .kernels import Layout, Scaling
 from .scaling import RuleRegistry, ScalingRule
 
 Rounding = Literal["nearest", "stochastic", "soft"]
@@ -71,11 +71,6 @@ class Cast:
         """How scales follow from magnitudes."""
         return Scaling(self.scaling_rule, self.number_format, self.q_scalar, self.blocks())
 
-    @property
-    def grid(self) -> Grid:
-        """What scaled values are rounded to."""
-        return Grid(self.number_format, self.rounding)
-
     def blocks(self) -> int | None:
         """Return how many values of a row share a scale; ``None`` for all of the tensor."""
         return self.block or self.scaling_rule.block
@@ -99,7 +94,7 @@ class Cast:
         draws = self._draws(layout, generator)
         if earlier is not None and self.scaling_rule.history:
             return self._cast(layout, self._scales_of(layout, earlier), draws)
-        return layout.values(COMPILER.run(kernels.scale_and_cast, layout.blocks, draws, self.scaling, self.grid))
+        return layout.values(COMPILER.run(kernels.scale_and_cast, layout.blocks, draws, self.scaling, self.rounding))
 
     def counted(
         self, values: Tensor, *, generator: torch.Generator | None = None, earlier: Tensor | None = None
@@ -136,7 +131,8 @@ class Cast:
 
     def _cast(self, layout: Layout, scales: Tensor, draws: Tensor | None) -> Tensor:
         of_blocks = scales if layout.per_row is None else scales.reshape(-1)
-        return layout.values(COMPILER.run(kernels.cast, layout.blocks, of_blocks, draws, self.grid))
+        arguments = (layout.blocks, of_blocks, draws, self.number_format, self.rounding)
+        return layout.values(COMPILER.run(kernels.cast, *arguments))
 
     def _counted_in_one(
         self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
@@ -158,7 +154,7 @@ class Cast:
             scale,
             draws if draws is None else draws.view(shape),
             self.scaling,
-            self.grid,
+            self.rounding,
         )
         if found is None or not kernels.was_counted(found[1], found[2], layout.shape.numel()):
             return None

@@ -6,7 +6,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Hashable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,13 +64,15 @@ class Compiler:
         """Return ``function(*arguments)`` in its compiled form, or ``None`` where it is to run as it is."""
         if not suits(arguments[0]):
             return None
-        key = (function, *(_kind(argument) for argument in arguments))
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        kinds = [(each.dtype, each.ndim, each.shape[1:]) if isinstance(each, Tensor) else each for each in arguments]
+        key = (function, *kinds)
         made = self._made[key] if key in self._made else self._make(key, function, arguments)
         if made is None:
             return None
         try:
             with torch.no_grad():
-                return made(*(argument.detach() for argument in arguments if isinstance(argument, Tensor)))
+                return made(*[tensor.detach() for tensor in tensors])
         except Exception:  # a limit of the compiler's: there may be too many variants, or compiling is forbidden now
             return None
 
@@ -100,10 +101,6 @@ def suits(blocks: Tensor) -> bool:
     )
 
 
-def _kind(argument: Any) -> Hashable:
-    return (argument.dtype, argument.ndim, argument.shape[1:]) if isinstance(argument, Tensor) else argument
-
-
 def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None:
     """Compile for arguments like these, or return ``None`` where that is impossible.
 
@@ -113,34 +110,24 @@ def _compiled(function: Function, arguments: tuple[Any, ...]) -> Function | None
     places = itertools.count()
     slots = [(next(places), None) if isinstance(each, Tensor) else (None, each) for each in arguments]
 
-    @_with_code_of_its_own
     def on_tensors(*given: Tensor) -> Any:
         return function(*[setting if place is None else given[place] for place, setting in slots])
 
+    # What differs between closures of one code the compiler makes variable: without a name of its own, a format's
+    # largest number would be an argument of the loop, not a constant.
+    on_tensors.__code__ = on_tensors.__code__.replace(co_name=f"on_tensors_{next(NUMBERS)}")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
+            views = [tensor.detach().view(tensor.shape) for tensor in tensors]
+            for view in views:
+                if view.ndim:
+                    torch._dynamo.mark_dynamic(view, 0)
             made: Function = torch.compile(on_tensors, fullgraph=True, options=SAME_BITS, **LIMITS)
-            made(*map(_of_any_length, tensors))
+            made(*views)
     except Exception:  # whatever is missing or broken in a compiler, there is another way
         return None
     return made
-
-
-def _with_code_of_its_own(function: Any) -> Function:
-    """Return a closure as one of another name: what differs between closures of one code, the compiler makes variable.
-
-    A format's largest number would then be an argument of the loop, and no constant of it.
-    """
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
-    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-
-
-def _of_any_length(tensor: Tensor) -> Tensor:
-    view = tensor.detach().view(tensor.shape)
-    if view.ndim:
-        torch._dynamo.mark_dynamic(view, 0)
-    return view
 
 
 NUMBERS = itertools.count()

@@ -112,12 +112,8 @@ def count(values: Tensor, rounded: Tensor, limits: Tensor, scales: Tensor, total
         error.square().sum(),
         magnitude.square().sum(),
     )
-    return Counts(torch.stack([number.double() for number in sums]), _maxima(excess, scales))
-
-
-def _maxima(excess: Tensor, scales: Tensor) -> Tensor:
-    """Return the largest excess, the largest scale, and the inverse of the smallest one above 0; float64."""
-    if not excess.numel():
-        return excess.new_zeros(len(MAXIMA))
-    positive = torch.where(scales > 0, scales.double(), torch.inf)
-    return torch.stack([excess.max(), scales.max().double(), 1 / positive.min()])
+    maxima = excess.new_zeros(len(MAXIMA))
+    if excess.numel():
+        smallest = torch.where(scales > 0, scales.double(), torch.inf).min()
+        maxima = torch.stack([excess.max(), scales.max().double(), 1 / smallest])
+    return Counts(torch.stack([number.double() for number in sums]), maxima)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .counts import MAXIMA, SUMS
-from .formats import FloatFormat, Round, by_draws, clamped_to, to_continued_grid, to_grid
+from .formats import FloatFormat, by_draws, clamped_to, to_continued_grid, to_grid
 from .scaling import ScalingRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -81,14 +81,6 @@ class Scaling:
     """Values that share a scale; ``None``: all of a tensor."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """To what numbers, and how, scaled values are rounded."""
-
-    number_format: type[FloatFormat]
-    rounding: str
-
-
 def largest_in(blocks: Tensor) -> Tensor:
     """Return the largest finite magnitude of each row of ``blocks`` (n, b), or of all of (n); 0 where is none."""
     magnitude = computable(blocks).abs()
@@ -115,9 +107,9 @@ def scales_of(blocks: Tensor, scaling: Scaling) -> Tensor:
     return scales_for(largest_in(blocks), scaling)
 
 
-def scale_and_cast(blocks: Tensor, draws: Tensor | None, scaling: Scaling, grid: Grid) -> Tensor:
+def scale_and_cast(blocks: Tensor, draws: Tensor | None, scaling: Scaling, rounding: str) -> Tensor:
     """Return blocks (n, b), or values (n), after the cast with scales of their own."""
-    return cast(blocks, _stored(scales_of(blocks, scaling)), draws, grid)
+    return cast(blocks, _stored(scales_of(blocks, scaling)), draws, scaling.number_format, rounding)
 
 
 def _stored(tensor: Tensor) -> Tensor:
@@ -125,24 +117,26 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, tensor.stride()) if torch.compiler.is_compiling() else tensor
 
 
-def cast(blocks: Tensor, scales: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
+def cast(
+    blocks: Tensor, scales: Tensor, draws: Tensor | None, number_format: type[FloatFormat], rounding: str
+) -> Tensor:
     """Return blocks (n, b) after the cast with scales (n), or values (n) after that with one scale.
 
     ``draws``, of the shape of ``blocks``, decide which way stochastic rounding goes.
     """
     spread = scales.unsqueeze(-1) if blocks.ndim > 1 else scales
-    return saturated(_rounded(_scaled(blocks, spread), draws, grid) * spread, blocks.dtype).to(blocks.dtype)
+    rounded = _rounded(_scaled(blocks, spread), draws, number_format, rounding)
+    return saturated(rounded * spread, blocks.dtype).to(blocks.dtype)
 
 
 def _scaled(values: Tensor, spread: Tensor) -> Tensor:
     return computable(values) / torch.where(spread > 0, spread, 1.0)
 
 
-def _rounded(scaled: Tensor, draws: Tensor | None, grid: Grid) -> Tensor:
-    if grid.rounding == "soft":
-        return to_continued_grid(saturated(scaled, scaled.dtype), grid.number_format)
-    round_: Round = torch.round if draws is None else by_draws(draws)
-    return to_grid(scaled, grid.number_format, round_)
+def _rounded(scaled: Tensor, draws: Tensor | None, number_format: type[FloatFormat], rounding: str) -> Tensor:
+    if rounding == "soft":
+        return to_continued_grid(saturated(scaled, scaled.dtype), number_format)
+    return to_grid(scaled, number_format, torch.round if draws is None else by_draws(draws))
 
 
 def computable(values: Tensor) -> Tensor:
@@ -166,7 +160,7 @@ def as_float32(largest: Tensor) -> Tensor:
 
 
 def cast_and_count(
-    chunks: Tensor, zeros: Tensor, scale: Tensor | None, draws: Tensor | None, scaling: Scaling, grid: Grid
+    chunks: Tensor, zeros: Tensor, scale: Tensor | None, draws: Tensor | None, scaling: Scaling, rounding: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what :func:`scale_and_cast` does, with sums and maxima of :mod:`.counts`; 0 for the total.
 
@@ -180,22 +174,21 @@ def cast_and_count(
             which the compiler would make several loops.
         scale: the one scale, if it is not to follow from the tensor itself.
         draws: of the shape of ``chunks``, for stochastic rounding.
-        scaling: how scales follow.
-        grid: what to round to.
+        scaling: how scales follow, and the format.
+        rounding: how scaled values are rounded.
     """
     largest = largest_in(chunks)
     largest = largest.amax() if scaling.block is None else largest
     scales = _stored(scales_for(largest, scaling)) if scale is None else scale
     scales = scales.expand(chunks.shape[:2]).unsqueeze(-1) + zeros
-    maximum = grid.number_format.maximum
+    maximum = scaling.number_format.maximum
     scaled = _scaled(chunks, scales)
-    rounded = (_rounded(scaled, draws, grid) * scales).to(chunks.dtype)
+    rounded = (_rounded(scaled, draws, scaling.number_format, rounding) * scales).to(chunks.dtype)
     values, result = chunks.float() + scales * 0.0, rounded.float()
     magnitude = values.abs()
     reach = torch.where(scales > 0, scales, torch.inf)  # what has a scale of 0 is lost to underflow
     under = (result == 0) & (magnitude > 0)
-    flags = torch.where(under, 1.0, torch.where(exceeds(magnitude, reach, maximum / 2), FIELD, 0.0))
-    flags = _in_chunks(flags)
+    flags = _in_chunks(torch.where(under, 1.0, torch.where(exceeds(magnitude, reach, maximum / 2), FIELD, 0.0)))
     upper = (flags / FIELD).floor()
     over = excess = flags.new_zeros(())
     # Otherwise scales follow from a tensor's own largest magnitudes, so that these are in range.
@@ -229,18 +222,14 @@ def exceeds(magnitude: Tensor, scales: Tensor, limit: float) -> Tensor:
 
     With limit = 2^a - 2^b both products are exact, and by Sterbenz's lemma so is the difference where it is near.
     """
-    power = _power_above(limit)
+    power = 2.0 ** math.frexp(limit)[1]
     return magnitude - scales * power > scales * (limit - power)
-
-
-def _power_above(limit: float) -> float:
-    return 2.0 ** math.frexp(limit)[1]
 
 
 def can_count(number_format: type[FloatFormat]) -> bool:
     """Return whether the format's largest number is a power of two less another, as one with a full mantissa is."""
-    maximum = number_format.maximum
-    return math.frexp(_power_above(maximum) - maximum)[0] == 0.5
+    mantissa, _ = math.frexp(number_format.maximum)
+    return math.frexp(1 - mantissa)[0] == 0.5
 
 
 def was_counted(sums: Tensor, maxima: Tensor, elements: int) -> bool:
