@@ -1,12 +1,11 @@
 """Layers with narrow matrices."""
 
 from .conversion import dequantize_model, layers_to_quantize, quantize_model
-from .linear import BitLinear
+from .linear import BitLinear, QuantizationTap, Quantized, quantized_modules
 from .metis import Decomposition, Gains, MetisOptions, low_rank_cast
 from .recipes import RECIPES, ROLES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised
 from .splitting import LowRankFactors, layers_with_factors, split_weight
-from .taps import QuantizationTap, Quantized, quantized_modules
 
 __all__ = [
     "OFFSET", "RECIPES", "ROLES", "BitLinear", "Decomposition", "Gains", "LowRankFactors", "MetisOptions",

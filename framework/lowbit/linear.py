@@ -3,7 +3,8 @@
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,34 @@ from .casts import Cast, Counts, QuantizationListener, largest_magnitudes
 from .linear_function import Calls, LayerCall, QuantizedLinear
 from .metis import low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
-from .splitting import LowRankFactors, SplitLinear, split_product
+from .splitting import LowRankFactors, SplitLinear
+
+
+@runtime_checkable
+class Quantized(Protocol):
+    """A module that quantises, outside of compiled graphs, and says what was lost to those who listen."""
+
+    def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
+        """Have a listener told of every quantisation while it is heard."""
+        ...
+
+
+@dataclass(frozen=True)
+class QuantizationTap:
+    """Counts of what the quantisers of one module lose, in the run's own passes and no others.
+
+    Args:
+        target: the name of the module in the model; a :class:`Quantized` one.
+        counts: filled by role; the hook reads it and clears it.
+    """
+
+    target: str
+    counts: MutableMapping[str, Counts]
+
+
+def quantized_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that quantise, in the order of the model, each once."""
+    return [name for name, module in model.named_modules() if isinstance(module, Quantized)]
 
 
 class BitLinear(SplitLinear):
@@ -153,7 +181,9 @@ def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
         )
     if layer.factors is None or not layer.is_split:
         return layer.product(x, layer.weight, layer.bias)
-    return split_product(x, layer.factors.decomposition, layer.weight, layer.bias, layer.product)
+    u, s, v = layer.factors.decomposition
+    narrow = layer.product(x, v, None, "v") * s  # s in full precision
+    return layer.product(narrow, u, None, "u") + layer.product(x, layer.weight, layer.bias)
 
 
 _between_graphs = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
@@ -173,8 +203,8 @@ def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_s
     assert isinstance(layer, BitLinear)
     layer.recipe, layer.generator = recipe, generator
     layer.calls = Calls()
-    splits = may_split and recipe.metis is not None and recipe.metis.forward
-    rank = recipe.metis.rank_of(layer.weight.shape) if splits and recipe.metis is not None else 0
+    metis = recipe.metis
+    rank = metis.rank_of(layer.weight.shape) if metis is not None and metis.forward and may_split else 0
     layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
     layer._quantization_hooks = OrderedDict()
     for name, length in _histories(recipe).items():

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..errors import UsageError, unknown
 from .casts import computable, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
-GAINS: tuple[Gains, ...] = ("none", "long_tail")
+GAINS: tuple[Gains, ...] = get_args(Gains)
 LEADING = 5
 """Components that ``long_tail`` leaves as they are."""
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
@@ -134,15 +134,6 @@ def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, genera
     return Decomposition(u * signs, s * scale, v * signs[:, None])
 
 
-def gains_of(gains: Gains, rank: int, like: Tensor) -> tuple[Tensor, float]:
-    """Return the gain of each component of the low-rank part, of shape (rank,), and that of the residual."""
-    factors = like.new_ones(rank)
-    if gains == "none":
-        return factors, 1.0
-    factors[LEADING:] = MIDDLE_GAIN
-    return factors, RESIDUAL_GAIN
-
-
 def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generator: torch.Generator) -> Tensor:
     """Return the matrix after its parts were quantised: L + h·q(M − U·diag(s)·V), L = q(U)·diag(g·s)·q(V), in its type.
 
@@ -164,7 +155,10 @@ def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generat
     largest = _largest(wide)
     finite = torch.where(largest.isfinite(), wide, 0.0)
     parts = _leading_part(finite, largest, options.rank_of(matrix.shape), options.niter, generator)
-    gains, residual_gain = gains_of(options.gains, len(parts.s), parts.s)
+    gains, residual_gain = torch.ones_like(parts.s), 1.0
+    if options.gains == "long_tail":
+        gains[LEADING:] = MIDDLE_GAIN
+        residual_gain = RESIDUAL_GAIN
     amplified = parts._replace(s=gains * parts.s)
     u, v = cast(parts.u.mT.contiguous()).mT, cast(parts.v)
     low_rank = Decomposition(u, amplified.s, v).product()

@@ -53,14 +53,7 @@ class Recipe:
     @cached_property
     def casts(self) -> Mapping[Role, Cast]:
         """The casts by role, without the roles that stay in full precision."""
-        every: tuple[Cast | None, ...] = (
-            self.forward_input,
-            self.forward_weight,
-            self.backward_input,
-            self.backward_weight,
-            self.output_grad,
-        )
-        return {role: cast for role, cast in zip(ROLES, every, strict=True) if cast is not None}
+        return {role: cast for role in ROLES if (cast := vars(self)[role]) is not None}
 
     @cached_property
     def draws(self) -> bool:

@@ -1,15 +1,12 @@
 """Linear layers whose weight can be split into trained low-rank factors and a residual, and merged again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .metis import Decomposition, randomised_svd
-
-Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
-"""x, weight and bias to x·weightᵀ + bias; last, the name of the part: ``v``, ``u`` or ``weight``."""
 
 
 class LowRankFactors(nn.Module):
@@ -96,17 +93,3 @@ def split_weight(weight: Tensor, rank: int, niter: int, generator: torch.Generat
     wide = torch.promote_types(weight.dtype, torch.float32)
     product = Decomposition(*(part.to(wide) for part in factors)).product()
     return factors, (weight.to(wide) - product).to(weight.dtype)
-
-
-def split_product(x: Tensor, factors: Decomposition, residual: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """Return U(s·(V·x)) + residual·x + bias, the matrices by ``product``, s in full precision.
-
-    Args:
-        x: of shape (..., columns).
-        factors: U, s and V.
-        residual: of shape (rows, columns).
-        bias: of shape (rows,), or none.
-        product: a linear layer's product, quantised or not.
-    """
-    narrow = product(x, factors.v, None, "v") * factors.s
-    return product(narrow, factors.u, None, "u") + product(x, residual, bias, "weight")

@@ -20,7 +20,7 @@ from loopscope.lowbit import (
 )
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
-from loopscope.lowbit.splitting import SplitLinear, split_product
+from loopscope.lowbit.splitting import SplitLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -251,8 +251,10 @@ def test_a_rank_above_a_weight_is_refused_and_nothing_is_changed():
     assert all(type(layer) is nn.Linear for layer in model)
 
 
-def test_split_product_is_the_formula():
-    x, u, s, v, rest = (inputs(*shape).double() for shape in ((5, 12), (8, 3), (3,), (3, 12), (8, 12)))
-    parts = type(layer_of().factors.decomposition)(u, s, v)
-    found = split_product(x, parts, rest, None, lambda x, weight, bias, part: functional.linear(x, weight, bias))
-    torch.testing.assert_close(found, x @ (u @ torch.diag(s) @ v + rest).T)
+def test_a_split_layer_is_the_formula():
+    layer, x = layer_of(dtype=torch.float64), inputs(5, 12).double()
+    for parameter in (*layer.factors.parameters(), layer.weight, layer.bias):
+        parameter.data = inputs(*parameter.shape).double()
+    layer.factors.requires_grad_(True)
+    u, s, v = layer.factors.decomposition
+    torch.testing.assert_close(layer(x), x @ (u @ torch.diag(s) @ v + layer.weight).T + layer.bias)
