@@ -58,23 +58,22 @@ def seed(generator: Generator, number: int) -> None:
 
 def restorer(generators: Sequence[Generator]) -> Callable[[], None]:
     """Return a function that puts the generators back to where they are now."""
-    steps = [_restorer(generator) for generator in generators]
+    steps: list[Callable[[], object]] = []
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            steps.append(partial(generator.set_state, generator.get_state()))
+        elif isinstance(generator, random.Random):
+            steps.append(partial(generator.setstate, generator.getstate()))
+        elif isinstance(generator, np.random.RandomState):
+            steps.append(partial(generator.set_state, generator.get_state(legacy=False)))
+        else:
+            steps.append(partial(setattr, generator.bit_generator, "state", generator.bit_generator.state))
 
     def restore() -> None:
         for step in steps:
             step()
 
     return restore
-
-
-def _restorer(generator: Generator) -> Callable[[], object]:
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state(legacy=False))
-    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import xxhash
@@ -12,18 +12,20 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from ..errors import UsageError
 from ..state import RandomStreams
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
-from .seeded_batches import SeededBatches, as_it_is, start_worker
+from .generators import dataset_generators, seed_all, undisturbed
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
@@ -118,6 +120,77 @@ def derived_seed(*parts: object) -> int:
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) >> 1
 
 
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """A dataset that fetches the items of a batch at once, as torch's ``Subset`` can."""
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        """Return the items of ``indices``."""
+
+
+class SeededBatches(Dataset[Any]):
+    """The batches of a dataset, as functions of (seed, epoch, number of the batch, indices).
+
+    The global generators of torch, Python and NumPy are seeded for a batch before its items are fetched, and so are
+    those that the dataset holds itself, which are put back after it. The global ones are left to the caller.
+
+    Args:
+        dataset: whose items make up the batches.
+        collate: makes a batch of a list of items, or of one item where there is no batching.
+        streams: seed the generators.
+        epoch: the batches' epoch.
+        batched: whether an index is a list of them.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], streams: RandomStreams, epoch: int, *, batched: bool
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._streams = streams
+        self._epoch = epoch
+        self._batched = batched
+        self._fetches_at_once = batched and isinstance(dataset, BatchedDataset)  # slow to ask
+
+    def __getitem__(self, numbered: tuple[int, Any]) -> Any:
+        """Return the batch with this number and these indices."""
+        number, index = numbered
+        self._streams.derive(f"loader/{self._epoch}", "batch", number)
+        generators = dataset_generators(self.dataset)
+        with undisturbed(generators):
+            seed_all(generators)
+            return self._collate(self._items(index))
+
+    def _items(self, index: Any) -> Any:
+        if not self._batched:
+            return self.dataset[index]
+        if self._fetches_at_once:
+            return self.dataset.__getitems__(index)
+        return [self.dataset[each] for each in index]
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch that is collated already."""
+    return batch
+
+
+def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """Show the dataset itself in ``get_worker_info()``, then call the ``worker_init_fn`` of the DataLoader's owner.
+
+    They know nothing of :class:`SeededBatches`.
+    """
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, SeededBatches)
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
+    if init is not None:
+        init(worker)
+
+
+PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
+"""Options of a DataLoader that say where batches are made, and how they come over."""
+
+
 class TorchLoader(Loader):
     """A ``torch.utils.data.DataLoader``, made a function of (seed, epoch, batch) by seeding every batch anew.
 
@@ -170,7 +243,7 @@ class TorchLoader(Loader):
                 sampler=enumerate(indices_of_epoch(source, self._streams, epoch, start, draw), start),
                 collate_fn=as_it_is,
                 worker_init_fn=partial(start_worker, source.worker_init_fn) if source.num_workers else None,
-                **_process_options(source),
+                **{name: getattr(source, name) for name in PROCESS_OPTIONS},
             )
             iterator = iter(dataloader)
         while True:
@@ -209,17 +282,6 @@ class TorchLoader(Loader):
             collate_fn=source.collate_fn,
             drop_last=source.drop_last if batches is None else batches.drop_last,
             worker_init_fn=source.worker_init_fn,
-            **_process_options(source),
+            **{name: getattr(source, name) for name in PROCESS_OPTIONS},
         )
         return TorchLoader(again, seed)
-
-
-def _process_options(source: "DataLoader[Any]") -> dict[str, Any]:
-    """Return the options that say where batches are made, and how they come over."""
-    return {
-        "num_workers": source.num_workers,
-        "pin_memory": source.pin_memory,
-        "timeout": source.timeout,
-        "multiprocessing_context": source.multiprocessing_context,
-        "prefetch_factor": source.prefetch_factor,
-    }

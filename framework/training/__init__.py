@@ -3,9 +3,10 @@
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .curvature import METHODS, Method
 from .loss_probe import LossProbe
-from .precision import Precision
 from .profiler import Profiler
-from .train_step import TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+from .train_step import (
+    Precision, TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+)
 
 __all__ = [
     "METHODS", "LossProbe", "Method", "Precision", "Profiler", "TrainingTask", "borrowed_scaler", "compile_model",

@@ -17,7 +17,17 @@ def compile_model(model: nn.Module) -> None:
     would depend on the batches before it, and so would its last bits.
     """
     if next(model.parameters()).device.type == "cpu":
-        _check_compiler()
+        # The compiler would say so too, but within the first step, as an error of its own over several pages.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise UsageError(
+                "--with-compile needs a C++ compiler on a CPU, and there is none; install g++ or clang, or set CXX to "
+                "one."
+            ) from error
     torch.use_deterministic_algorithms(  # which tells the compiler as well
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -39,19 +49,6 @@ def quiet_graph_breaks() -> Iterator[None]:
     finally:
         if added not in before and added in warnings.filters:
             warnings.filters.remove(added)  # type: ignore[attr-defined]
-
-
-def _check_compiler() -> None:
-    # the compiler would say so too, but within the first step, as an error of its own over several pages
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise UsageError(
-            "--with-compile needs a C++ compiler on a CPU, and there is none; install g++ or clang, or set CXX to one."
-        ) from error
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -23,40 +23,6 @@ RESIDENT = Path("/proc/self/statm")
 CLEAR = Path("/proc/self/clear_refs")
 
 
-class PeakMemory:
-    """Measures the growth from :meth:`begin` to the highest point since, in bytes.
-
-    On an accelerator that is memory allocated for tensors. On the CPU it is resident memory of the process, which
-    Linux lets a process measure anew (``clear_refs``); what glibc's allocator has in reserve is given back first, and
-    with another allocator does not show, so that small needs may read as 0. Elsewhere nothing is measured.
-    """
-
-    def __init__(self) -> None:
-        self._on_accelerator = torch.accelerator.is_available()
-        self._before: int | None = None
-
-    def begin(self) -> None:
-        """Start a measurement."""
-        if self._on_accelerator:
-            torch.accelerator.reset_peak_memory_stats()
-            self._before = torch.accelerator.memory_allocated()
-            return
-        try:
-            with suppress(AttributeError):  # a call that only glibc has
-                ctypes.CDLL(None).malloc_trim(0)
-            CLEAR.write_text("5")
-            self._before = int(RESIDENT.read_text().split()[1]) * resource.getpagesize()
-        except OSError:
-            self._before = None
-
-    def growth(self) -> int | None:
-        """Return the growth since then, or ``None`` where it cannot be measured."""
-        if self._before is None:
-            return None
-        peak = torch.accelerator.max_memory_allocated() if self._on_accelerator else peak_resident()
-        return max(0, peak - self._before)
-
-
 @dataclass
 class Profiler:
     """Adds up wall-clock seconds and calls by section name; switched off it only counts what goes through the model."""
@@ -70,7 +36,6 @@ class Profiler:
     """Samples that hooks sent through the model, by hook and kind of pass."""
     state_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    _memory: PeakMemory = field(default_factory=PeakMemory)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -91,14 +56,13 @@ class Profiler:
         if calls >= MEASURED_FIRST and calls % MEASURED_EVERY:
             with self.section(name):
                 return function()
-        self._memory.begin()
+        before = begin_peak()
         try:
             with self.section(name):
                 result = function()
         finally:
-            growth = self._memory.growth()
-            if growth is not None:
-                self.peak_bytes[name] = max(growth, self.peak_bytes.get(name, 0))
+            if before is not None:
+                self.peak_bytes[name] = max(peak() - before, self.peak_bytes.get(name, 0))
         tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
         kept = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
         self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
@@ -117,7 +81,7 @@ class Profiler:
         """Return calls, seconds and, for hooks, bytes by section, the dearest first.
 
         ``state_bytes`` is the most that a hook remembered between calls, ``peak_bytes`` the most by which memory grew
-        during one (see :class:`PeakMemory`).
+        during one (see :func:`begin_peak`).
         """
         order = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)
         sizes = {"state_bytes": self.state_bytes, "peak_bytes": self.peak_bytes}
@@ -126,6 +90,30 @@ class Profiler:
             | {key: found[name] for key, found in sizes.items() if name in found}
             for name in order
         }
+
+
+def begin_peak() -> int | None:
+    """Start to measure :func:`peak` anew, and return the bytes in use, or ``None`` where that cannot be measured.
+
+    On an accelerator that is memory allocated for tensors. On the CPU it is resident memory of the process, which
+    Linux lets a process measure anew (``clear_refs``); what glibc's allocator has in reserve is given back first, and
+    with another allocator does not show, so that small needs may read as 0. Elsewhere nothing is measured.
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+        return torch.accelerator.memory_allocated()
+    try:
+        with suppress(AttributeError):  # a call that only glibc has
+            ctypes.CDLL(None).malloc_trim(0)
+        CLEAR.write_text("5")
+        return int(RESIDENT.read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def peak() -> int:
+    """Return the most memory in use since :func:`begin_peak`, in bytes."""
+    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else peak_resident()
 
 
 def peak_resident() -> int:

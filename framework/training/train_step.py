@@ -1,9 +1,10 @@
-"""One optimizer step: zero_grad, forward and backward over the micro-batches, then the update."""
+"""One optimizer step: zero_grad, forward and backward over the micro-batches, then the update; mixed precision."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,39 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, micro_batches, rows
-from .precision import twin
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What forward passes compute in: the parameters' own precision (``None``), or a lower one where that is safe."""
+
+    dtype: torch.dtype | None
+    device_type: str
+
+    @classmethod
+    def of(cls, amp: Literal["none", "bf16", "fp16"], device: torch.device) -> "Precision":
+        """Return the precision that the option ``amp`` asks for."""
+        return cls(DTYPES.get(amp), device.type)
+
+    def autocast(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Return the function under autocast, or itself where there is none."""
+        if self.dtype is None:
+            return function
+
+        @wraps(function)
+        def cast(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with torch.autocast(self.device_type, self.dtype):
+                return function(*args, **kwargs)
+
+        return cast
+
+    def scaler(self) -> GradScaler | None:
+        """Return a new scaler for float16, whose small gradients are zero otherwise; no other precision needs one."""
+        return GradScaler(self.device_type) if self.dtype is torch.float16 else None
 
 
 @dataclass
@@ -108,7 +141,9 @@ def borrowed_scaler(task: TrainingTask) -> Iterator[None]:
     """Let the body scale its losses by a twin of the task's scaler, which may itself be in the middle of a step."""
     scaler = task.scaler
     try:
-        task.scaler = twin(scaler)
+        if scaler is not None and scaler.is_enabled():
+            task.scaler = GradScaler(scaler._device)
+            task.scaler.load_state_dict(scaler.state_dict())
         yield
     finally:
         task.scaler = scaler
