@@ -1,17 +1,49 @@
-"""The experiment ``mod_arithmetic`` and its configuration."""
+"""The experiment ``mod_arithmetic``: its pairs, the orders in which a strategy presents them, its configuration."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from loopscope.data import Loader, TensorLoader
+import numpy as np
+import torch
+from loopscope.data import Loader, Order, TensorLoader, derived_seed, fixed_order, random_order
 from loopscope.hooks import ExperimentRegistry
 from loopscope.runs import GrokkingConfig, GrokkingRunner, require
 from torch import Tensor, nn
 
-from .data import STRATEGIES, draw_pairs, order_of, sums
 from .model import GrokkingTransformer
+
+STRATEGIES = ("stride", "target", "fixed-random", "random")
+
+
+def draw_pairs(p: int, train_size: int, test_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw disjoint training and test pairs (a, b) uniformly from the p² pairs; int64, shapes (size, 2)."""
+    generator = np.random.Generator(np.random.PCG64(derived_seed(seed, "pairs")))
+    drawn = torch.from_numpy(generator.choice(p * p, train_size + test_size, replace=False))
+    pairs = torch.stack([drawn // p, drawn % p], dim=1)
+    return pairs[:train_size], pairs[train_size:]
+
+
+def sums(pairs: Tensor, p: int) -> Tensor:
+    """Return (a + b) mod p."""
+    return pairs.sum(dim=1) % p
+
+
+def order_of(strategy: str, pairs: Tensor, p: int, stride: int | None, seed: int) -> Order:
+    """Return the order of the training pairs under a strategy; ties keep the drawn, random order.
+
+    ``stride`` sorts by a mod s (s = ⌊√p⌋ unless given), then a; ``target`` by the sum; ``fixed-random`` keeps
+    one random order; ``random`` reshuffles every epoch from (seed, epoch) alone.
+    """
+    if strategy == "random":
+        return random_order(len(pairs), seed)
+    if strategy == "fixed-random":
+        return fixed_order(torch.arange(len(pairs)))
+    step = stride or math.isqrt(p)
+    key = (pairs[:, 0] % step) * p + pairs[:, 0] if strategy == "stride" else sums(pairs, p)
+    return fixed_order(key.argsort(stable=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +94,10 @@ class ModArithmeticConfig(GrokkingConfig):
         )
 
 
-QUICK = {
-    "p": 97,
-    "train_size": 30 * 97,
-    "test_size": 97 * 97 - 30 * 97,
-    "batch_size": 32,
-    "epochs": 300,
-    "max_epochs": 150,
-    "eval_every": 5,
-    "beta2": 0.98,
-    "embed_dim": 128,
-    "ff_dim": 512,
-}
+ALL_PAIRS_OF_97: dict[str, Any] = dict(p=97, train_size=30 * 97, test_size=97 * 97 - 30 * 97)
+QUICK = dict(
+    ALL_PAIRS_OF_97, batch_size=32, epochs=300, max_epochs=150, eval_every=5, beta2=0.98, embed_dim=128, ff_dim=512
+)
 
 
 @ExperimentRegistry.register

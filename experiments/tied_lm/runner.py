@@ -15,20 +15,8 @@ class TiedLMConfig(LanguageModelConfig):
     """Options of tied_lm; the defaults are for a workstation, ``--preset quick`` is for a laptop."""
 
 
-ONE_BILLION = {
-    "vocabulary": 50_304,
-    "context": 2048,
-    "width": 2048,
-    "layers": 16,
-    "heads": 16,
-    "hidden": 8192,
-    "batch_size": 512,
-    "accumulation_steps": 64,
-    "lr": 4e-4,
-    "min_lr": 4e-5,
-    "warmup_steps": 2000,
-    "amp": "bf16",
-}
+SHAPE: dict[str, Any] = dict(vocabulary=50_304, context=2048, width=2048, layers=16, heads=16, hidden=8192)
+ONE_BILLION = dict(SHAPE, batch_size=512, accumulation_steps=64, lr=4e-4, min_lr=4e-5, warmup_steps=2000, amp="bf16")
 PROVENANCE: OptionsByHook = {"embedding_provenance": {}}
 
 

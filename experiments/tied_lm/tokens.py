@@ -13,7 +13,6 @@ from torch import Tensor
 RAW = {".u16": np.uint16, ".u32": np.uint32, ".bin": np.uint16}
 """Raw files by suffix; ``.bin`` is the layout of nanoGPT."""
 TOKEN_FILES = (".npy", *RAW)
-INTEGERS = ("u", "i")
 
 
 def open_tokens(path: Path) -> np.ndarray:
@@ -26,26 +25,24 @@ def open_tokens(path: Path) -> np.ndarray:
         if path.suffix == ".npy":
             mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
-            mapped = _raw(path)
+            kind = np.dtype(RAW[path.suffix]).newbyteorder("<")
+            size = path.stat().st_size
+            if not size:
+                raise UsageError(f"{path} is empty; it holds no tokens.")
+            if size % kind.itemsize:
+                raise UsageError(
+                    f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name})."
+                )
+            mapped = np.memmap(path, dtype=kind, mode="r")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise UsageError(f"{path} is not a file of tokens: {error}.") from error
-    if mapped.ndim != 1 or mapped.dtype.kind not in INTEGERS:
+    if mapped.ndim != 1 or mapped.dtype.kind not in "ui":
         raise UsageError(
             f"{path} holds {mapped.dtype} of shape {mapped.shape}; a file of tokens holds integers in one dimension."
         )
     return mapped
-
-
-def _raw(path: Path) -> np.ndarray:
-    kind = np.dtype(RAW[path.suffix]).newbyteorder("<")
-    size = path.stat().st_size
-    if not size:
-        raise UsageError(f"{path} is empty; it holds no tokens.")
-    if size % kind.itemsize:
-        raise UsageError(f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name}).")
-    return np.memmap(path, dtype=kind, mode="r")
 
 
 @dataclass(frozen=True, eq=False)

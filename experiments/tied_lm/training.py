@@ -21,16 +21,9 @@ from .model import Decoder, DecoderShape, generate, language_model_loss
 from .tokens import TOKEN_FILES, TokenLoader, open_tokens, split_targets, unigram_entropy, windows_in_order
 
 EVALUATION_BATCH = 16
-QUICK = {
-    "steps": 400,
-    "context": 64,
-    "width": 128,
-    "layers": 3,
-    "batch_size": 16,
-    "lr": 3e-3,
-    "min_lr": 3e-4,
-    "warmup_steps": 40,
-}
+QUICK: Mapping[str, Any] = dict(
+    steps=400, context=64, width=128, layers=3, batch_size=16, lr=3e-3, min_lr=3e-4, warmup_steps=40
+)
 """The preset for a laptop."""
 
 
@@ -118,23 +111,19 @@ class LanguageData:
         if data is not None and not data.exists():
             raise UsageError(f"--data {data} does not exist; name a text file, a folder of texts or a file of tokens.")
         if data is not None and data.is_file() and data.suffix in TOKEN_FILES:
-            loaded = cls._of_tokens(open_tokens(data), data, config.validation_share)
+            tokens = open_tokens(data)
+            first = len(tokens) - round(config.validation_share * len(tokens))  # the end is held out
+            source = {"source": str(data), "tokens": len(tokens), "bytes": data.stat().st_size}
+            loaded = cls(tokens[:first], tokens[first:], source, None)
         else:
             loaded = cls._of_texts(config)
-        for name, tokens in (("training", loaded.train), ("validation", loaded.validation)):
+        for name, side in (("training", loaded.train), ("validation", loaded.validation)):
             require(
-                len(tokens) > config.context,
-                f"The {name} data has {len(tokens)} tokens, and a context of {config.context} needs at least "
+                len(side) > config.context,
+                f"The {name} data has {len(side)} tokens, and a context of {config.context} needs at least "
                 f"{config.context + 1}; choose a shorter --context, or more data.",
             )
         return loaded
-
-    @classmethod
-    def _of_tokens(cls, tokens: np.ndarray, path: Path, share: float) -> "LanguageData":
-        """Hold out the end of a file of tokens."""
-        first = len(tokens) - round(share * len(tokens))
-        source = {"source": str(path), "tokens": len(tokens), "bytes": path.stat().st_size}
-        return cls(tokens[:first], tokens[first:], source, None)
 
     @classmethod
     def _of_texts(cls, config: LanguageModelConfig) -> "LanguageData":

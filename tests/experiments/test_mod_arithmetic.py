@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
 from loopscope.experiments.mod_arithmetic import ModArithmeticRunner
-from loopscope.experiments.mod_arithmetic.data import STRATEGIES, draw_pairs, order_of, sums
-from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
+from loopscope.experiments.mod_arithmetic.runner import STRATEGIES, ModArithmeticConfig, draw_pairs, order_of, sums
 from loopscope.runs import build_run
 from torch import Tensor
 
