@@ -65,7 +65,7 @@ def epoch_loop(
             keeper.renew()
             manager.fire(HookPoint.PRE_EPOCH)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the place
-            _training_step(task, manager, keeper, loop, batch, step_scheduler=task.scheduler_interval == "step")
+            _training_step(task, manager, keeper, batch, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             _pause(manager, pauses, loop, unit_ended=False)
         _end_of_batches(loop)
@@ -95,7 +95,7 @@ def step_loop(
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the same
-            _training_step(task, manager, keeper, loop, batch, step_scheduler=True)
+            _training_step(task, manager, keeper, batch, step_scheduler=True)
             progress.step(loop)
             if loop.step % task.log_every == 0:
                 keeper.renew()
@@ -134,15 +134,10 @@ def _snapshot(manager: HookManager) -> None:
 
 
 def _training_step(
-    task: TrainingTask,
-    manager: HookManager,
-    keeper: GradientKeeper,
-    loop: LoopState,
-    batch: Batch,
-    *,
-    step_scheduler: bool,
+    task: TrainingTask, manager: HookManager, keeper: GradientKeeper, batch: Batch, *, step_scheduler: bool
 ) -> None:
     """Take one optimizer step and fire its four points; a step that is skipped has but two of them."""
+    loop = manager.state.loop
     loop.step += 1
     loop.batch, loop.loss = batch, None
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
@@ -158,10 +153,10 @@ def _training_step(
     if not skipped:
         manager.fire(HookPoint.PRE_UPDATE)
     update(task, step_scheduler=step_scheduler, skipped=skipped)
-    if not skipped:
-        manager.fire(HookPoint.POST_STEP)
-    else:
+    if skipped:
         loop.skipped_steps += 1
+    else:
+        manager.fire(HookPoint.POST_STEP)
 
 
 def _begin_epoch(task: TrainingTask, manager: HookManager, loop: LoopState) -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -128,6 +129,7 @@ class BatchedDataset(Protocol):
         """Return the items of ``indices``."""
 
 
+@dataclass(eq=False)
 class SeededBatches(Dataset[Any]):
     """The batches of a dataset, as functions of (seed, epoch, number of the batch, indices).
 
@@ -142,31 +144,30 @@ class SeededBatches(Dataset[Any]):
         batched: whether an index is a list of them.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], streams: RandomStreams, epoch: int, *, batched: bool
-    ) -> None:
-        self.dataset = dataset
-        self._collate = collate
-        self._streams = streams
-        self._epoch = epoch
-        self._batched = batched
-        self._fetches_at_once = batched and isinstance(dataset, BatchedDataset)  # slow to ask
+    dataset: Any
+    collate: Callable[[Any], Any]
+    streams: RandomStreams
+    epoch: int
+    batched: bool
+
+    def __post_init__(self) -> None:
+        """Ask once what is slow to ask."""
+        self._fetches_at_once = self.batched and isinstance(self.dataset, BatchedDataset)
 
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
         """Return the batch with this number and these indices."""
         number, index = numbered
-        self._streams.derive(f"loader/{self._epoch}", "batch", number)
+        self.streams.derive(f"loader/{self.epoch}", "batch", number)
         generators = dataset_generators(self.dataset)
         with undisturbed(generators):
             seed_all(generators)
-            return self._collate(self._items(index))
-
-    def _items(self, index: Any) -> Any:
-        if not self._batched:
-            return self.dataset[index]
-        if self._fetches_at_once:
-            return self.dataset.__getitems__(index)
-        return [self.dataset[each] for each in index]
+            if not self.batched:
+                items = self.dataset[index]
+            elif self._fetches_at_once:
+                items = self.dataset.__getitems__(index)
+            else:
+                items = [self.dataset[each] for each in index]
+            return self.collate(items)
 
 
 def as_it_is(batch: Any) -> Any:

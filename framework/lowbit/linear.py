@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from .casts import Cast, Counts, QuantizationListener, largest_magnitudes
-from .linear_function import Calls, LayerCall, QuantizedLinear
+from .linear_function import Calls, LayerCall, Lost, QuantizedLinear
 from .metis import low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
 from .splitting import LowRankFactors, SplitLinear
@@ -124,7 +124,7 @@ class BitLinear(SplitLinear):
         heard = [] if again else [each for each in self._quantization_hooks.values() if each.is_heard()]
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
-            part_cast = lambda part: _cast(role, cast, part, heard, generator=source)
+            part_cast = lambda part: _cast(role, cast, part, heard, None, generator=source)
             return low_rank_cast(values, part_cast, metis, source)
         generator = call.generator(role, values.device) if cast.rounding == "stochastic" else None
         earlier = self._earlier(role, values, call) if cast.scaling_rule.history else None
@@ -147,12 +147,7 @@ class BitLinear(SplitLinear):
 
 
 def _cast(
-    role: Role,
-    cast: Cast,
-    values: Tensor,
-    heard: Sequence[QuantizationListener],
-    counted: MutableMapping[tuple[Role, Cast], Counts] | None = None,
-    **options: Any,
+    role: Role, cast: Cast, values: Tensor, heard: list[QuantizationListener], counted: Lost | None, **options: Any
 ) -> Tensor:
     """Cast, and count if somebody hears.
 

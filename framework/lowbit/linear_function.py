@@ -16,6 +16,7 @@ from .casts import Cast, Counts
 from .recipes import ROLES, Recipe, Role
 
 SEEDS = 2**62
+Lost = dict[tuple[Role, Cast], Counts]
 _numbers = count(1)
 
 
@@ -36,7 +37,7 @@ class LayerCall:
     seed: int = 0
     with_gradient: bool = False
     earlier: dict[str, Tensor] = field(default_factory=dict)
-    counted: dict[tuple[Role, Cast], Counts] = field(default_factory=dict)
+    counted: Lost = field(default_factory=dict)
     repeated: bool = False
 
     def generator(self, role: Role, device: torch.device) -> torch.Generator:

@@ -20,9 +20,6 @@ MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 EXPONENTS = (-126, 100)
 """Of powers of two by which an orthonormal float32 matrix can be divided without leaving the normal numbers."""
 
-Quantise = Callable[[Tensor], Tensor]
-"""Quantises and dequantises a tensor: a :class:`.Cast`, or one that counts what it loses."""
-
 
 @dataclass(frozen=True)
 class MetisOptions:
@@ -134,7 +131,9 @@ def _leading_part(matrix: Tensor, largest: Tensor, rank: int, niter: int, genera
     return Decomposition(u * signs, s * scale, v * signs[:, None])
 
 
-def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generator: torch.Generator) -> Tensor:
+def low_rank_cast(
+    matrix: Tensor, cast: Callable[[Tensor], Tensor], options: MetisOptions, generator: torch.Generator
+) -> Tensor:
     """Return the matrix after its parts were quantised: L + h·q(M − U·diag(s)·V), L = q(U)·diag(g·s)·q(V), in its type.
 
     The gains g and h act after the residual is taken, so that each is what it says. The published code scales s
@@ -144,7 +143,8 @@ def low_rank_cast(matrix: Tensor, cast: Quantise, options: MetisOptions, generat
 
     Args:
         matrix: of shape (rows, columns), one side or both of which may be 0.
-        cast: quantises U transposed, V and the residual, called once for each in this order.
+        cast: quantises and dequantises U transposed, V and the residual, called once for each in this order: a
+            :class:`.Cast`, or one that counts what it loses.
         options: rank, gains, power iterations and ``compensated``.
         generator: the source of the randomised SVD.
     """

@@ -102,10 +102,14 @@ class Cast:
         """Return what calling the cast returns, and counts of what was lost."""
         layout = Layout.of(refuse_other_types(values), self.blocks())
         draws = self._draws(layout, generator)
-        fast = self._counted_in_one(layout, draws, earlier)
+        scales = None
+        if earlier is not None and self.scaling_rule.history:
+            scales = self._scales_of(layout, earlier)
+        fast = self._counted_in_one(layout, draws, scales)
         if fast is not None:
             return fast
-        scales = self._scales_of(layout, earlier)
+        if scales is None:
+            scales = self._scales_of(layout, None)
         rounded = self._cast(layout, scales, draws)
         limits = self.limits(scales).reshape(scales.numel(), 1) if scales.ndim else self.limits(scales)
         of_blocks = Layout.of(rounded, self.blocks())
@@ -121,10 +125,7 @@ class Cast:
     def _scales_of(self, layout: Layout, earlier: Tensor | None) -> Tensor:
         if layout.per_row is not None:
             return layout.scales(COMPILER.run(kernels.scales_of, layout.blocks, self.scaling))
-        return self._scale_of(COMPILER.run(kernels.largest_in, layout.blocks), earlier)
-
-    def _scale_of(self, largest: Tensor, earlier: Tensor | None) -> Tensor:
-        """Return the one scale of a tensor whose largest magnitude is given."""
+        largest = COMPILER.run(kernels.largest_in, layout.blocks)
         if earlier is not None and self.scaling_rule.history:
             largest = kernels.delayed(largest, earlier)
         return kernels.scales_for(largest, self.scaling)
@@ -135,18 +136,15 @@ class Cast:
         return layout.values(COMPILER.run(kernels.cast, *arguments))
 
     def _counted_in_one(
-        self, layout: Layout, draws: Tensor | None, earlier: Tensor | None
+        self, layout: Layout, draws: Tensor | None, scale: Tensor | None
     ) -> tuple[Tensor, Counts] | None:
-        """Return the cast and its counts from the compiled loop that does both, or ``None`` where it cannot be had."""
+        """Return the cast and its counts from the compiled loop that does both, or ``None`` where it cannot be had.
+
+        ``scale`` is given where it comes from earlier tensors.
+        """
         shape = layout.in_chunks(kernels.CHUNK)
         if shape is None or not kernels.can_count(self.number_format):
             return None
-        scale = None
-        if earlier is not None and self.scaling_rule.history:
-            largest = COMPILER.attempt(kernels.largest_in, layout.blocks)
-            if largest is None:
-                return None
-            scale = self._scale_of(largest, earlier)
         found = COMPILER.attempt(
             kernels.cast_and_count,
             layout.blocks.view(shape),

@@ -39,13 +39,10 @@ class FloatFormat:
     @classmethod
     def magnitudes(cls) -> Tensor:
         """Return every magnitude from 0 to ``maximum``, ascending; float64."""
-        steps = 2**cls.mantissa_bits
-        spacing = cls.smallest_normal() / steps
-        found = [index * spacing for index in range(steps)]
-        power = cls.smallest_normal()
-        while power <= cls.maximum:
-            found += [power * (1 + index / steps) for index in range(steps)]
-            power *= 2
+        steps = [index / 2**cls.mantissa_bits for index in range(2**cls.mantissa_bits)]
+        powers = [2.0**exponent for exponent in range(1 - cls.bias(), math.frexp(cls.maximum)[1])]
+        found = [cls.smallest_normal() * step for step in steps]
+        found += [power * (1 + step) for power in powers for step in steps]
         return torch.tensor([value for value in found if value <= cls.maximum], dtype=torch.float64)
 
 
