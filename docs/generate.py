@@ -236,7 +236,7 @@ def parse_arguments(text: str) -> dict[str, str]:
 def markdown(text: str) -> str:
     """Turn the markup of a docstring into Markdown.
 
-    >>> markdown("see :func:`~loopscope.training.curvature.central_difference` and ``k``")
+    >>> markdown("see :func:`~loopscope.training.loss_probe.central_difference` and ``k``")
     'see `central_difference` and `k`'
     """
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text).replace("``", "`")

@@ -17,11 +17,9 @@ class Progress(Protocol):
 
     def step(self, loop: LoopState) -> None:
         """Note that a step is done."""
-        ...
 
     def evaluated(self, loop: LoopState) -> None:
         """Note that an evaluation (in the epoch loop, an epoch) is done."""
-        ...
 
 
 class NoProgress:
@@ -39,7 +37,6 @@ class Pauses(Protocol):
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Called after every step, and in the epoch loop after every epoch; ``unit_ended``: what the loop counts."""
-        ...
 
 
 class NoPauses:
@@ -164,14 +161,13 @@ def _begin_epoch(task: TrainingTask, manager: HookManager, loop: LoopState) -> N
     loop.running_loss, loop.running_steps = None, 0
     loop.gradient_sum, loop.gradient_steps, loop.accumulated_grads = None, 0, None
     loop.series_steps = 0
-    may_stop = _is_due(loop.epoch + 1, task.eval_every, task.length)
-    snapshot = may_stop or _is_due(loop.epoch + 1, task.snapshot_every, task.length)
+    # The run may end at an evaluation, and a run that ends takes a snapshot.
+    snapshot = any(_is_due(loop.epoch + 1, every, task.length) for every in (task.eval_every, task.snapshot_every))
     points = EPOCH_END if snapshot else EPOCH_END[:1]
+    loop.pre_epoch = None
     if manager.hooks.listeners.wants("needs_pre_epoch_state", points, loop.epoch):
         loop.pre_epoch = manager.pre_epoch_snapshot
         loop.pre_epoch.save(manager.state)
-    else:
-        loop.pre_epoch = None
 
 
 def _end_of_batches(loop: LoopState) -> None:

@@ -2,10 +2,11 @@
 
 from .conversion import dequantize_model, layers_to_quantize, quantize_model
 from .linear import BitLinear, QuantizationTap, Quantized, quantized_modules
-from .metis import Decomposition, Gains, MetisOptions, low_rank_cast
+from .metis import (
+    Decomposition, Gains, LowRankFactors, MetisOptions, layers_with_factors, low_rank_cast, split_weight
+)
 from .recipes import RECIPES, ROLES, Recipe, find_recipe
 from .regularizer import OFFSET, RangePenalty, penalised
-from .splitting import LowRankFactors, layers_with_factors, split_weight
 
 __all__ = [
     "OFFSET", "RECIPES", "ROLES", "BitLinear", "Decomposition", "Gains", "LowRankFactors", "MetisOptions",

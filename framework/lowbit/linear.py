@@ -16,9 +16,8 @@ from ..errors import LoopscopeError
 from ..state import is_sharded
 from .casts import Cast, Counts, QuantizationListener, largest_magnitudes
 from .linear_function import Calls, LayerCall, Lost, QuantizedLinear
-from .metis import low_rank_cast
+from .metis import LowRankFactors, SplitLinear, low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
-from .splitting import LowRankFactors, SplitLinear
 
 
 @runtime_checkable
@@ -27,7 +26,6 @@ class Quantized(Protocol):
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
         """Have a listener told of every quantisation while it is heard."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameActi
 ``torch._dynamo`` has decorators for this, but importing it takes seconds."""
 
 
-def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> BitLinear:
+def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_split: bool = True) -> None:
     """Make a linear layer a :class:`BitLinear`, in place: the same object with the same parameters.
 
     ``may_split`` gives it frozen factors, if the recipe splits weights.
@@ -204,10 +202,9 @@ def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_s
     layer._quantization_hooks = OrderedDict()
     for name, length in _histories(recipe).items():
         layer.register_buffer(name, torch.zeros(length, device=layer.weight.device), persistent=False)
-    return layer
 
 
-def strip(layer: BitLinear) -> nn.Linear:
+def strip(layer: BitLinear) -> None:
     """Make it an ``nn.Linear`` again, in place."""
     for name in _histories(layer.recipe):
         delattr(layer, name)
@@ -215,7 +212,6 @@ def strip(layer: BitLinear) -> nn.Linear:
     for name in ("recipe", "generator", "calls", "_quantization_hooks", "factors"):
         delattr(layer, name)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
-    return layer
 
 
 def _histories(recipe: Recipe) -> Mapping[str, int]:

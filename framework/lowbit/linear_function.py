@@ -15,7 +15,6 @@ from ..state import Transient
 from .casts import Cast, Counts
 from .recipes import ROLES, Recipe, Role
 
-SEEDS = 2**62
 Lost = dict[tuple[Role, Cast], Counts]
 _numbers = count(1)
 
@@ -68,7 +67,7 @@ class Calls(Transient):
                     "low-bit layer's forward pass; pass use_reentrant=False to torch.utils.checkpoint."
                 )
             return replace(newest, repeated=True)
-        seed = int(torch.randint(SEEDS, (), generator=generator)) if recipe.draws else 0
+        seed = int(torch.randint(2**62, (), generator=generator)) if recipe.draws else 0
         number = next(_numbers) if recipe.varies else 0
         call = self.newest[part] = LayerCall(number, seed, torch.is_grad_enabled())
         return call

@@ -1,8 +1,7 @@
 """One optimizer step, and what can be measured of a loss."""
 
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
-from .curvature import METHODS, Method
-from .loss_probe import LossProbe
+from .loss_probe import METHODS, LossProbe, Method
 from .profiler import Profiler
 from .train_step import (
     Precision, TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update

@@ -1,12 +1,17 @@
-"""Loss, gradient and curvature of a task at its present parameters; what a measurement borrows is put back."""
+"""Loss, gradient and curvature of a task at its present parameters; what a measurement borrows is put back.
 
-from collections.abc import Callable, Iterable, Iterator
+Hessian-vector products are exact by reverse over reverse, or central differences of the gradient.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..data import Batch, micro_batches, rows
 from ..errors import LoopscopeError
@@ -15,16 +20,85 @@ from ..state import (
     TrainingState,
     Vector,
     accumulate,
+    axpy,
+    copied,
     fully_sharded_modules,
     gathered_for_a_while,
     gradients,
+    minus,
+    norm,
+    overwrite,
     scaled,
     trainable,
     widened,
 )
-from .curvature import ExactHessian, Method, central_difference
 from .profiler import Profiler
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
+
+Method = Literal["exact", "finite_difference"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+
+class ExactHessian:
+    """The Hessian of a loss at the present parameters: reverse over reverse through the kept graph of the gradient.
+
+    Attention runs by its MATH kernel, the only one with a second derivative.
+
+    Args:
+        compute_loss: returns the loss, zero-dimensional.
+        parameters: what to differentiate for.
+    """
+
+    def __init__(self, compute_loss: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        with sdpa_kernel(SDPBackend.MATH):
+            self._gradients = torch.autograd.grad(
+                compute_loss(), list(parameters.values()), create_graph=True, allow_unused=True
+            )
+
+    def times(self, vector: Vector, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return H v by differentiating ⟨∇L, v⟩; names that ``vector`` lacks are zeros.
+
+        Parameters on which the loss does not depend, or only linearly, have zeros. Without ``keep`` the graph is
+        freed, and this was the last product.
+        """
+        pairs = [
+            (gradient, vector[name].to(gradient.dtype))
+            for name, gradient in zip(self._parameters, self._gradients, strict=True)
+            if gradient is not None and gradient.requires_grad and name in vector
+        ]
+        if not pairs:
+            return {name: torch.zeros_like(leaf) for name, leaf in self._parameters.items()}
+        second = torch.autograd.grad(
+            [gradient for gradient, _ in pairs],
+            list(self._parameters.values()),
+            grad_outputs=[direction for _, direction in pairs],
+            retain_graph=keep,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return dict(zip(self._parameters, second, strict=True))
+
+
+def central_difference(
+    gradient: Callable[[], Vector], parameters: Mapping[str, nn.Parameter], vector: Vector, epsilon: float
+) -> dict[str, Tensor]:
+    """Return (g(θ + hu) − g(θ − hu))·‖v‖/2h with u = v/‖v‖ and h = ``epsilon``: H v up to O(h²), zeros for v = 0.
+
+    The parameters are moved in place and put back by copying, so they end with the bytes they began with.
+    """
+    length = norm(vector)
+    before = copied({name: parameters[name] for name in vector})
+    sides = []
+    try:
+        for side in (epsilon, -epsilon):
+            step = torch.where(length > 0, side / length, 0.0)
+            overwrite(parameters, axpy(step, vector, before))
+            sides.append(gradient())
+    finally:
+        overwrite(parameters, before)
+    found = scaled(length / (2 * epsilon), minus(sides[0], sides[1]))
+    return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in parameters.items()}
 
 
 class LossProbe:
@@ -45,7 +119,10 @@ class LossProbe:
         total = rows(batch)
         self._profiler.passed("forward", batch)
         with self._borrowed(), torch.no_grad():
-            return torch.stack([self._compute_loss(part) * (rows(part) / total) for part in self._parts(batch)]).sum()
+            parts = self._parts(batch)
+            return torch.stack(
+                [self._task.compute_loss(self._model, each) * (rows(each) / total) for each in parts]
+            ).sum()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, without the parameters that have none."""
@@ -78,7 +155,9 @@ class LossProbe:
 
         def product(part: Batch) -> Vector:
             self._profiler.passed("hessian_product", part)
-            return ExactHessian(lambda: self._compute_loss(part), parameters).times(direction, keep=False)
+            return ExactHessian(partial(self._task.compute_loss, self._model, part), parameters).times(
+                direction, keep=False
+            )
 
         with self._borrowed():
             return _mean_over_rows(product, (part for batch in batches() for part in self._parts(batch)))
@@ -91,7 +170,7 @@ class LossProbe:
         with self._borrowed():
             for part in self._parts(batch):
                 self._profiler.passed("forward_backward", part)
-                hessians.append((part, ExactHessian(partial(self._compute_loss, part), parameters)))
+                hessians.append((part, ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)))
 
         def product(vector: Vector) -> dict[str, Tensor]:
             total: dict[str, Tensor] = {}
@@ -123,9 +202,6 @@ class LossProbe:
             stack.enter_context(gathered_for_a_while(self._model))
             stack.enter_context(torch.enable_grad())
             yield
-
-    def _compute_loss(self, batch: Batch) -> Tensor:
-        return self._task.compute_loss(self._model, batch)
 
     def _parts(self, batch: Batch) -> list[Batch]:
         return micro_batches(batch, self._task.accumulation_steps)

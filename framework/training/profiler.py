@@ -19,8 +19,6 @@ Result = TypeVar("Result")
 MEASURED_FIRST, MEASURED_EVERY = 10, 25
 """Memory is measured at a hook's first calls and at every so many later ones: that takes longer than a small hook."""
 STATUS = Path("/proc/self/status")
-RESIDENT = Path("/proc/self/statm")
-CLEAR = Path("/proc/self/clear_refs")
 
 
 @dataclass
@@ -62,7 +60,9 @@ class Profiler:
                 result = function()
         finally:
             if before is not None:
-                self.peak_bytes[name] = max(peak() - before, self.peak_bytes.get(name, 0))
+                on_accelerator = torch.accelerator.is_available()
+                peak = torch.accelerator.max_memory_allocated() if on_accelerator else peak_resident()
+                self.peak_bytes[name] = max(peak - before, self.peak_bytes.get(name, 0))
         tensors = [leaf for leaf in tree_leaves(state_of()) if isinstance(leaf, Tensor)]
         kept = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in tensors}
         self.state_bytes[name] = max(sum(kept.values()), self.state_bytes.get(name, 0))
@@ -93,7 +93,7 @@ class Profiler:
 
 
 def begin_peak() -> int | None:
-    """Start to measure :func:`peak` anew, and return the bytes in use, or ``None`` where that cannot be measured.
+    """Start to measure the peak of memory anew; return the bytes in use, or ``None`` where that cannot be measured.
 
     On an accelerator that is memory allocated for tensors. On the CPU it is resident memory of the process, which
     Linux lets a process measure anew (``clear_refs``); what glibc's allocator has in reserve is given back first, and
@@ -105,15 +105,10 @@ def begin_peak() -> int | None:
     try:
         with suppress(AttributeError):  # a call that only glibc has
             ctypes.CDLL(None).malloc_trim(0)
-        CLEAR.write_text("5")
-        return int(RESIDENT.read_text().split()[1]) * resource.getpagesize()
+        Path("/proc/self/clear_refs").write_text("5")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return None
-
-
-def peak() -> int:
-    """Return the most memory in use since :func:`begin_peak`, in bytes."""
-    return torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else peak_resident()
 
 
 def peak_resident() -> int:

@@ -48,11 +48,6 @@ class Counts:
         self.sums.add_(other.sums)
         torch.maximum(self.maxima, other.maxima, out=self.maxima)
 
-    def reset(self) -> None:
-        """Set all counts to zero, in place."""
-        self.sums.zero_()
-        self.maxima.zero_()
-
     def by_name(self) -> Mapping[str, Tensor]:
         """Return the numbers by name."""
         return dict(zip((*SUMS, *MAXIMA), (*self.sums.unbind(-1), *self.maxima.unbind(-1)), strict=True))

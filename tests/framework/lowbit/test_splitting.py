@@ -19,8 +19,8 @@ from loopscope.lowbit import (
     split_weight,
 )
 from loopscope.lowbit.casts import Cast
+from loopscope.lowbit.metis import SplitLinear
 from loopscope.lowbit.recipes import uniform
-from loopscope.lowbit.splitting import SplitLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
