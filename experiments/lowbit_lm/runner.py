@@ -89,18 +89,15 @@ class LowbitLMConfig(LanguageModelConfig):
             recipe = recipe.with_every(q_scalar=self.q_scalar)
         if recipe.output_grad is not None and self.stochastic_output_grad:
             recipe = replace(recipe, output_grad=replace(recipe.output_grad, rounding="stochastic"))
-        return replace(recipe, metis=self.metis) if recipe.metis is not None else recipe
+        if recipe.metis is None:
+            return recipe
+        same = {field.name: vars(self)[field.name] for field in fields(MetisOptions) if field.name in vars(self)}
+        return replace(recipe, metis=MetisOptions(**same, forward=self.metis_forward, backward=self.metis_backward))
 
     @property
     def range_penalty(self) -> RangePenalty:
         """The regulariser."""
         return RangePenalty(weight=self.reg_lambda, large=self.reg_alpha1, small=self.reg_alpha2)
-
-    @property
-    def metis(self) -> MetisOptions:
-        """How fp4_metis decomposes; raises :class:`UsageError` for what cannot be."""
-        same = {field.name: vars(self)[field.name] for field in fields(MetisOptions) if field.name in vars(self)}
-        return MetisOptions(**same, forward=self.metis_forward, backward=self.metis_backward)
 
 
 def patterns(text: str) -> list[str]:

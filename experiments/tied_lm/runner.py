@@ -17,7 +17,6 @@ class TiedLMConfig(LanguageModelConfig):
 
 SHAPE: dict[str, Any] = dict(vocabulary=50_304, context=2048, width=2048, layers=16, heads=16, hidden=8192)
 ONE_BILLION = dict(SHAPE, batch_size=512, accumulation_steps=64, lr=4e-4, min_lr=4e-5, warmup_steps=2000, amp="bf16")
-PROVENANCE: OptionsByHook = {"embedding_provenance": {}}
 
 
 @ExperimentRegistry.register
@@ -46,4 +45,4 @@ class TiedLMRunner(LanguageModelRunner[TiedLMConfig]):
             "clip_previous": {"output_projection_clip": {"window_size": 1, "scale_factor": 1.0}},
             "clip_rolling": {"output_projection_clip": {"window_size": 5, "scale_factor": 0.1}},
         }
-        return {**PROVENANCE, **clips.get(strategy, {})}
+        return {"embedding_provenance": {}, **clips.get(strategy, {})}

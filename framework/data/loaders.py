@@ -225,15 +225,11 @@ class TorchLoader(Loader):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield what the DataLoader yields."""
-        if self._skips:
-            return self._from(epoch, start)
         source = self._dataloader
-        replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], lambda: iter(source))
-        return islice(replayed, start, None)
-
-    def _from(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Yield the batches from ``start`` on, which are the items of a DataLoader for this epoch."""
-        source = self._dataloader
+        if not self._skips:
+            replayed = on_streams(self._streams, epoch, self._samplers, [source.dataset], lambda: iter(source))
+            yield from islice(replayed, start, None)
+            return
         batched = source.batch_sampler is not None
         draw = lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
         with self._streams.isolated():

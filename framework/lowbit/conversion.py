@@ -56,11 +56,17 @@ def layers_to_quantize(
     modules = model.named_modules()  # no other subclass of nn.Linear: its users might not call it
     layers = {name: each for name, each in modules if isinstance(each, BitLinear) or type(each) is nn.Linear}
     chosen = _chosen(layers, include, exclude)
-    if recipe.metis is not None and recipe.metis.forward:
+    metis = recipe.metis
+    if metis is not None and metis.forward:
         alone = _with_a_weight_of_their_own(model)
         for name in chosen:
-            if name in alone:
-                recipe.metis.check_weight(name, layers[name].weight.shape)
+            # A gradient may be smaller: of few tokens, and so of few rows, it is decomposed completely.
+            rows, columns = layers[name].weight.shape
+            if name in alone and metis.rank > min(rows, columns):
+                raise UsageError(
+                    f"The rank of Metis is {metis.rank}, but the weight of {name!r} is a {rows} x {columns} matrix; "
+                    f"choose at most {min(rows, columns)}, a share such as 0.25, or exclude the layer."
+                )
     return chosen
 
 
@@ -96,6 +102,7 @@ def _be_called(layer: nn.Module, inputs: object) -> None:
 
 def _with_a_weight_of_their_own(model: nn.Module) -> set[str]:
     """Name the modules whose weight no other module uses: only those can be split."""
+    # Not ``model.parameters()``, which yields a parameter that several modules share once.
     named = [(name, vars(module)["_parameters"].get("weight")) for name, module in model.named_modules()]
     uses = Counter(id(parameter) for module in model.modules() for parameter in vars(module)["_parameters"].values())
     return {name for name, weight in named if weight is not None and uses[id(weight)] == 1}

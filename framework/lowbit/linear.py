@@ -216,8 +216,8 @@ def strip(layer: BitLinear) -> None:
 
 def _histories(recipe: Recipe) -> Mapping[str, int]:
     """Return the names of a recipe's history buffers with their lengths."""
-    lengths = {f"{role}_history": cast.scaling_rule.history for role, cast in recipe.casts.items()}
-    return {name: length for name, length in lengths.items() if length}
+    lengths = {role: cast.scaling_rule.history for role, cast in recipe.casts.items()}
+    return {f"{role}_history": length for role, length in lengths.items() if length}
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,17 +68,6 @@ class MetisOptions:
         wanted = round(self.rank * smaller) if self.rank < 1 else int(self.rank)
         return min(max(1, wanted), smaller)
 
-    def check_weight(self, layer: str, shape: Sequence[int]) -> None:
-        """Raise :class:`UsageError` if a layer's weight of this shape has no low-rank part of this rank.
-
-        A gradient has as many rows as the batch has tokens, so that of few tokens is decomposed completely instead.
-        """
-        if self.rank > min(shape):
-            raise UsageError(
-                f"The rank of Metis is {self.rank}, but the weight of {layer!r} is a {shape[0]} x {shape[1]} matrix; "
-                f"choose at most {min(shape)}, a share such as 0.25, or exclude the layer."
-            )
-
 
 class Decomposition(NamedTuple):
     """M ≈ U·diag(s)·V, U of shape (rows, rank), s (rank,) descending, V (rank, columns)."""

@@ -16,7 +16,6 @@ from ..data import Batch, Loader, micro_batches, rows
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Precision:
     @classmethod
     def of(cls, amp: Literal["none", "bf16", "fp16"], device: torch.device) -> "Precision":
         """Return the precision that the option ``amp`` asks for."""
-        return cls(DTYPES.get(amp), device.type)
+        return cls({"bf16": torch.bfloat16, "fp16": torch.float16}.get(amp), device.type)
 
     def autocast(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """Return the function under autocast, or itself where there is none."""
@@ -83,25 +82,18 @@ def forward_backward(task: TrainingTask, batch: Batch) -> Tensor:
     With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
     """
     task.optimizer.zero_grad()
-    if task.accumulation_steps == 1:
-        loss = _backward(task, task.compute_loss(task.model, batch))
-    else:
-        pieces = micro_batches(batch, task.accumulation_steps)
-        shares = [rows(piece) / rows(batch) for piece in pieces]
-        losses = [
-            _backward(task, task.compute_loss(task.model, piece) * share)
-            for piece, share in zip(pieces, shares, strict=True)
-        ]
-        loss = torch.stack(losses).sum()
+    losses = []
+    for piece in micro_batches(batch, task.accumulation_steps):
+        loss = task.compute_loss(task.model, piece)
+        if task.accumulation_steps > 1:
+            loss = loss * (rows(piece) / rows(batch))
+        scaled = loss if task.scaler is None else task.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        del loss, scaled  # or their graph would live on during the next forward pass
     if task.scaler is not None:
         task.scaler.unscale_(task.optimizer)
-    return loss
-
-
-def _backward(task: TrainingTask, loss: Tensor) -> Tensor:
-    scaled = loss if task.scaler is None else task.scaler.scale(loss)
-    scaled.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+    return losses[0] if task.accumulation_steps == 1 else torch.stack(losses).sum()
 
 
 def is_skipped(task: TrainingTask) -> bool:
@@ -142,7 +134,7 @@ def borrowed_scaler(task: TrainingTask) -> Iterator[None]:
     scaler = task.scaler
     try:
         if scaler is not None and scaler.is_enabled():
-            task.scaler = GradScaler(scaler._device)
+            task.scaler = GradScaler(scaler._device)  # no public name tells its device
             task.scaler.load_state_dict(scaler.state_dict())
         yield
     finally:

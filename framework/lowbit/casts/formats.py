@@ -113,8 +113,7 @@ def to_grid(values: Tensor, number_format: type[FloatFormat], round_: Round = to
         number_format: the format.
         round_: rounds multiples of the spacing; by default to the nearest, ties to even.
     """
-    limit = number_format.maximum
-    clamped = clamped_to(values, limit)
+    clamped = clamped_to(values, number_format.maximum)
     return _round_to_spacing(clamped, _exponent_below(clamped, number_format), number_format, round_)
 
 

@@ -14,8 +14,6 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 2048
 """Values that are added up in float32 at most; so many flags of two kinds, 1 and ``FIELD``, add up without rounding."""
 FIELD = 2.0 * CHUNK
-SMALLEST_SHARE = 1 / 8
-"""Of the size that is asked for, what a chunk must have."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Layout:
         else:
             block = self.blocks.shape[-1]
             group = math.gcd(len(self.blocks), size // block)
-        if group * block < SMALLEST_SHARE * size:
+        if 8 * group * block < size:  # so many chunks would cost more than the one loop saves
             return None
         return torch.Size((self.blocks.numel() // (group * block), group, block))
 

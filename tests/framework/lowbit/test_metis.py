@@ -242,11 +242,6 @@ def test_the_rank_is_a_number_or_a_share_of_the_smaller_side(rank, found):
     assert MetisOptions(rank=rank).rank_of((20, 8)) == found
 
 
-def test_a_rank_above_the_weight_is_refused_before_the_run():
-    with pytest.raises(UsageError, match="the weight of 'head' is a 20 x 8 matrix; choose at most 8"):
-        MetisOptions(rank=60).check_weight("head", (20, 8))
-
-
 @pytest.mark.parametrize("matrix", [torch.ones(4, 4, dtype=torch.int32), torch.ones(4, 4, dtype=torch.complex64)])
 def test_integer_and_complex_matrices_are_refused(matrix):
     with pytest.raises(UsageError, match="cannot be cast to a narrow format"):
