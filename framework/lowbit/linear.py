@@ -192,14 +192,14 @@ def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_s
 
     ``may_split`` gives it frozen factors, if the recipe splits weights.
     """
-    layer.__class__ = BitLinear
+    layer.__class__ = BitLinear  # optimizers, ties and hooks go on holding the same object
     assert isinstance(layer, BitLinear)
     layer.recipe, layer.generator = recipe, generator
     layer.calls = Calls()
     metis = recipe.metis
     rank = metis.rank_of(layer.weight.shape) if metis is not None and metis.forward and may_split else 0
     layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
-    layer._quantization_hooks = OrderedDict()
+    layer._quantization_hooks = OrderedDict()  # its handles hold it by a weak reference, which no plain dict allows
     for name, length in _histories(recipe).items():
         layer.register_buffer(name, torch.zeros(length, device=layer.weight.device), persistent=False)
 
