@@ -4,19 +4,18 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hooks import (
+from loopscope import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
-    RunInfo,
     StatePart,
     StepSchedule,
 )
+from loopscope.errors import UnsuitableError, UsageError, listed
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import norm, trainable
 

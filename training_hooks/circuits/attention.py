@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import LoopscopeError, UsageError, unknown
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor, nn
 

@@ -1,8 +1,9 @@
 """The gradient of the token embedding by token: how it is shared out, and what its rows have in common."""
 
 import torch
+from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor
 

@@ -3,18 +3,9 @@
 from collections.abc import Iterable
 
 import torch
+from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    GradientTap,
-    HookPoint,
-    HookRegistry,
-    MetricPanel,
-    Metrics,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import Tensor, nn
 
 from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, all_sums

@@ -3,19 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from loopscope.hooks import (
-    GradientTap,
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    MetricPanel,
-    Metrics,
-    ModelDataContext,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StatePart,
-)
+from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, Remembered, RunDataContext, StatePart
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import nn
 
 from .output_projection import ClipOptions, OutputProjectionClipper, Scope

@@ -4,18 +4,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from loopscope.errors import UsageError, unknown
-from loopscope.hooks import (
+from loopscope import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
-    RunInfo,
     StepSchedule,
 )
+from loopscope.errors import UsageError, unknown
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch.optim import Adam, Optimizer

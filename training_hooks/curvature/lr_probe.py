@@ -5,17 +5,10 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 import torch
+from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, Remembered, RunDataContext
 from loopscope.data import Batch, Loader
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    Metrics,
-    ModelDataContext,
-    Remembered,
-    RunDataContext,
-)
+from loopscope.hooks import Metrics
 from torch import Tensor
 
 

@@ -1,16 +1,8 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
 from ..measures import effective_rank, leading_share

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
 

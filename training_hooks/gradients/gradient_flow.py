@@ -10,18 +10,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
-from loopscope.hooks import (
-    GradientTap,
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import GradientTap, Metrics, RunInfo
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 

@@ -1,9 +1,10 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.data import micro_batches, rows
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, StepSchedule, TrainingHook
+from loopscope.hooks import Metrics
 from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
 

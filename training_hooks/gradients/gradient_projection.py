@@ -1,7 +1,8 @@
 """How the gradient and the way made so far lie to the straight line from the parameters to a reference solution."""
 
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
 

@@ -1,6 +1,7 @@
 """Norms of the epoch's mean gradient and of the weights, over the whole model and for each parameter."""
 
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
+from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics
 from loopscope.state import max_abs, norm, norm_of_each, trainable
 
 

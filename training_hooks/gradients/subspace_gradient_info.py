@@ -4,17 +4,9 @@ from itertools import islice
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
 from ..measures import participation_ratio

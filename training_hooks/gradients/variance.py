@@ -5,18 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
-    EVERY_STEP,
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
 

@@ -6,19 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from loopscope import HookPoint, HookRegistry, MetricInfo, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from loopscope.hooks import (
-    GradientTap,
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Metrics,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    Tap,
-    TrainingHook,
-)
+from loopscope.hooks import GradientTap, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn

@@ -4,19 +4,18 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-from loopscope.data import derived_seed
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
-from loopscope.hooks import (
+from loopscope import (
     HookPoint,
     HookRegistry,
     InterventionHook,
-    Metrics,
     ModelDataContext,
     RunDataContext,
-    RunInfo,
     StatePart,
     StepSchedule,
 )
+from loopscope.data import derived_seed
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn

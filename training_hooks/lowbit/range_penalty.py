@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
+from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, RunInfo, StepSchedule, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised
 from loopscope.state import joint_norm
 from torch import Tensor

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10

@@ -1,8 +1,9 @@
 """The phases of grokking (memorisation, circuit formation, clean-up) from the train/test gap and the weight norm."""
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics
 from loopscope.state import norm, trainable
 from torch import Tensor
 

@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
+from loopscope import (
     HookPoint,
     HookRegistry,
     MetricInfo,
-    Metrics,
     Remembered,
     RunDataContext,
-    RunInfo,
     StepSchedule,
     TrainingHook,
     metric_table,
 )
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import Vector, accumulate, norm, trainable
 from torch import Tensor
 

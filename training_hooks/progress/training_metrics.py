@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from loopscope.hooks import STEP_POINTS, HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
+from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
+from loopscope.hooks import STEP_POINTS, Metrics
 
 
 def present(**values: Any) -> dict[str, Any]:

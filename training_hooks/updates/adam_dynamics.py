@@ -6,19 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import (
+from loopscope import (
     HookPoint,
     HookRegistry,
     InterventionHook,
     MetricInfo,
-    Metrics,
     ModelDataContext,
     Remembered,
     RunDataContext,
-    RunInfo,
     StepSchedule,
 )
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
 

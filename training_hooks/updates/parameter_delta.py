@@ -1,7 +1,8 @@
 """How much the parameters change over an epoch, as a whole and one by one."""
 
 import torch
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, Remembered, RunDataContext, RunInfo, TrainingHook
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
 

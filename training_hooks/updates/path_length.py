@@ -3,18 +3,9 @@
 from typing import Any
 
 import torch
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UsageError
-from loopscope.hooks import (
-    STEP_POINTS,
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import STEP_POINTS, Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor, nn
 

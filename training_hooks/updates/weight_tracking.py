@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, HookRegistry, Metrics, RunDataContext, TrainingHook
+from loopscope.hooks import Metrics
 from loopscope.state import Vector, norm_of_each, trainable, whole
 from torch import Tensor
 

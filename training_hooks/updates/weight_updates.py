@@ -5,17 +5,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
-from loopscope.hooks import (
-    HookPoint,
-    HookRegistry,
-    Metrics,
-    Remembered,
-    RunDataContext,
-    RunInfo,
-    StepSchedule,
-    TrainingHook,
-)
+from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 
 from ..measures import Alerts
