@@ -4,18 +4,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    ModelDataContext,
-    Remembered,
-    RunDataContext,
-    StatePart,
-    StepSchedule,
-)
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, UsageError, listed
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo, StatePart
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import norm, trainable
 

@@ -5,19 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Remembered,
-    RunDataContext,
-    StepSchedule,
-    TrainingHook,
-    metric_table,
-)
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.durable_files import save_tensors
 from loopscope.errors import UnsuitableError, UsageError, listed, unknown
-from loopscope.hooks import Metrics, Remembering, RunInfo
+from loopscope.hooks import MetricInfo, Metrics, Remembering, RunInfo, metric_table
 from loopscope.lowbit import layers_with_factors
 from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, whole
 from torch import Tensor, nn

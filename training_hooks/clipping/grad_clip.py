@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, Remembered, RunDataContext, StatePart
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UsageError, unknown
-from loopscope.hooks import Metrics
+from loopscope.hooks import Metrics, ModelDataContext
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, norm_of_each, whole
 from torch import Tensor
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, Remembered, RunDataContext, StatePart
-from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, RunInfo
 from torch import nn
 
 from .output_projection import ClipOptions, OutputProjectionClipper, Scope

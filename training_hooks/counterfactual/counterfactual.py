@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, RunDataContext
+from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
 from loopscope.errors import UsageError
-from loopscope.hooks import Metrics
+from loopscope.hooks import Metrics, ModelDataContext
 from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
 

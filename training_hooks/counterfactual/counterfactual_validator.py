@@ -5,9 +5,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
-from loopscope import DebugInterventionHook, HookPoint, HookRegistry, ModelDataContext, RunDataContext
+from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext
 from loopscope.errors import UsageError
-from loopscope.hooks import Metrics
+from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
 
 from .counterfactual import inner_products, shuffled_epochs

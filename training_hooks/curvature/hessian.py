@@ -4,17 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    ModelDataContext,
-    Remembered,
-    RunDataContext,
-    StepSchedule,
-)
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UsageError, unknown
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, copied, minus, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch.optim import Adam, Optimizer

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 import torch
-from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, Remembered, RunDataContext
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
 from loopscope.data import Batch, Loader
 from loopscope.errors import UsageError
-from loopscope.hooks import Metrics
+from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
 
 

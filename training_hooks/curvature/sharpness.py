@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from loopscope import HookPoint, HookRegistry, InterventionHook, ModelDataContext, RunDataContext
+from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
 from loopscope.errors import UsageError, unknown
-from loopscope.hooks import Metrics, MetricValue, OptimizerGroup, RunInfo
+from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGroup, RunInfo
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer

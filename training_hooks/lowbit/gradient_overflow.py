@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from loopscope import HookPoint, HookRegistry, MetricInfo, RunDataContext, StepSchedule, TrainingHook
+from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from loopscope.hooks import GradientTap, Metrics, RunInfo, Tap
+from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from torch import Tensor, nn

@@ -4,18 +4,10 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    ModelDataContext,
-    RunDataContext,
-    StatePart,
-    StepSchedule,
-)
+from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext, StatePart, StepSchedule
 from loopscope.data import derived_seed
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn

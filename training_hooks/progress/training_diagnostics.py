@@ -4,18 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    MetricInfo,
-    Remembered,
-    RunDataContext,
-    StepSchedule,
-    TrainingHook,
-    metric_table,
-)
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import MetricInfo, Metrics, RunInfo, metric_table
 from loopscope.state import Vector, accumulate, norm, trainable
 from torch import Tensor
 

@@ -6,18 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from loopscope import (
-    HookPoint,
-    HookRegistry,
-    InterventionHook,
-    MetricInfo,
-    ModelDataContext,
-    Remembered,
-    RunDataContext,
-    StepSchedule,
-)
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, RunInfo
 from loopscope.state import live_gradients, trainable
 from torch import Tensor
 
