@@ -29,6 +29,12 @@ class StateMutationError(LoopscopeError):
     """Something that may only read changed the training state; fatal, since the change cannot be undone."""
 
 
+def require(condition: bool, sentence: str) -> None:
+    """Raise :class:`UsageError` with ``sentence`` unless ``condition`` holds."""
+    if not condition:
+        raise UsageError(sentence)
+
+
 def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:
     """Make the error for a name that does not exist: the value, the nearest name, all names.
 

@@ -1,6 +1,7 @@
 """From options to a finished folder."""
 
-from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words, require
+from ..errors import require
+from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
 from .display import Display
 from .records import CONFIG, RunRecord, differences, read_status, run_folders
 from .replay import RecordSink, ReplaySink, pass_on

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ..errors import UsageError
+from ..errors import require
 
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -20,12 +20,6 @@ WORDS: dict[Any, str] = {
     Any: "anything",
     Mapping[str, Any]: "an object",
 }
-
-
-def require(condition: bool, sentence: str) -> None:
-    """Raise :class:`UsageError` with ``sentence`` unless ``condition`` holds."""
-    if not condition:
-        raise UsageError(sentence)
 
 
 @dataclass(frozen=True, kw_only=True)

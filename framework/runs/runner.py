@@ -12,8 +12,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from ..data import Batch, Loader
+from ..errors import require
 from ..hooks import GROUPS, LoopType, always_on, bulk_hooks
-from .config import ExperimentConfig, require
+from .config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 OptionsByHook = Mapping[str, Mapping[str, Any]]

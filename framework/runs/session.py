@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoints import Checkpoint, CheckpointPlan
 from ..durable_files import plain_json
-from ..errors import RunNotice, UsageError, unknown
+from ..errors import RunNotice, UsageError, require, unknown
 from ..firing import HookManager
 from ..hooks import (
     ConfiguredHook,
@@ -27,7 +27,7 @@ from ..hooks import (
 )
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
 from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
-from .config import RunOptions, require
+from .config import RunOptions
 from .display import Display
 from .records import RunRecord, environment, versions
 from .reference import Reference, find_reference, load_reference, unlike

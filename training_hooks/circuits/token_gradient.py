@@ -2,7 +2,7 @@
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor
@@ -76,8 +76,7 @@ class TokenGradient(TrainingHook):
     """
 
     def __init__(self, *, top_k: int = 5, embedding: str = "") -> None:
-        if top_k < 1:
-            raise UsageError(f"top_k is {top_k}; it must be at least 1.")
+        require(top_k >= 1, f"token_gradient.top_k is {top_k}; it must be at least 1.")
         self._top_k = top_k
         self._embedding = embedding
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
-from loopscope.errors import UsageError, unknown
+from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext
 from loopscope.state import Vector, gradients, is_sharded, joint_norm, norm_of_each, whole
 from torch import Tensor
@@ -220,8 +220,7 @@ def _check_ranges(options: Mapping[str, float]) -> None:
         if not (options[name] > 0 and math.isfinite(options[name])):
             raise UsageError(f"grad_clip.{name} is {options[name]}; it must be a positive number.")
     for name in ("alpha", "beta"):
-        if not 0 <= options[name] < 1:
-            raise UsageError(f"grad_clip.{name} is {options[name]}; a share of the past lies in [0, 1).")
+        require(0 <= options[name] < 1, f"grad_clip.{name} is {options[name]}; a share of the past lies in [0, 1).")
     if not (options["lambda_rel"] >= 1 and math.isfinite(options["lambda_rel"])):
         raise UsageError(
             f"grad_clip.lambda_rel is {options['lambda_rel']}; it must be a number of at least 1, or every step would "

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
-from loopscope.errors import UsageError
+from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext
 from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
@@ -147,8 +147,7 @@ class Counterfactual(InterventionHook):
     """
 
     def __init__(self, *, k: int = 3) -> None:
-        if k < 2:
-            raise UsageError(f"counterfactual.k is {k}; it must be at least 2: the null compares shuffles.")
+        require(k >= 2, f"counterfactual.k is {k}; it must be at least 2: the null compares shuffles.")
         self.k = k
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -7,7 +7,7 @@ from itertools import count, islice
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
 from loopscope.data import Batch, Loader
-from loopscope.errors import UsageError
+from loopscope.errors import UsageError, require
 from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
 
@@ -126,18 +126,15 @@ class LrProbe(InterventionHook):
             raise UsageError(
                 f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
             )
-        if not 0 <= smoothing < 1:
-            raise UsageError(f"lr_probe.smoothing is {smoothing}; it must be at least 0 and below 1.")
+        require(0 <= smoothing < 1, f"lr_probe.smoothing is {smoothing}; it must be at least 0 and below 1.")
         self._skip = math.ceil(round(1 / (1 - smoothing), 6))  # 1 / (1 − 0.8) is 5 and a bit
         if steps < self._skip + 3:
             raise UsageError(
                 f"lr_probe.steps is {steps}; with lr_probe.smoothing = {smoothing} it must be at least "
                 f"{self._skip + 3}, of which the first {self._skip} are not read."
             )
-        if not divergence > 1:
-            raise UsageError(f"lr_probe.divergence is {divergence}; it must be above 1.")
-        if every < 1:
-            raise UsageError(f"lr_probe.every is {every}; it must be at least 1.")
+        require(divergence > 1, f"lr_probe.divergence is {divergence}; it must be above 1.")
+        require(every >= 1, f"lr_probe.every is {every}; it must be at least 1.")
         self.divergence = divergence
         self.every = every
         self.smoothing = smoothing

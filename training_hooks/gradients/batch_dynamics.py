@@ -1,7 +1,7 @@
 """How the gradients of consecutive steps relate: autocorrelation, accumulation efficiency, rank."""
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
@@ -106,8 +106,7 @@ class BatchDynamics(TrainingHook):
     )
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
-        if history < 2:
-            raise UsageError(f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
+        require(history >= 2, f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
         if every < history:
             raise UsageError(
                 f"batch_dynamics.every is {every}; it must be at least batch_dynamics.history, the steps of one burst "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
@@ -66,8 +66,7 @@ class Consecutive(TrainingHook):
     """
 
     def __init__(self, *, interval: int = 0) -> None:
-        if interval < 0:
-            raise UsageError(f"consecutive.interval is {interval}; it must be 0 (one pass over the data) or more.")
+        require(interval >= 0, f"consecutive.interval is {interval}; it must be 0 (one pass over the data) or more.")
         self._interval = interval
 
     def start(self, run: RunInfo) -> None:

@@ -3,7 +3,7 @@
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.data import micro_batches, rows
-from loopscope.errors import UsageError
+from loopscope.errors import require
 from loopscope.hooks import Metrics
 from loopscope.state import Vector, accumulate, dot
 from torch import Tensor
@@ -93,10 +93,8 @@ class GradientNoiseScale(TrainingHook):
     """
 
     def __init__(self, *, every_n_steps: int = 100, parts: int = 2, decay: float = 0.9) -> None:
-        if parts < 2:
-            raise UsageError(f"gradient_noise_scale.parts is {parts}; two sizes of batch need at least 2.")
-        if not 0 <= decay <= 1:
-            raise UsageError(f"gradient_noise_scale.decay is {decay}; it must lie in 0..1.")
+        require(parts >= 2, f"gradient_noise_scale.parts is {parts}; two sizes of batch need at least 2.")
+        require(0 <= decay <= 1, f"gradient_noise_scale.decay is {decay}; it must lie in 0..1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
         self.parts = parts
         self.decay = decay

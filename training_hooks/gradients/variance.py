@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import EVERY_STEP, Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
@@ -135,8 +135,7 @@ class Variance(TrainingHook):
     """
 
     def __init__(self, *, window: int = 20, every: int = 200) -> None:
-        if window < 2:
-            raise UsageError(f"variance.window is {window}; it must be at least 2.")
+        require(window >= 2, f"variance.window is {window}; it must be at least 2.")
         if every < 1 or (every < window and window % every):
             raise UsageError(
                 f"variance.every is {every}; it must be a divisor of variance.window ({window}), or at least as long."

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised
 from loopscope.state import joint_norm
@@ -90,10 +90,8 @@ class RangePenaltyReport(TrainingHook):
         every_n_steps: int = 100,
     ) -> None:
         for option, value in (("weight", weight), ("large", large), ("small", small)):
-            if not 0 <= value < float("inf"):
-                raise UsageError(f"range_penalty.{option} is {value}; it must be a number of at least 0.")
-        if every_n_steps < 1:
-            raise UsageError(f"range_penalty.every_n_steps is {every_n_steps}; it must be at least 1.")
+            require(0 <= value < float("inf"), f"range_penalty.{option} is {value}; it must be a number of at least 0.")
+        require(every_n_steps >= 1, f"range_penalty.every_n_steps is {every_n_steps}; it must be at least 1.")
         self._penalty = RangePenalty(weight=weight, large=large, small=small)
         self._pattern = pattern
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, listed
+from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 
@@ -80,10 +80,8 @@ class LossSpikes(TrainingHook):
     metrics = "".join(SPIKES.format(prefix=prefix, label=label) for prefix, label in SIGNALS.items())
 
     def __init__(self, *, window: int = 128, threshold: float = 6.0) -> None:
-        if window < 2:
-            raise UsageError(f"loss_spikes.window is {window}; a standard deviation needs at least 2 steps.")
-        if not 0 < threshold < float("inf"):
-            raise UsageError(f"loss_spikes.threshold is {threshold}; it must be a positive number.")
+        require(window >= 2, f"loss_spikes.window is {window}; a standard deviation needs at least 2 steps.")
+        require(0 < threshold < float("inf"), f"loss_spikes.threshold is {threshold}; it must be a positive number.")
         self.window = window
         self.threshold = threshold
 
@@ -106,12 +104,10 @@ class LossSpikes(TrainingHook):
         if not sizes.shape[1]:
             return {}
         self._counts = self._counts.to(new.device) + (sizes > self.threshold).sum(1)
-        found = zip(SIGNALS, sizes, self._counts, strict=True)
-        return {
-            name: value
-            for prefix, deviation, count in found
-            for name, value in ((f"{prefix}_deviation", list(deviation.unbind())), (f"{prefix}_spike_count", count))
-        }
+        metrics: dict[str, Any] = {}
+        for prefix, deviation, count in zip(SIGNALS, sizes, self._counts, strict=True):
+            metrics |= {f"{prefix}_deviation": list(deviation), f"{prefix}_spike_count": count}
+        return metrics
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Warn of the spikes by their steps, once for each signal; ``step`` is the last of those judged."""

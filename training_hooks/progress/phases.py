@@ -2,7 +2,7 @@
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics
 from loopscope.state import norm, trainable
 from torch import Tensor
@@ -60,11 +60,9 @@ class Phases(TrainingHook):
         self, *, memorised: float = 0.95, closed: float = 0.05, gap_share: float = 0.5, norm_drop: float = 0.005
     ) -> None:
         for option, value in (("memorised", memorised), ("gap_share", gap_share)):
-            if not 0 < value <= 1:
-                raise UsageError(f"{option} is {value}; it must lie in (0, 1].")
+            require(0 < value <= 1, f"phases.{option} is {value}; it must lie in (0, 1].")
         for option, value in (("closed", closed), ("norm_drop", norm_drop)):
-            if not 0 <= value < 1:
-                raise UsageError(f"{option} is {value}; it must lie in [0, 1).")
+            require(0 <= value < 1, f"phases.{option} is {value}; it must lie in [0, 1).")
         self._memorised = memorised
         self._closed = closed
         self._gap_share = gap_share
@@ -88,15 +86,8 @@ class Phases(TrainingHook):
         self._largest_norm = torch.maximum(length, earlier)
         drop = 1 - length / self._largest_norm
         phase = self._advance(ctx.train_acc, gap, drop, ctx.epoch)
-        dates = {} if self._cleanup_epoch is None else {"cleanup_epoch": self._cleanup_epoch}
-        return {
-            "phase": phase,
-            "generalisation_gap": gap,
-            "weight_norm": length,
-            "norm_drop": drop,
-            **self._epochs,
-            **dates,
-        }
+        metrics = {"phase": phase, "generalisation_gap": gap, "weight_norm": length, "norm_drop": drop, **self._epochs}
+        return metrics if self._cleanup_epoch is None else metrics | {"cleanup_epoch": self._cleanup_epoch}
 
     def _advance(self, train_acc: float, gap: float, drop: Tensor, epoch: int) -> int | Tensor:
         """Date the transitions of this evaluation and return the phase it is in."""

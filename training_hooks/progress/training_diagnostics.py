@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import MetricInfo, Metrics, RunInfo, metric_table
 from loopscope.state import Vector, accumulate, norm, trainable
 from torch import Tensor
@@ -100,15 +100,13 @@ class TrainingDiagnostics(TrainingHook):
     """The weights before the optimizer's step, between PRE_UPDATE and POST_STEP."""
 
     def __init__(self, *, window: int = 100, lags: int = 5, update_every: int = 20) -> None:
-        if window < 2:
-            raise UsageError(f"training_diagnostics.window is {window}; a standard deviation needs at least 2 steps.")
+        require(window >= 2, f"training_diagnostics.window is {window}; a standard deviation needs at least 2 steps.")
         if not 0 <= lags <= window // VALUES_PER_LAG:
             raise UsageError(
                 f"training_diagnostics.lags is {lags}; it must lie in 0..{window // VALUES_PER_LAG}, a quarter of the "
                 "window: fewer values say nothing about a correlation."
             )
-        if update_every < 1:
-            raise UsageError(f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
+        require(update_every >= 1, f"training_diagnostics.update_every is {update_every}; it must be at least 1.")
         self.window = window
         self.lags = lags
         self._most_ratios = -(-window // update_every)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UsageError
+from loopscope.errors import require
 from loopscope.hooks import STEP_POINTS, Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor, nn
@@ -66,8 +66,7 @@ class PathLength(TrainingHook):
     """
 
     def __init__(self, *, every: int = 4) -> None:
-        if every < 1:
-            raise UsageError(f"path_length.every is {every}; it must be at least 1.")
+        require(every >= 1, f"path_length.every is {every}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def start(self, run: RunInfo) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loopscope.errors import UsageError
+from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
 from loopscope.state import trainable
 from torch import Tensor, nn
@@ -98,8 +98,7 @@ class WeightUpdateMonitor(Remembering):
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
-            if vars(self)[option] < 1:
-                raise UsageError(f"{option} is {vars(self)[option]}; it must be at least 1.")
+            require(vars(self)[option] >= 1, f"{option} is {vars(self)[option]}; it must be at least 1.")
         for option in ("vanishing_grad_threshold", "exploding_grad_threshold", "frozen_update_ratio_threshold"):
             if not 0 <= vars(self)[option] < math.inf:
                 raise UsageError(f"{option} is {vars(self)[option]}; it must be a number of at least 0.")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 
@@ -104,10 +104,8 @@ class WeightUpdates(TrainingHook):
         frozen_patience_steps: int = 3,
         topk: int = 5,
     ) -> None:
-        if interval < 1:
-            raise UsageError(f"weight_updates.interval is {interval}; it must be at least 1.")
-        if topk < 0:
-            raise UsageError(f"weight_updates.topk is {topk}; it must be at least 0.")
+        require(interval >= 1, f"weight_updates.interval is {interval}; it must be at least 1.")
+        require(topk >= 0, f"weight_updates.topk is {topk}; it must be at least 0.")
         self.new_monitor = partial(
             WeightUpdateMonitor,
             sample_size=sample_size,
