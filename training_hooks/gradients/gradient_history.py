@@ -6,7 +6,7 @@ from loopscope.hooks import Remembered, Remembering
 from loopscope.state import gradients, trainable
 from torch import Tensor, nn
 
-from ..measures import FlatSpace
+from ..measures import FlatSpace, splitmix64
 
 CHUNK = 2**18
 SMALLEST = 64
@@ -34,13 +34,14 @@ def count_sketch(vector: Tensor, dimensions: int, key: int = 0) -> Tensor:
     Args:
         vector: shape (n,).
         dimensions: d, a power of two.
-        key: chooses one projection of the family.
+        key: below 2²³; chooses one projection of the family.
     """
     sketch = torch.zeros(dimensions, device=vector.device)
     places = torch.arange(min(CHUNK, len(vector)), dtype=torch.int32, device=vector.device)
-    for number, start in enumerate(range(0, len(vector), CHUNK)):
+    starts = range(0, len(vector), CHUNK)
+    for start, keys in zip(starts, chunk_keys(key, len(starts)), strict=True):
         part = vector[start : start + CHUNK].float().contiguous()
-        hashed = _hashed(places[: len(part)], *_chunk_keys(key, number))
+        hashed = _hashed(places[: len(part)], *keys)
         signed = (part.view(torch.int32) ^ (hashed & SIGN)).view(torch.float32)
         sketch.index_add_(0, hashed & (dimensions - 1), signed)
     return sketch
@@ -55,30 +56,18 @@ def _hashed(places: Tensor, multiplier: int, offset: int) -> Tensor:
     hashed = places * multiplier
     hashed += offset
     hashed ^= (hashed >> 16) & 0xFFFF
-    hashed *= _signed(0x85EBCA6B)
+    hashed *= 0x85EBCA6B - 2**32  # the bits of an int32
     hashed ^= (hashed >> 13) & 0x7FFFF
-    hashed *= _signed(0xC2B2AE35)
+    hashed *= 0xC2B2AE35 - 2**32
     hashed ^= (hashed >> 16) & 0xFFFF
     return hashed
 
 
-def _chunk_keys(key: int, number: int) -> tuple[int, int]:
-    """Return an odd multiplier and an offset for one chunk: two outputs of SplitMix64, cut to 32 bits."""
-    seed = (key << 40) + 2 * number
-    return _signed(_split_mix(seed) | 1), _signed(_split_mix(seed + 1))
-
-
-def _split_mix(seed: int) -> int:
-    mask = 2**64 - 1
-    mixed = (seed + 1) * 0x9E3779B97F4A7C15 & mask
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
-    return (mixed ^ mixed >> 31) & 0xFFFFFFFF
-
-
-def _signed(value: int) -> int:
-    """Return the int32 with the bits of the lowest 32 of ``value``."""
-    return (value & 0xFFFFFFFF ^ 2**31) - 2**31
+def chunk_keys(key: int, chunks: int) -> list[list[int]]:
+    """Return an odd multiplier and an offset for every chunk: numbers of SplitMix64, cut to 32 bits."""
+    numbers = splitmix64(0, 2 * chunks, skip=key << 40).int().view(-1, 2)
+    numbers[:, 0] |= 1
+    return numbers.tolist()  # type: ignore[no-any-return]
 
 
 COLUMNS = 8192
@@ -165,15 +154,10 @@ class GradientHistory(Remembering):
         return torch.finfo(torch.float32 if self._rows is None else self._rows.dtype).eps
 
 
-def width_of(model: nn.Module) -> int:
-    """Return the number of trainable elements."""
-    return sum(parameter.numel() for parameter in trainable(model).values())
-
-
 def refuse_above(hook: str, memory: int, rows: int, model: nn.Module, projection: int) -> None:
     """Raise :class:`UnsuitableError` if that many gradients of a model take more than ``memory`` MiB."""
-    size = 4 if projection else FlatSpace(trainable(model)).dtype.itemsize
-    needed = rows * (projection or width_of(model)) * size / MIB
+    space = FlatSpace(trainable(model))
+    needed = rows * (projection * 4 or space.size * space.dtype.itemsize) / MIB
     if needed > memory:
         raise UnsuitableError(
             f"Hook {hook!r} keeps {rows} gradients, which takes {needed:,.0f} MiB for this model, and {hook}.memory "

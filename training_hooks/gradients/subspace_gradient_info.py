@@ -7,10 +7,11 @@ import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.state import trainable
 from torch import Tensor
 
-from ..measures import participation_ratio
-from .gradient_history import GradientHistory, check_dimensions, refuse_above, spectrum, width_of
+from ..measures import FlatSpace, participation_ratio
+from .gradient_history import GradientHistory, check_dimensions, refuse_above, spectrum
 
 
 def centred(gram: Tensor) -> Tensor:
@@ -122,10 +123,11 @@ class SubspaceGradientInfo(TrainingHook):
                 f"the {run.steps} steps of this run; choose fewer steps between them with --hook-config "
                 "subspace_gradient_info.every=N."
             )
-        if self.top >= width_of(run.model):
+        elements = FlatSpace(trainable(run.model)).size
+        if self.top >= elements:
             raise UnsuitableError(
                 f"Hook 'subspace_gradient_info' needs more than {self.top} trainable elements, or a subspace of "
-                f"so many dimensions holds every gradient; the model has {width_of(run.model)}. Choose a smaller one "
+                f"so many dimensions holds every gradient; the model has {elements}. Choose a smaller one "
                 "with --hook-config subspace_gradient_info.top=N."
             )
         refuse_above(self.name, self.memory, self._history.capacity, run.model, self._history.projection)
@@ -137,7 +139,7 @@ class SubspaceGradientInfo(TrainingHook):
         metrics: dict[str, Any] = {}
         if len(gram) > self.top:
             share, dimensions = held_out_share(gram, self.top, resolution)
-            null = dimensions / (self._history.projection or width_of(ctx.model))
+            null = dimensions / (self._history.projection or FlatSpace(trainable(ctx.model)).size)
             metrics |= {"subspace_share": share, "null_share": null, "subspace_dimension": dimensions}
         recent = gram[-self.window :, -self.window :]
         if len(recent) < 2:

@@ -6,9 +6,10 @@ from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
 )
+from .splitmix import splitmix64
 
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "effective_rank", "entropy_of_shares", "gini",
     "laid_out_like", "leading_share", "meshes_of", "over_ranks", "participation_ratio", "singular_values",
-    "smaller_gram", "stable_rank", "stacked",
+    "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

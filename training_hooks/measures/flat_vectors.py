@@ -141,10 +141,6 @@ class FlatLayout:
         counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
         return over_ranks(counts, self._meshes).sum()
 
-    def elements(self) -> int:
-        """Return how many elements the parameters have on all ranks together."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
-
     def by_name(self, values: Tensor) -> dict[str, Tensor]:
         """Return one value per parameter, shape (parameters,), by name."""
         return dict(zip(self.names, values.unbind(), strict=True))

@@ -8,10 +8,9 @@ import torch
 from loopscope.state import local_shards
 from torch import Tensor
 
-from ..measures import laid_out_like
+from ..measures import laid_out_like, splitmix64
 
 FNV_OFFSET, FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 LARGEST_INT32 = 2**31 - 1
 
 
@@ -25,23 +24,6 @@ def fnv1a(text: str) -> int:
     for byte in text.encode():
         value = (value ^ byte) * FNV_PRIME % 2**64
     return value
-
-
-def splitmix64(seed: int, count: int) -> Tensor:
-    """Return the first ``count`` numbers of SplitMix64 (Steele, Lea and Flood 2014), shape (count,), bits as int64."""
-    numbers = torch.arange(1, count + 1) * _signed(GOLDEN) + _signed(seed)
-    numbers = (numbers ^ _shifted(numbers, 30)) * _signed(FIRST)
-    numbers = (numbers ^ _shifted(numbers, 27)) * _signed(SECOND)
-    return numbers ^ _shifted(numbers, 31)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift to the right, zeros coming in, as for unsigned numbers."""
-    return (numbers >> bits).bitwise_and(2 ** (64 - bits) - 1)
 
 
 def sample_indices(name: str, shape: Sequence[int], size: int) -> Tensor | None:

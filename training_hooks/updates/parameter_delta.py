@@ -6,7 +6,7 @@ from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 from torch import Tensor
 
-from ..measures import FlatLayout, FlatMemory
+from ..measures import FlatLayout, FlatMemory, FlatSpace
 
 
 def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def change(layout: FlatLayout, before: Tensor, now: Tensor) -> dict[str, Tensor]
         "total_delta": squares.sum().sqrt(),
         "total_relative_delta": (squares.sum() / earlier.sum()).sqrt(),
         "max_abs_delta": largest.max(),
-        "changed_fraction": changed / layout.elements(),
+        "changed_fraction": changed / FlatSpace(layout.parameters).size,
     }
     each = {"delta": squares.sqrt(), "relative_delta": (squares / earlier).sqrt(), "max_abs": largest}
     for metric, values in each.items():

@@ -12,7 +12,6 @@ from loopscope.training_hooks.gradients.gradient_history import (
     refuse_above,
     row_products,
     spectrum,
-    width_of,
 )
 from torch import nn
 
@@ -73,7 +72,6 @@ def test_parameters_without_gradient_are_zeros_and_frozen_ones_left_out():
     history.append(model)
     assert history.gram().item() == 12
     assert history.state_dict()["rows"].shape == (2, 6)
-    assert width_of(model) == 6
 
 
 def test_gradients_of_another_width_start_anew():

@@ -12,7 +12,7 @@ from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, of_the_run
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import Consecutive, Variance
-from loopscope.training_hooks.measures import FlatLayout, FlatMemory
+from loopscope.training_hooks.measures import FlatLayout, FlatMemory, FlatSpace
 from loopscope.training_hooks.updates import ParameterDelta, PathLength
 from torch import nn
 from torch.nn import functional
@@ -31,7 +31,7 @@ def test_a_flat_vector_holds_the_parameters_end_to_end():
     layout = layout_of((2, 3), (4,), ())
     expected = torch.cat([parameter.detach().flatten() for parameter in layout.parameters.values()])
     assert torch.equal(layout.values().data, expected)
-    assert layout.elements() == 11
+    assert FlatSpace(layout.parameters).size == 11
 
 
 def test_a_name_without_a_tensor_stands_for_zeros():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.updates.element_samples import fnv1a, sample_indices, splitmix64
+from loopscope.training_hooks.measures import splitmix64
+from loopscope.training_hooks.updates.element_samples import fnv1a, sample_indices
 from loopscope.training_hooks.updates.update_monitor import distribution
 from loopscope.training_hooks.updates.watched_elements import WatchedElements, norms
 

@@ -1,0 +1,23 @@
+"""SplitMix64: numbers that are the same in every run and on every machine, whatever torch's generators do."""
+
+import torch
+from torch import Tensor
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def splitmix64(seed: int, count: int, *, skip: int = 0) -> Tensor:
+    """Return numbers ``skip`` + 1 to ``skip`` + ``count`` of SplitMix64 (Steele, Lea and Flood 2014) as int64 bits."""
+    numbers = torch.arange(skip + 1, skip + count + 1) * _signed(GOLDEN) + _signed(seed)
+    numbers = (numbers ^ _shifted(numbers, 30)) * _signed(FIRST)
+    numbers = (numbers ^ _shifted(numbers, 27)) * _signed(SECOND)
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shift to the right, zeros coming in, as for unsigned numbers, which torch cannot shift."""
+    return (numbers >> bits).bitwise_and(2 ** (64 - bits) - 1)
