@@ -1,5 +1,6 @@
 """The training loss on a few of the run's batches: its derivatives, and how far it falls along a direction."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,15 +9,16 @@ from itertools import islice
 
 import torch
 from loopscope.data import Batch, Loader, rows
-from loopscope.errors import UnsuitableError
 from loopscope.hooks import ModelDataContext, OptimizerGroup
-from loopscope.state import Vector, axpy, copied, dot, fully_sharded_modules, minus, overwrite, trainable
+from loopscope.state import Vector, axpy, copied, dot, minus, overwrite, trainable
 from loopscope.training import Method
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..measures import FlatSpace
 from .lanczos import Product
-from .stability import Rise, critical_step
+
+Rise = Callable[[Tensor], Tensor]
+"""How much the loss rises over a step of that multiple of a direction; zero-dimensional tensors."""
 
 
 def spread_batches(loader: Loader, count: int) -> list[Batch]:
@@ -25,15 +27,6 @@ def spread_batches(loader: Loader, count: int) -> list[Batch]:
     chosen = [index * total // count for index in range(count)] if count < total else list(range(total))
     batches = islice(loader.batches(0), chosen[-1] + 1)
     return [batch for index, batch in enumerate(batches) if index in chosen]
-
-
-def refuse_exact_under_fsdp(hook: str, model: nn.Module) -> None:
-    """Raise :class:`UnsuitableError` if the model has modules under FSDP2, which cannot be differentiated twice."""
-    if fully_sharded_modules(model):
-        raise UnsuitableError(
-            f"Hook {hook!r} needs exact Hessian-vector products, which FSDP2 does not support, and the model has "
-            f"modules under fully_shard; set {hook}.method=finite_difference."
-        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +124,26 @@ def critical_along(loss: MeasuredLoss, direction: Vector, first: float, passes: 
     """Return the multiple of ``direction`` at which the loss is back where it was, see :func:`critical_step`."""
     with loss.along(direction) as rise:
         return critical_step(rise, torch.tensor(first, device=loss.model_ctx.device), passes)
+
+
+def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
+    """Return the multiple c of a direction at which the loss is back where it began: ``rise`` ≤ 0 below, > 0 above.
+
+    From ``first`` on, positive and zero-dimensional, the multiple is quartered while the loss rises, or taken four
+    times while it does not; once c lies between two multiples, their geometric mean is tried. ``passes`` evaluations
+    in all, without a look at the device's values. After b of them within the bracket c is known to a factor of
+    2^±(2^−b). NaN if no bracket is found. A loss that is not finite counts as a rise. If the loss crosses its first
+    value more than once, c is one of the crossings.
+    """
+    below, above = torch.zeros_like(first), torch.full_like(first, math.inf)
+    step = first
+    for _ in range(passes):
+        rises = ~(rise(step) <= 0)
+        below = torch.where(rises, below, step)
+        above = torch.where(rises, step, above)
+        middle = below.sqrt() * above.sqrt()
+        step = torch.where(below == 0, above / 4, torch.where(above.isinf(), below * 4, middle))
+    return torch.where((below > 0) & above.isfinite(), below.sqrt() * above.sqrt(), math.nan)
 
 
 CRITICAL_SHARPNESS = """

@@ -7,22 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
-from loopscope.errors import UsageError, unknown
+from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGroup, RunInfo
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rademacher, residuals
-from .measured_loss import (
-    CRITICAL_SHARPNESS,
-    MeasuredLoss,
-    gradient_metrics,
-    refuse_exact_under_fsdp,
-    spread_batches,
-    update_metrics,
-)
-from .stability import adam_preconditioner, stability_threshold
+from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, gradient_metrics, spread_batches, update_metrics
+from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold
 
 
 @dataclass(frozen=True)
@@ -176,12 +169,10 @@ class Sharpness(InterventionHook):
             ("k", k, 1),
             ("probes", probes, 2),
         ):
-            if value < least:
-                raise UsageError(f"sharpness.{option} is {value}; it must be at least {least}.")
+            require(value >= least, f"sharpness.{option} is {value}; it must be at least {least}.")
         if method not in METHODS:
             raise unknown("sharpness.method", method, METHODS)
-        if not 0 < epsilon < math.inf:
-            raise UsageError(f"sharpness.epsilon is {epsilon}; it must be a positive number.")
+        require(0 < epsilon < math.inf, f"sharpness.epsilon is {epsilon}; it must be a positive number.")
         if 0 < iterations < k:
             raise UsageError(f"sharpness.iterations is {iterations}; for k = {k} eigenvalues it must be at least {k}.")
         if density_probes > probes:

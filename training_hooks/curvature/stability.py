@@ -1,16 +1,15 @@
-"""How much curvature an optimizer bears: stability thresholds, Adam's preconditioner, the critical step."""
+"""How much curvature an optimizer bears, and Adam's preconditioner; where products with the Hessian are not exact."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from loopscope.errors import UnsuitableError
 from loopscope.hooks import OptimizerGroup
-from torch import Tensor
+from loopscope.state import fully_sharded_modules
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-
-Rise = Callable[[Tensor], Tensor]
-"""How much the loss rises over a step of that multiple of a direction; zero-dimensional tensors."""
 
 
 def stability_threshold(optimizer_class: type[Optimizer], groups: Sequence[OptimizerGroup]) -> float | None:
@@ -58,21 +57,10 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
     return found
 
 
-def critical_step(rise: Rise, first: Tensor, passes: int) -> Tensor:
-    """Return the multiple c of a direction at which the loss is back where it began: ``rise`` ≤ 0 below, > 0 above.
-
-    From ``first`` on, positive and zero-dimensional, the multiple is quartered while the loss rises, or taken four
-    times while it does not; once c lies between two multiples, their geometric mean is tried. ``passes`` evaluations
-    in all, without a look at the device's values. After b of them within the bracket c is known to a factor of
-    2^±(2^−b). NaN if no bracket is found. A loss that is not finite counts as a rise. If the loss crosses its first
-    value more than once, c is one of the crossings.
-    """
-    below, above = torch.zeros_like(first), torch.full_like(first, math.inf)
-    step = first
-    for _ in range(passes):
-        rises = ~(rise(step) <= 0)
-        below = torch.where(rises, below, step)
-        above = torch.where(rises, step, above)
-        middle = below.sqrt() * above.sqrt()
-        step = torch.where(below == 0, above / 4, torch.where(above.isinf(), below * 4, middle))
-    return torch.where((below > 0) & above.isfinite(), below.sqrt() * above.sqrt(), math.nan)
+def refuse_exact_under_fsdp(hook: str, model: nn.Module) -> None:
+    """Raise :class:`UnsuitableError` if the model has modules under FSDP2, which cannot be differentiated twice."""
+    if fully_sharded_modules(model):
+        raise UnsuitableError(
+            f"Hook {hook!r} needs exact Hessian-vector products, which FSDP2 does not support, and the model has "
+            f"modules under fully_shard; set {hook}.method=finite_difference."
+        )

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.firing.views import optimizer_groups
-from loopscope.training_hooks.curvature.stability import adam_preconditioner, critical_step, stability_threshold
+from loopscope.training_hooks.curvature.measured_loss import critical_step
+from loopscope.training_hooks.curvature.stability import adam_preconditioner, stability_threshold
 from torch import nn
 
 LR = 0.01
