@@ -2,7 +2,6 @@
 
 from .embedding_provenance import EmbeddingProvenance
 from .grad_clip import GradClip
-from .output_projection import ClipOptions, TiedGradientClipping
-from .output_projection_clip import OutputProjectionClip
+from .output_projection_clip import ClipOptions, OutputProjectionClip, TiedGradientClipping
 
 __all__ = ["ClipOptions", "EmbeddingProvenance", "GradClip", "OutputProjectionClip", "TiedGradientClipping"]

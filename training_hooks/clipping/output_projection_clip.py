@@ -1,14 +1,191 @@
-"""Clipping of the gradient through the output projection of a tied matrix, as a declared change of the run."""
+"""Clipping of the gradient through the output projection of a tied matrix, by the norms through its embedding."""
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
+import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
-from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, RunInfo
-from torch import nn
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, RunInfo, TapOwner, TapSet
+from torch import Tensor, nn
 
-from .output_projection import ClipOptions, OutputProjectionClipper, Scope
-from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair
+from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, squares
+
+Scope = Literal["weight", "logits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """How far the output projection's gradient is let go.
+
+    Args:
+        window_size: the steps whose embedding-gradient norms are averaged.
+        scale_factor: the threshold is this times their mean.
+        scope: ``weight`` clips only the output projection's share of the tied gradient, once per optimizer step;
+            ``logits`` clips d loss/d logits, and with it all that flows from it, in every backward pass.
+    """
+
+    window_size: int = 5
+    scale_factor: float = 0.1
+    scope: Scope = "weight"
+
+    def __post_init__(self) -> None:
+        """Check every value; raises :class:`UsageError`."""
+        if self.window_size < 1:
+            raise UsageError(f"output_projection_clip.window_size is {self.window_size}; it must be at least 1.")
+        if not (self.scale_factor > 0 and math.isfinite(self.scale_factor)):
+            raise UsageError(f"output_projection_clip.scale_factor is {self.scale_factor}; it must be positive.")
+        if self.scope not in (scopes := get_args(Scope)):
+            raise UsageError(f"output_projection_clip.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
+
+
+@dataclass
+class NormHistory:
+    """The last embedding-gradient norms that were finite, newest last, on their device; NaN where there is none yet."""
+
+    size: int
+    norms: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def add(self, norm: Tensor) -> None:
+        """Append a norm (zero-dimensional), unless it is infinite or NaN."""
+        if not self.norms.numel():
+            self.norms = torch.full((self.size,), torch.nan, dtype=norm.dtype, device=norm.device)
+        kept = self.norms.to(norm)
+        self.norms = torch.where(norm.isfinite(), torch.cat((kept[1:], norm[None])), kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the norms in the window."""
+        return {"norms": self.norms}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Resume with the norms of :meth:`state_dict`; an empty state is a fresh start.
+
+        Raises :class:`UsageError` for a window of another size.
+        """
+        norms = state.get("norms", torch.empty(0))
+        if norms.numel() not in (0, self.size):
+            raise UsageError(
+                f"The saved history has a window of {norms.numel()} steps, but window_size is {self.size}."
+            )
+        self.norms = norms
+
+    @property
+    def mean(self) -> Tensor | None:
+        """The mean of those that are there; ``None`` before the first step, NaN while all were infinite."""
+        return self.norms.nanmean() if self.norms.numel() else None
+
+
+class OutputProjectionClipper:
+    """Decides, once per optimizer step, how far the gradient through the output projection is scaled down.
+
+    The threshold is ``scale_factor`` times the mean of the last ``window_size`` norms of the gradient through the
+    embedding; before there is one, nothing is clipped. Under the scope ``logits`` those norms are themselves of scaled
+    gradients, since what is scaled flows on to the embedding.
+    """
+
+    def __init__(self, pair: EmbeddingPair, options: ClipOptions) -> None:
+        self.pair = pair
+        self.options = options
+        self.history = NormHistory(options.window_size)
+        self._gradients = TiedGradients(squares)
+        self._logits: list[tuple[Tensor, Tensor]] = []
+
+    def taps(self) -> list[GradientTap]:
+        """Return what has to be watched: both uses of the matrix and, under that scope, the logits.
+
+        All say that they replace: as parts of a treatment they may end the graphs of a compiled model.
+        """
+        watched = [
+            GradientTap(self.pair.projection, "weight", self._gradients.see_output, replaces=True),
+            GradientTap(self.pair.embedding, "weight", self._gradients.see_input, replaces=True),
+        ]
+        if self.options.scope == "logits":
+            watched.append(GradientTap(self.pair.projection, "output", self._scaled_logits, replaces=True))
+        return watched
+
+    def forget(self) -> None:
+        """Forget the gradients of the last step."""
+        self._gradients.forget()
+        self._logits = []
+
+    def threshold(self) -> Tensor | None:
+        """Return the largest norm that is let through; ``None`` before the first step, NaN if none was finite yet."""
+        mean = self.history.mean
+        return None if mean is None else self.options.scale_factor * mean
+
+    def _scaled_logits(self, gradient: Tensor) -> Tensor | None:
+        """Scale d loss/d logits of one backward pass; its norm is remembered."""
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        threshold = self.threshold()
+        factor = None if threshold is None else clip_factor(norm, threshold)
+        self._logits.append((norm, torch.ones_like(norm) if factor is None else factor))
+        return None if factor is None else gradient * factor.to(gradient.dtype)
+
+    def decide(self, gradient: Tensor | None, loss_scale: float) -> "Decision | None":
+        """Return what becomes of the step's gradients and take their norm into the history.
+
+        ``gradient`` is the whole gradient of the tied matrix, unscaled. ``None``: nothing flowed through both uses.
+        """
+        sums = self._gradients.measure(gradient, loss_scale)
+        output, threshold = self._gradients.output, self.threshold()
+        logits = self._logits
+        self.forget()
+        if sums is None or output is None:
+            return None
+        if logits and loss_scale != 1.0:
+            raise UnsuitableError(
+                "output_projection_clip.scope is 'logits', whose gradients are multiplied by the loss scale of float16 "
+                "while they are clipped; choose scope=weight, or --amp bf16."
+            )
+        input_norm, output_norm = (sums.sqrt() / loss_scale).unbind()
+        factors = [factor for _, factor in logits]
+        if self.options.scope == "weight":
+            factors = [torch.ones_like(output_norm) if threshold is None else clip_factor(output_norm, threshold)]
+        else:
+            output_norm = torch.stack([norm for norm, _ in logits]).square().sum().sqrt() / loss_scale
+        mean = self.history.mean
+        self.history.add(input_norm)
+        before = torch.full_like(input_norm, torch.nan) if mean is None else mean
+        return Decision(input_norm, output_norm, before, threshold, torch.stack(factors), output, loss_scale)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was measured of one step, and the factor on the output projection's share of the gradient."""
+
+    input_norm: Tensor
+    output_norm: Tensor
+    mean_norm: Tensor
+    """The mean of the norms before this one, NaN without any."""
+    threshold: Tensor | None
+    factors: Tensor
+    """One factor (scope ``weight``), or one for each backward pass."""
+    output: Tensor
+    """The sum of g_out, scaled like the loss."""
+    loss_scale: float
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the norms, and what was made of them as far as there was a threshold."""
+        values = {
+            "embedding_grad_l2_norm": self.input_norm,
+            "output_proj_grad_l2_norm": self.output_norm,
+            "clipped_fraction": (self.factors < 1).to(self.input_norm.dtype).mean(),
+        }
+        if self.threshold is None:
+            return values
+        return values | {"embedding_grad_rolling_avg": self.mean_norm, "output_proj_clip_threshold": self.threshold}
+
+    @property
+    def change(self) -> Tensor:
+        """What the output projection's gradient, as it is held, is multiplied by and added: (c − 1) / loss scale."""
+        return (self.factors[0] - 1) / self.loss_scale
+
+
+def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
+    """Return min(1, threshold / norm); 1 where either is undefined."""
+    return torch.nan_to_num((threshold / norm).clamp(max=1.0), nan=1.0)
 
 
 @HookRegistry.register
@@ -116,3 +293,57 @@ class OutputProjectionClip(InterventionHook):
         self._history = state
         if self._clipper is not None:
             self._clipper.history.load_state_dict(state)
+
+
+class TiedGradientClipping:
+    """Clips the gradient through a tied output projection in a training loop of your own; can be switched on and off.
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> clipping = TiedGradientClipping(model, ClipOptions(window_size=1, scale_factor=1.0))
+    >>> clipping.enable()
+    >>> model(torch.arange(5)).square().sum().backward()
+    >>> sorted(clipping.clip())
+    ['clipped_fraction', 'embedding_grad_l2_norm', 'output_proj_grad_l2_norm']
+    >>> clipping.disable()
+    """
+
+    def __init__(self, model: nn.Module, options: ClipOptions | None = None, *, embedding: str | None = None,
+                 projection: str | None = None) -> None:  # fmt: skip
+        pair = EmbeddingPair.of(model, "output_projection_clip", embedding, projection)
+        pair.must_be_tied("output_projection_clip")
+        self.clipper = OutputProjectionClipper(pair, options or ClipOptions())
+        self._weight = model.get_submodule(pair.embedding).get_parameter("weight")
+        self._taps = TapSet(model)
+
+    def enable(self) -> None:
+        """Follow the two gradients from the next backward pass on."""
+        self.disable()
+        owner = TapOwner("output_projection_clip", lambda: True, lambda target, function: function(), may_replace=True)
+        self._taps.attach(owner, self.clipper.taps())
+
+    def disable(self) -> None:
+        """Leave the gradients alone; the history is kept."""
+        self._taps.remove()
+        self.clipper.forget()
+
+    @torch.no_grad()
+    def clip(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Clip, after all backward passes of a step and before ``optimizer.step()``; returns what was measured.
+
+        Gradients are unscaled, and ``loss_scale`` is what the loss was multiplied by.
+        """
+        decision = self.clipper.decide(self._weight.grad, loss_scale)
+        if decision is None:
+            return {}
+        if self.clipper.options.scope == "weight" and decision.threshold is not None and self._weight.grad is not None:
+            self._weight.grad.addcmul_(decision.output, decision.change.to(self._weight.grad))
+        return decision.metrics()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the history of norms."""
+        return self.clipper.history.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Resume with the history of :meth:`state_dict`."""
+        self.clipper.history.load_state_dict(state)

@@ -15,7 +15,7 @@ from loopscope.training_hooks.clipping import (
     OutputProjectionClip,
     TiedGradientClipping,
 )
-from loopscope.training_hooks.clipping.output_projection import NormHistory
+from loopscope.training_hooks.clipping.output_projection_clip import NormHistory
 from torch import Tensor, nn
 from torch.nn import functional
 
