@@ -1,7 +1,6 @@
 """Copies of the weights beside the run."""
 
-from .model_smoothing import ModelSmoothing
-from .smoothing import ModelSmoother, SmoothingConfig
+from .smoothing import ModelSmoother, ModelSmoothing, SmoothingConfig
 from .weight_average import WeightAverage
 
 __all__ = ["ModelSmoother", "ModelSmoothing", "SmoothingConfig", "WeightAverage"]

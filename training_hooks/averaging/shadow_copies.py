@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from loopscope.errors import listed
+from loopscope.errors import UnsuitableError, listed
 from loopscope.hooks import Remembered, Remembering
+from loopscope.lowbit import layers_with_factors
 from loopscope.state import is_sharded, local_shards
 from torch import Tensor, nn
 
@@ -46,6 +47,15 @@ def shard_alike(copy: Tensor, original: Tensor) -> None:
             bindings._xla_mark_sharding(copy, sharding)
 
 
+def refuse_factors(hook: str, does: str, model: nn.Module) -> None:
+    """Raise :class:`UnsuitableError` if a Metis split, which may change from step to step, stands for weights."""
+    if apart := layers_with_factors(model):
+        raise UnsuitableError(
+            f"Hook {hook!r} {does} weights of different steps, but a Metis split makes other quantities of those of "
+            f"{listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
+        )
+
+
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of floating-point numbers, each shared one once."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -73,8 +83,6 @@ class ShadowCopies(Remembering):
 
     def like(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the copies of these tensors, DTensors where they are, which share the memory of the shards."""
-        if not any(map(is_sharded, live.values())):
-            return {name: self.shards[name] for name in live}
         return {name: _sharded_like(self.shards[name], tensor) for name, tensor in live.items()}
 
     def fit(self, model: nn.Module, *, widen: bool = False) -> None:

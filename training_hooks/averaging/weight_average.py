@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.durable_files import save_tensors
-from loopscope.errors import UnsuitableError, UsageError, listed, unknown
+from loopscope.errors import UnsuitableError, UsageError, require, unknown
 from loopscope.hooks import MetricInfo, Metrics, Remembering, RunInfo, metric_table
-from loopscope.lowbit import layers_with_factors
 from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, whole
 from torch import Tensor, nn
 
-from .shadow_copies import ShadowCopies, floating_buffers, step_markers
+from .shadow_copies import ShadowCopies, floating_buffers, refuse_factors, step_markers
 from .smoothing import distance
 
 
@@ -172,21 +171,18 @@ class WeightAverage(TrainingHook):
         evaluate: bool = True,
         evaluate_every: int = 5,
     ) -> None:
-        if not 0 < decay < 1:
-            raise UsageError(f"weight_average.decay is {decay}; it must lie between 0 and 1.")
+        require(0 < decay < 1, f"weight_average.decay is {decay}; it must lie between 0 and 1.")
         for option, value in (("interval", interval), ("swa_interval", swa_interval)):
-            if value < 1:
-                raise UsageError(f"weight_average.{option} is {value}; it must be at least 1 step.")
+            require(value >= 1, f"weight_average.{option} is {value}; it must be at least 1 step.")
+        require(evaluate_every >= 1, f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
         if not (0 <= swa_start < 1 or (swa_start >= 1 and float(swa_start).is_integer())):
             raise UsageError(
                 f"weight_average.swa_start is {swa_start}; it must be a share of the steps in [0, 1) or a whole step."
             )
         if averages not in (*KINDS, "both"):
             raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
-        self.swa_start, self.swa_interval, self.evaluate = swa_start, swa_interval, evaluate
-        if evaluate_every < 1:
-            raise UsageError(f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
-        self.evaluate_every = evaluate_every
+        self.swa_start, self.swa_interval = swa_start, swa_interval
+        self.evaluate, self.evaluate_every = evaluate, evaluate_every
         decays = {"ema": decay, "swa": 1.0}
         self.decays = decays if averages == "both" else {averages: decays[averages]}
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
@@ -196,12 +192,7 @@ class WeightAverage(TrainingHook):
         """Refuse a model without trained parameters, and averages of a checkpoint of another one."""
         if not trainable(run.model):
             raise UnsuitableError("Hook 'weight_average' needs trained parameters; the model has none.")
-        apart = layers_with_factors(run.model)
-        if apart:
-            raise UnsuitableError(
-                f"Hook {self.name!r} averages weights of different steps, but a Metis split makes other quantities of "
-                f"those of {listed(apart, 3)}; leave the hook out, or choose a recipe whose metis has forward=False."
-            )
+        refuse_factors(self.name, "averages", run.model)
         self._run = run
         self._swa_from = math.ceil(self.swa_start * run.steps) if self.swa_start < 1 else int(self.swa_start)
         try:
