@@ -6,18 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
-from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
+from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry, largest_magnitudes
+from loopscope.state import trainable, whole
 from torch import Tensor, nn
 
-from .hypothetical_casts import SUBJECTS, HypotheticalCasts, label, tensors_of
-from .overflow_ledger import Ledger, infos
-from .overflow_report import Alarm, Values, summary, values_by_role, values_together
+from .cast_losses import losses
+from .overflow_ledger import Alarm, Ledger, Values, infos, summary, values_by_role, values_together
 
 QUANTIZERS = "quantizers"
+SUBJECTS = ("gradients", "weights", "activations")
 
 
 def quantizing(model: nn.Module) -> list[str]:
@@ -25,6 +27,77 @@ def quantizing(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     plain_ones = {name for name, module in modules.items() if isinstance(module, BitLinear) and not module.recipe.casts}
     return [name for name in quantized_modules(model) if name not in plain_ones]
+
+
+def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
+    """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in trainable(model).items():
+        tensor = parameter.grad if subject == "gradients" else parameter
+        if tensor is not None and tensor.is_floating_point():
+            found[name] = whole(tensor.detach())
+    return found
+
+
+class HypotheticalCasts:
+    """Casts tensors in several ways, keeps what was lost and throws the results away.
+
+    Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
+
+    Args:
+        casts: the ways, each a format under a scaling rule.
+        subjects: some of ``SUBJECTS``.
+    """
+
+    def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
+        self.casts = list(casts)
+        self.subjects = list(subjects)
+        self._delay = max(cast.scaling_rule.history for cast in casts)
+        self._histories: dict[str, Tensor] = {}
+
+    def ledger(self, subject: str, model: nn.Module) -> Ledger:
+        """Return an empty ledger for the questions about a subject, whose roles are ``<subject>/<format>/<rule>``.
+
+        Activations, which differ from rank to rank, are the inputs of the modules with a trained matrix of their own.
+        """
+        roles = [f"{subject}/{label(cast)}" for cast in self.casts]
+        if subject == "activations":
+            own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
+            layers = [name for name, values in own.items() if any(v.ndim > 1 and v.requires_grad for v in values)]
+            return Ledger(layers, roles, shared=True)
+        real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
+        return Ledger(real, roles)
+
+    def ask(self, subject: str, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
+        """Count what each cast would lose of each tensor."""
+        dense = {name: each if each.layout is torch.strided else each.to_dense() for name, each in tensors.items()}
+        past = [self._histories.get(f"{subject}/{name}") for name in dense]
+        for name, found in zip(dense, losses(list(dense.values()), self.casts, past), strict=True):
+            for cast, counts in zip(self.casts, found, strict=True):
+                ledger.add(name, f"{subject}/{label(cast)}", counts)
+        if not self._delay:
+            return
+        for (name, tensor), earlier in zip(dense.items(), past, strict=True):
+            before = tensor.new_zeros(self._delay) if earlier is None else earlier.to(tensor.device)  # zeros are none
+            newest = largest_magnitudes(tensor, None).to(before.dtype).reshape(1)
+            self._histories[f"{subject}/{name}"] = torch.cat([before[1:], newest])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the largest magnitudes of the last steps, for the rules with a history."""
+        return dict(self._histories)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`state_dict` returned, leaving out histories of another length."""
+        self._histories = {name: history for name, history in state.items() if len(history) == self._delay}
+
+    def reset(self) -> None:
+        """Forget the largest magnitudes of the last steps."""
+        self._histories.clear()
+
+
+def label(cast: Cast) -> str:
+    """Return ``<format>/<rule>``."""
+    return f"{cast.format}/{cast.rule}"
 
 
 @HookRegistry.register
