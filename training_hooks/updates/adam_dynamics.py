@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
-from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, RunInfo
-from loopscope.state import live_gradients, trainable
+from loopscope.errors import UnsuitableError, require
+from loopscope.hooks import MetricInfo, Metrics, ModelDataContext, OptimizerGroup, RunInfo
+from loopscope.state import live_gradients, trainable, whole
 from torch import Tensor
-
-from .adam_update import Settings, Update, adam_update, flat
 
 Reading = tuple["Sums", Tensor]
 PIECE = 2**17
 """Elements that are worked on at once: small parameters together, in what a cache holds."""
+OPTIONS = ("betas", "eps", "decoupled_weight_decay", "amsgrad", "maximize")
+"""What a step of Adam depends on beside learning rate and decay; other options of a group may not be plain values."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 PERCENTILES = {"effective_lr_p10": 0.1, "effective_lr_median": 0.5, "effective_lr_p90": 0.9}
 
@@ -46,6 +46,54 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Update:
+    """The last step of some parameters, flat: m̂, √v̂, −η·m̂/(√v̂+ε), −ηλθ₋ (None: no decoupled decay) and θ₋."""
+
+    moment: Tensor
+    root: Tensor
+    adaptive: Tensor
+    decay: Tensor | None
+    before: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Δθ, the change of the parameters."""
+        return self.adaptive if self.decay is None else self.adaptive + self.decay
+
+
+@torch.no_grad()
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors of one device, the whole of each if it is sharded, in one dimension and in float32 or wider."""
+    joined = torch.cat([whole(tensor.detach()).flatten() for tensor in tensors])
+    return joined.to(torch.promote_types(joined.dtype, torch.float32))
+
+
+@torch.no_grad()
+def adam_update(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]], group: OptimizerGroup) -> Update:
+    """Return the update that Adam has just made, from parameters of one group and device and their states after it.
+
+    The parameters before the step are θ₋ = (θ + η·m̂/(√v̂+ε)) / (1 − ηλ) with decoupled decay (arXiv 1711.05101), and
+    θ + η·m̂/(√v̂+ε) without. With amsgrad v is the running maximum of the second moments (arXiv 1904.09237); as in
+    torch, the maximum is taken before the bias correction.
+    """
+    before = flat(parameters)
+    steps = torch.stack([whole(state["step"]).double() for state in states])
+    sizes = [each.numel() for each in parameters]
+    corrections = ((1 - beta**steps).to(before) for beta in map(float, group.options["betas"]))
+    first, second = (torch.cat([one.expand(n) for one, n in zip(each, sizes, strict=True)]) for each in corrections)
+    squares = "max_exp_avg_sq" if group.options["amsgrad"] else "exp_avg_sq"
+    moment = flat([state["exp_avg"] for state in states]).div_(first)
+    root = flat([state[squares] for state in states]).sqrt_().div_(second.sqrt_())
+    adaptive = torch.div(moment, root + group.options["eps"]).mul_(-group.lr)
+    before.sub_(adaptive)
+    shrinkage = group.lr * group.weight_decay
+    if not (group.options["decoupled_weight_decay"] and shrinkage):
+        return Update(moment, root, adaptive, None, before)
+    before.div_(1 - shrinkage)
+    return Update(moment, root, adaptive, -shrinkage * before, before)
+
+
+@dataclass(frozen=True)
 class Sums:
     """What is added up over parameters; every field is zero-dimensional."""
 
@@ -65,13 +113,13 @@ class Sums:
     gradient_distance: Tensor
 
 
-def sums_of(update: Update, gradient: Tensor, settings: Settings, reference: Tensor | None) -> Sums:
+def sums_of(update: Update, gradient: Tensor, group: OptimizerGroup, reference: Tensor | None) -> Sums:
     """Return the sums of an update, the gradient and the reference solution flat like it; 0 for what there is not."""
     total = update.total
-    gradient = -gradient if settings.maximize else gradient
+    gradient = -gradient if group.options["maximize"] else gradient
     zero = gradient.new_zeros(())
     way = None if reference is None else reference - update.before
-    coupled = 0.0 if settings.decoupled else settings.weight_decay**2
+    coupled = 0.0 if group.options["decoupled_weight_decay"] else group.weight_decay**2
     return Sums(
         first=energy(update.moment),
         second=energy(update.root),
@@ -82,7 +130,7 @@ def sums_of(update: Update, gradient: Tensor, settings: Settings, reference: Ten
         coupled_decay=coupled * energy(update.before) if coupled else zero,
         update_gradient=inner(total, gradient),
         moment_gradient=inner(update.moment, gradient),
-        below_eps=torch.count_nonzero(update.root < settings.eps),
+        below_eps=torch.count_nonzero(update.root < group.options["eps"]),
         elements=zero + gradient.numel(),
         distance=zero if way is None else energy(way),
         update_distance=zero if way is None else inner(total, way),
@@ -126,11 +174,11 @@ def solution_metrics(sums: Sums) -> dict[str, Tensor]:
     }
 
 
-def effective_rates(root: Tensor, settings: Settings, share: float) -> Tensor:
+def effective_rates(root: Tensor, group: OptimizerGroup, share: float) -> Tensor:
     """Return η/(√v̂ + ε) of a share of the elements of √v̂ (at least one), spread evenly; one-dimensional."""
     if share < 1:
         root = root[spread_indices(len(root), math.ceil(share * len(root))).to(root.device)]
-    return settings.lr / (root + settings.eps)
+    return group.lr / (root + float(group.options["eps"]))
 
 
 def pieces(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
@@ -209,14 +257,13 @@ class AdamDynamics(InterventionHook):
     mutates = False
     uses_reference_weights = True
     _step = Remembered(int)
-    _settings = Remembered(list[Settings], saved=False)
+    _groups = Remembered(list[OptimizerGroup], saved=False)
     metrics = "".join(
         [MOMENTS, *(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()), SOLUTION]
     )
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
-        if sample < 1:
-            raise UsageError(f"adam_dynamics.sample is {sample}; it must be at least 1.")
+        require(sample >= 1, f"adam_dynamics.sample is {sample}; it must be at least 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
         self.sample = sample
 
@@ -230,59 +277,61 @@ class AdamDynamics(InterventionHook):
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Note the settings with which the optimizer is about to make its step."""
-        self._step, self._settings = ctx.step, [Settings.of(group) for group in ctx.optimizer_groups]
+        self._step, self._groups = ctx.step, []
+        for group in ctx.optimizer_groups:
+            self._groups.append(replace(group, options={name: group.options[name] for name in OPTIONS}))
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the metrics of the step just made; nothing if no parameter had a gradient."""
         if self._step != run_ctx.step:
             return {}
-        groups = {str(index): self._read(each, run_ctx, model_ctx) for index, each in enumerate(self._settings)}
+        groups = {str(index): self._read(each, run_ctx, model_ctx) for index, each in enumerate(self._groups)}
         groups = {index: readings for index, readings in groups.items() if readings}
         if not groups:
             return {}
         solution = run_ctx.reference_weights is not None
         everything = [reading for readings in groups.values() for reading in readings]
         metrics: dict[str, Any] = self._metrics(everything, solution=solution)
-        if len(self._settings) > 1:
+        if len(self._groups) > 1:
             of_groups = {index: self._metrics(readings, solution=solution) for index, readings in groups.items()}
             metrics |= {f"group_{name}": {index: of_groups[index][name] for index in groups} for name in list(metrics)}
         return metrics
 
-    def _read(self, settings: Settings, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> list[Reading]:
+    def _read(self, group: OptimizerGroup, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> list[Reading]:
         """Measure the parameters of a group that the last step moved, in pieces."""
         states, reference = model_ctx.optimizer_state, run_ctx.reference_weights
         every = trainable(run_ctx.model)
         share = self.sample / sum(parameter.numel() for parameter in every.values())
-        trained = [name for name in settings.names if name in every and states.get(name)]
+        trained = [name for name in group.names if name in every and states.get(name)]
         moved = {name: every[name] for name in trained if every[name].grad is not None}
         readings = []
         for names in pieces(moved):
-            update = adam_update([moved[name] for name in names], [states[name] for name in names], settings)
+            update = adam_update([moved[name] for name in names], [states[name] for name in names], group)
             gradient = flat(live_gradients([every[name] for name in names]))
             way_point = None if reference is None else flat([reference[name] for name in names])
-            sums = sums_of(update, gradient, settings, way_point)
-            readings.append((sums, effective_rates(update.root, settings, share)))
+            sums = sums_of(update, gradient, group, way_point)
+            readings.append((sums, effective_rates(update.root, group, share)))
         return readings
 
     def _metrics(self, readings: Sequence[Reading], *, solution: bool) -> dict[str, Tensor]:
         """Return the metrics of a set of parameters, leaving out those that this optimizer or run cannot have."""
         sums = added([each for each, _ in readings])
         metrics = moment_metrics(sums, torch.cat([rates.to(sums.first.device) for _, rates in readings]))
-        if not any(settings.decoupled for settings in self._settings):
+        if not any(group.options["decoupled_weight_decay"] for group in self._groups):
             del metrics["decay_share"]
-        if not any(settings.weight_decay and not settings.decoupled for settings in self._settings):
+        if not any(group.weight_decay and not group.options["decoupled_weight_decay"] for group in self._groups):
             del metrics["coupled_decay_share"]
         return metrics | (solution_metrics(sums) if solution else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step that was due, and its settings as plain values."""
-        return super().state_dict() | {"settings": [asdict(settings) for settings in self._settings]}
+        """Return the last step that was due, and its groups as plain values."""
+        return super().state_dict() | {"groups": [asdict(group) for group in self._groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned."""
         super().load_state_dict(state)
-        self._settings = [Settings(**settings) for settings in state["settings"]]
+        self._groups = [OptimizerGroup(**group) for group in state["groups"]]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics over all parameters, then those of each group, reported if there are several."""

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from loopscope.errors import UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.firing.views import optimizer_groups
-from loopscope.hooks import HookPoint, TrainingHook
+from loopscope.hooks import HookPoint, OptimizerGroup, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.training_hooks.updates import AdamDynamics
-from loopscope.training_hooks.updates.adam_dynamics import PIECE, effective_rates, pieces, spread_indices
-from loopscope.training_hooks.updates.adam_update import Settings, adam_update
+from loopscope.training_hooks.updates.adam_dynamics import PIECE, adam_update, effective_rates, pieces, spread_indices
 from torch import Tensor, nn
 
 from tests.support import Case, RecordingSink, assert_same_bytes, build, run_info, train
@@ -50,7 +49,7 @@ def test_the_update_is_the_change_that_torch_makes(variant):
             names = [name for name in group.names if model[name].grad is not None]
             if names:
                 states = [optimizer.state[model[name]] for name in names]
-                update = adam_update([model[name] for name in names], states, Settings.of(group))
+                update = adam_update([model[name] for name in names], states, group)
                 start = flat({name: before[name] for name in names})
                 change = flat({name: model[name].detach() for name in names}) - start
                 torch.testing.assert_close(update.total, change, rtol=1e-9, atol=1e-14)
@@ -242,8 +241,8 @@ def test_spread_indices_are_distinct_ascending_and_leave_no_large_gap(count, siz
 def test_a_sample_of_a_tensor_too_large_for_quantile_stands_for_all_of_it():
     count = 17_000_000
     root = torch.linspace(0, 1, count).square_()
-    settings = Settings(["w"], 1.0, 0.9, 0.999, 0.5, 0.0, decoupled=True, amsgrad=False, maximize=False)
-    rates = effective_rates(root, settings, 16384 / count)
+    group = OptimizerGroup(("w",), lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), options={"eps": 0.5})
+    rates = effective_rates(root, group, 16384 / count)
     assert len(rates) == 16384
     assert torch.quantile(rates, 0.3).item() == pytest.approx(1 / (0.7**2 + 0.5), rel=1e-3)
 
@@ -269,7 +268,7 @@ def test_the_settings_of_a_step_in_progress_survive_a_file():
     torch.save(hook.state_dict(), file)
     file.seek(0)
     fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert fresh._settings == hook._settings
+    assert fresh._groups == hook._groups
     assert fresh._step == hook._step == 3
     fresh.reset()
     assert fresh.state_dict() == AdamDynamics().state_dict()
