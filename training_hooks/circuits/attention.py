@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import LoopscopeError, UsageError, unknown
+from loopscope.errors import LoopscopeError, require, unknown
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -154,8 +154,7 @@ class Attention(TrainingHook):
         self, *, rows: int = 16, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
     ) -> None:
         for option, value in (("rows", rows), ("every", every), ("spectrum", spectrum)):
-            if value < 1:
-                raise UsageError(f"attention.{option} is {value}; it must be at least 1.")
+            require(value >= 1, f"attention.{option} is {value}; it must be at least 1.")
         self._rows = rows
         self._every = every
         self._projections = projections
@@ -211,9 +210,8 @@ class Attention(TrainingHook):
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
     """Name the values of a layer's heads; a value of several numbers is a list."""
-    if values.ndim == 1:
-        return {f"{column}/{layer}.{head}": value for head, value in enumerate(values.unbind())}
-    return {f"{column}/{layer}.{head}": list(value.unbind()) for head, value in enumerate(values.unbind())}
+    each = [list(value) if value.ndim else value for value in values]
+    return {f"{column}/{layer}.{head}": value for head, value in enumerate(each)}
 
 
 def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:

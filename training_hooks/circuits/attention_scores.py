@@ -81,12 +81,6 @@ def additive(mask: Tensor, *, hides: bool) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask if hides else ~mask, -torch.inf)
 
 
-def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the bias that hides key j from query i for j > i, as ``is_causal`` does; shape (queries, keys)."""
-    hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(diagonal=1)
-    return additive(hidden, hides=True)
-
-
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of attention: how many heads of which width it has, and what their rows look like."""
@@ -112,8 +106,9 @@ def read_scaled_dot_product(
     if query.ndim != 4 or query.is_nested:
         return None
     bias = None if attn_mask is None else additive(attn_mask, hides=False)
-    if is_causal:
-        bias = causal(query.shape[-2], key.shape[-2], query.device)
+    if is_causal:  # hides key j from query i for j > i
+        hidden = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(diagonal=1)
+        bias = additive(hidden, hides=True)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     statistics = row_statistics(score_blocks(query, key, bias, scale))
     return AttentionCall(query.shape[1], query.shape[-1], statistics)

@@ -1,11 +1,11 @@
 """The Fourier spectra of embedding, decoder and neurons: which frequencies a model of modular arithmetic uses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from .modular_addition import (
     one_sided_power,
     power_of_columns,
     rows_of_pairs,
-    sampled_rows,
     stride_harmonics,
     token_pairs,
 )
@@ -40,17 +39,17 @@ def spectrum(power: Tensor, top_k: int) -> dict[str, Any]:
     }
 
 
-def prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``prefix`` before every name."""
-    return {prefix + name: value for name, value in metrics.items()}
-
-
 def acquisition(since: Tensor, is_key: Tensor, epoch: int) -> Tensor:
     """Return since which epoch each frequency is a key frequency without a break, NaN if it is none in ``epoch``.
 
     ``since`` is what this returned at the fire before, ``is_key`` tells which are now; both of shape (F,).
     """
     return torch.where(is_key, since.nan_to_num(nan=float(epoch)), torch.nan)
+
+
+def sampled_rows(p: int, count: int) -> Tensor:
+    """Draw ``count`` of the residues 0..p − 1 without replacement, in ascending order; all of them if p ≤ count."""
+    return torch.arange(p) if count >= p else torch.randperm(p)[:count].sort().values
 
 
 def neuron_spectra(activations: Sequence[Tensor], p: int) -> Tensor:
@@ -158,12 +157,9 @@ class Fourier(TrainingHook):
         rows: int = 16,
     ) -> None:
         for option, value, least in (("top_k", top_k, 1), ("stride", stride, 0), ("rows", rows, 0)):
-            if value < least:
-                raise UsageError(f"{option} is {value}; it must be at least {least}.")
-        if period < 0 or period == 1:
-            raise UsageError(f"period is {period}; it must be 0 (all rows) or at least 2.")
-        if not key_factor > 0:
-            raise UsageError(f"key_factor is {key_factor}; it must be positive.")
+            require(value >= least, f"fourier.{option} is {value}; it must be at least {least}.")
+        require(period == 0 or period >= 2, f"fourier.period is {period}; it must be 0 (all rows) or at least 2.")
+        require(key_factor > 0, f"fourier.key_factor is {key_factor}; it must be positive.")
         self._top_k = top_k
         self._embedding = embedding
         self._decoder = decoder
@@ -228,7 +224,8 @@ class Fourier(TrainingHook):
         if not name:
             return {}
         matrix = whole(model.get_parameter(name))[:length]
-        return prefixed("decoder_", spectrum(one_sided_power(matrix), self._top_k))
+        found = spectrum(one_sided_power(matrix), self._top_k)
+        return {f"decoder_{key}": value for key, value in found.items()}
 
     def _of_the_stride(self, power: Tensor, stride: int, length: int) -> dict[str, Any]:
         harmonics = stride_harmonics(length, stride) if stride else []
@@ -258,7 +255,8 @@ class Fourier(TrainingHook):
         captured = ctx.forward(pairs, capture=layers).captured
         power = neuron_spectra([captured[layer] for layer in layers], p)
         purity = (power.max(dim=0).values / power.sum(dim=0)).nanmean()
-        return prefixed("neuron_", spectrum(power.sum(dim=1), self._top_k) | {"purity": purity})
+        found = spectrum(power.sum(dim=1), self._top_k) | {"purity": purity}
+        return {f"neuron_{key}": value for key, value in found.items()}
 
     def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return the losses with the present key frequencies kept and removed, if the model has p classes."""

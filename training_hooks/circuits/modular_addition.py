@@ -76,11 +76,6 @@ def token_pairs(batch: Any) -> tuple[Tensor, Tensor] | None:
     return (pairs, targets) if whole_numbers and fits else None
 
 
-def sampled_rows(p: int, count: int) -> Tensor:
-    """Draw ``count`` of the residues 0..p − 1 without replacement, in ascending order; all of them if p ≤ count."""
-    return torch.arange(p) if count >= p else torch.randperm(p)[:count].sort().values
-
-
 def rows_of_pairs(first: Tensor, p: int) -> Tensor:
     """Return the pairs of every a in ``first`` with every b in 0..p − 1, shape (len(first)·p, 2)."""
     return torch.cartesian_prod(first, torch.arange(p, device=first.device)).view(-1, 2)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed, require
 from loopscope.hooks import GradientTap, Metrics, RunInfo
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
@@ -28,11 +29,6 @@ class Chain:
     name: str
     """The container's name in the model (``model`` if it is the model itself), or the pattern that found them."""
     blocks: tuple[str, ...]
-
-    @property
-    def transitions(self) -> tuple[tuple[str, str], ...]:
-        """Each block but the last with its successor."""
-        return tuple(zip(self.blocks[:-1], self.blocks[1:], strict=True))
 
 
 def find_chains(model: nn.Module, patterns: str = "") -> list[Chain]:
@@ -64,29 +60,23 @@ def _fitting(model: nn.Module, glob: str) -> Iterator[str]:
 def _stacks(module: nn.Module, name: str) -> Iterator[Chain]:
     blocks = _blocks(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
     if blocks:
-        yield Chain(name or "model", tuple(_joined(name, block) for block in blocks))
+        yield Chain(name or "model", tuple(f"{name}.{block}".lstrip(".") for block in blocks))
     for child_name, child in module.named_children():
         if child_name not in blocks:
-            yield from _stacks(child, _joined(name, child_name))
+            yield from _stacks(child, f"{name}.{child_name}".lstrip("."))
 
 
 def _blocks(container: nn.Module) -> list[str]:
-    """Name the members of the most frequent class of members with parameters, if there are two of them."""
+    """Return the names of the most frequent class of members with parameters, if there are two of them."""
     classes: dict[type[nn.Module], list[str]] = {}
     for name, member in container.named_children():
         if next(member.parameters(), None) is not None:
-            classes.setdefault(_class_of(member), []).append(name)
+            # the class as it was written: FSDP2 replaces that of a module by one derived from it
+            bases = type(member).__mro__
+            own = next(base for base in bases if not base.__module__.startswith("torch.distributed.fsdp"))
+            classes.setdefault(own, []).append(name)
     most: list[str] = max(classes.values(), key=len, default=[])
     return most if len(most) >= SMALLEST_STACK else []
-
-
-def _class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module as it was written: FSDP2 replaces it by one derived from it."""
-    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed.fsdp"))
-
-
-def _joined(parent: str, child: str) -> str:
-    return f"{parent}.{child}" if parent else child
 
 
 HYSTERESIS = 2.0
@@ -107,9 +97,8 @@ def gains(chain: Chain, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Where one of the two has no norm there is no gain.
     """
-    return {
-        after: norms[before] / norms[after] for before, after in chain.transitions if before in norms and after in norms
-    }
+    pairs = [pair for pair in pairwise(chain.blocks) if norms.keys() >= set(pair)]
+    return {after: norms[before] / norms[after] for before, after in pairs}
 
 
 @HookRegistry.register
@@ -170,8 +159,7 @@ class GradientFlow(TrainingHook):
     def __init__(
         self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
     ) -> None:
-        if interval < 1:
-            raise UsageError(f"gradient_flow.interval is {interval}; it must be at least 1 step.")
+        require(interval >= 1, f"gradient_flow.interval is {interval}; it must be at least 1 step.")
         if not 0 < vanishing_gain < 1:
             raise UsageError(f"gradient_flow.vanishing_gain is {vanishing_gain}; it must lie between 0 and 1.")
         if not 1 < amplifying_gain < float("inf"):

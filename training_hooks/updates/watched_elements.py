@@ -79,7 +79,9 @@ class Block:
         self._row_counts = [max(1, -(-size // width)) for size in sizes]
         self._lengths = torch.tensor(self._row_counts, device=device)
         dtype = choices[0].dtype
-        self._wide = dtype if dtype in WIDE else torch.float32
+        self.is_wide = dtype in WIDE
+        """Whether the elements are in float32 or wider."""
+        self._wide = dtype if self.is_wide else torch.float32
         self.rows = torch.zeros(sum(self._row_counts), width, dtype=dtype, device=device)
         parts = torch.split(self.rows, self._row_counts)
         self.views = [
@@ -87,11 +89,6 @@ class Block:
         ]
         self._all = all(choice.indices is None for choice in choices)
         self._pieces = pieces(self._row_counts, (AT_ONCE if self._all else SAMPLED_AT_ONCE) // width)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the elements are in float32 or wider."""
-        return self.rows.dtype in WIDE
 
     def keep(self, shards: Sequence[Tensor]) -> Tensor:
         """Copy what is looked at of the tensors, and return its norms."""
@@ -234,8 +231,8 @@ class WatchedElements:
         shards = dict(zip(parameters, shards_of(parameters.values()), strict=True))
         tables = []
         for block, before in zip(self._blocks, self._norms, strict=True):
-            low = not block.is_wide
-            gradients = [_gradient_shard(parameters[name]) if low else None for name in block.names]
+            low = [None if block.is_wide else parameters[name] for name in block.names]
+            gradients = [None if each is None or each.grad is None else gradient_shards([each])[0] for each in low]
             tables.append([before, *block.compare([shards[name] for name in block.names], gradients)])
         self._norms = []
         return tables
@@ -318,10 +315,6 @@ def gradient_shards(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     live: list[Any] = [owner.grad for owner in owners]
     dense = [gradient if gradient.layout is torch.strided else gradient.to_dense() for gradient in live]
     return shards_of(map(laid_out_like, dense, owners))
-
-
-def _gradient_shard(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else gradient_shards([parameter])[0]
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
-from loopscope.errors import UsageError
+from loopscope.errors import require
 from loopscope.hooks import Metrics
 from loopscope.state import Vector, norm_of_each, trainable, whole
 from torch import Tensor
@@ -89,11 +89,6 @@ def _distances(logs: Tensor, excess: Tensor, counts: Tensor, candidates: int) ->
     return torch.cat(blocks, dim=-1)
 
 
-def as_matrix(weight: Tensor) -> Tensor:
-    """Return a weight of two or more dimensions as (out, everything else); a kernel becomes (out, in·k·k)."""
-    return weight.flatten(start_dim=1)
-
-
 def spectra_by_size(matrices: Vector) -> list[tuple[list[str], Tensor]]:
     """Return the singular values of matrices, decomposed together for all that have equally many.
 
@@ -164,8 +159,7 @@ class WeightTracking(TrainingHook):
     """
 
     def __init__(self, *, min_tail: int = 10) -> None:
-        if min_tail < 2:
-            raise UsageError(f"weight_tracking.min_tail is {min_tail}; it must be at least 2.")
+        require(min_tail >= 2, f"weight_tracking.min_tail is {min_tail}; it must be at least 2.")
         self._min_tail = min_tail
 
     def compute(self, ctx: RunDataContext) -> Metrics:
@@ -180,7 +174,7 @@ class WeightTracking(TrainingHook):
         return metrics
 
     def _spectra(self, weights: Vector) -> dict[str, Tensor]:
-        matrices = {name: as_matrix(whole(weight)) for name, weight in weights.items() if weight.numel()}
+        matrices = {name: whole(weight).flatten(start_dim=1) for name, weight in weights.items() if weight.numel()}
         largest, effective, stable = {}, {}, {}
         tails: dict[str, dict[str, Tensor]] = {"alpha": {}, "alpha_distance": {}, "alpha_tail": {}}
         for names, spectra in spectra_by_size(matrices):

@@ -15,13 +15,12 @@ from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.circuits import Fourier, fourier
 from loopscope.training_hooks.circuits.embeddings import feed_forward_inputs, output_projection
-from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra
+from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra, sampled_rows
 from loopscope.training_hooks.circuits.modular_addition import (
     ablated_losses,
     data_stride,
     one_sided_power,
     rows_of_pairs,
-    sampled_rows,
     stride_harmonics,
     token_pairs,
     waves,

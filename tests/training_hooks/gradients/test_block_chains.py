@@ -28,7 +28,6 @@ def stack(count: int, kind: type[nn.Module] = Block) -> nn.ModuleList:
 def test_a_stack_of_one_class_is_a_chain_and_what_lies_inside_its_blocks_is_not():
     found = find_chains(model(embedding=nn.Embedding(3, 2), blocks=stack(3), head=nn.Linear(2, 3)))
     assert found == [Chain("blocks", ("blocks.0", "blocks.1", "blocks.2"))]
-    assert found[0].transitions == (("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"))
 
 
 def test_several_stacks_are_chains_of_their_own_in_the_order_of_the_model():
