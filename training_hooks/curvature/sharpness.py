@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
@@ -17,41 +16,8 @@ from .lanczos import Density, Product, Tridiagonal, lanczos, mean_and_error, rad
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, gradient_metrics, spread_batches, update_metrics
 from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold
 
-
-@dataclass(frozen=True)
-class SpectrumOptions:
-    """How much of a spectrum is measured: eigenvalues, Lanczos steps, probes of the trace and of the density."""
-
-    k: int
-    iterations: int
-    probes: int
-    density_probes: int
-    density_points: int
-
-
-def spectrum_metrics(product: Product, probes: Tensor, options: SpectrumOptions) -> dict[str, MetricValue]:
-    """Measure the operator's spectrum from probes of ±1, shape (options.probes, n).
-
-    The first probe starts the search for the largest eigenvalues. Of every probe z the first Lanczos step gives zᵀAz,
-    a sample of the trace; that of the first ``density_probes`` is followed by the rest of a quadrature.
-    """
-    size = probes.shape[1]
-    depths = [options.iterations if index < max(1, options.density_probes) else 1 for index in range(len(probes))]
-    runs = [lanczos(product, probe, depth) for probe, depth in zip(probes, depths, strict=True)]
-    trace, error = mean_and_error(size * torch.stack([run.diagonal[0] for run in runs]))
-    metrics = top_metrics(product, runs[0], options.k) | {"trace": trace, "trace_error": error}
-    if options.density_probes:
-        density = Density.of(runs[: options.density_probes])
-        mean_size, square = density.mean_size(), density.moment(2)
-        grid, values = density.smoothed(options.density_points)
-        metrics |= {
-            "eigenvalue_rms": square.sqrt(),
-            "effective_directions": size * mean_size.square() / square,
-            "negative_energy": density.negative_energy(),
-            "density_grid": list(grid),
-            "density": list(values),
-        }
-    return metrics
+LEAST = dict(batches=1, critical_passes=0, density_points=9, density_probes=0, iterations=0, k=1, probes=2)
+"""The least value of each number that is an option."""
 
 
 def top_metrics(product: Product, run: Tridiagonal, count: int) -> dict[str, MetricValue]:
@@ -75,7 +41,6 @@ SPECTRUM = """
     {prefix}smallest_eigenvalue | smallest Ritz value of {operator} | (−∞, ∞)
         | Below 0: there is a direction of negative curvature.
 """
-"""The metrics of one operator's spectrum, each name with a prefix."""
 MOMENTS = """
     trace | mean over probes z of zᵀHz, z random ±1 (Hutchinson) | (−∞, ∞)
         | The sum of all eigenvalues, estimated; read it with trace_error.
@@ -160,15 +125,11 @@ class Sharpness(InterventionHook):
         method: Method = "exact",
         probes: int = 6,
     ) -> None:
-        for option, value, least in (
-            ("batches", batches, 1),
-            ("critical_passes", critical_passes, 0),
-            ("density_points", density_points, 9),
-            ("density_probes", density_probes, 0),
-            ("iterations", iterations, 0),
-            ("k", k, 1),
-            ("probes", probes, 2),
-        ):
+        self.batches, self.critical_passes = batches, critical_passes
+        self.k, self.iterations, self.probes = k, iterations, probes
+        self.density_probes, self.density_points = density_probes, density_points
+        for option, least in LEAST.items():
+            value = vars(self)[option]
             require(value >= least, f"sharpness.{option} is {value}; it must be at least {least}.")
         if method not in METHODS:
             raise unknown("sharpness.method", method, METHODS)
@@ -182,16 +143,13 @@ class Sharpness(InterventionHook):
             )
         if not iterations and not critical_passes:
             raise UsageError("sharpness.iterations and sharpness.critical_passes are both 0; nothing is left to do.")
-        self.batches = batches
-        self.critical_passes = critical_passes
-        self.spectrum = SpectrumOptions(k, iterations, probes, density_probes, density_points)
         self.epsilon = epsilon
         self.method: Method = method
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
         """Learn which optimizer trains; raises :class:`UnsuitableError` where FSDP2 forbids exact products."""
-        if self.method == "exact" and self.spectrum.iterations:
+        if self.method == "exact" and self.iterations:
             refuse_exact_under_fsdp(self.name, run.model)
         self._optimizer_class = run.optimizer_class
 
@@ -201,7 +159,7 @@ class Sharpness(InterventionHook):
         groups = run_ctx.optimizer_groups
         preconditioner = self._preconditioner(loss, groups)
         metrics: dict[str, MetricValue] = {}
-        if self.spectrum.iterations:
+        if self.iterations:
             metrics |= self._spectra(loss, preconditioner)
             threshold = stability_threshold(self._optimizer_class, groups)
             deciding = "preconditioned_sharpness" if issubclass(self._optimizer_class, Adam) else "sharpness"
@@ -224,16 +182,40 @@ class Sharpness(InterventionHook):
     def _spectra(self, loss: MeasuredLoss, preconditioner: Tensor | None) -> dict[str, MetricValue]:
         generator = torch.Generator().manual_seed(random.getrandbits(63))  # leaves torch's stream to dropout
         like = torch.empty(0, dtype=loss.space.dtype, device=loss.model_ctx.device)
-        probes = rademacher(loss.space.size, self.spectrum.probes, generator, like)
+        probes = rademacher(loss.space.size, self.probes, generator, like)
         product = loss.hessian(self.method, self.epsilon)
-        metrics = spectrum_metrics(product, probes, self.spectrum)
+        metrics = self._spectrum(product, probes)
         if preconditioner is not None:
             root = preconditioner.rsqrt()
 
             def preconditioned(flat: Tensor) -> Tensor:
                 return root * product(root * flat)
 
-            run = lanczos(preconditioned, root.sign() * probes[0], self.spectrum.iterations)
-            found = top_metrics(preconditioned, run, self.spectrum.k)
+            run = lanczos(preconditioned, root.sign() * probes[0], self.iterations)
+            found = top_metrics(preconditioned, run, self.k)
             metrics |= {f"preconditioned_{name}": value for name, value in found.items()}
+        return metrics
+
+    def _spectrum(self, product: Product, probes: Tensor) -> dict[str, MetricValue]:
+        """Measure the operator's spectrum from probes of ±1, shape (probes, n).
+
+        The first probe starts the search for the largest eigenvalues. Of every probe z the first Lanczos step gives
+        zᵀAz, a sample of the trace; that of the first ``density_probes`` is followed by the rest of a quadrature.
+        """
+        size = probes.shape[1]
+        depths = [self.iterations if index < max(1, self.density_probes) else 1 for index in range(len(probes))]
+        runs = [lanczos(product, probe, depth) for probe, depth in zip(probes, depths, strict=True)]
+        trace, error = mean_and_error(size * torch.stack([run.diagonal[0] for run in runs]))
+        metrics = top_metrics(product, runs[0], self.k) | {"trace": trace, "trace_error": error}
+        if self.density_probes:
+            density = Density.of(runs[: self.density_probes])
+            mean_size, square = density.mean_size(), density.moment(2)
+            grid, values = density.smoothed(self.density_points)
+            metrics |= {
+                "eigenvalue_rms": square.sqrt(),
+                "effective_directions": size * mean_size.square() / square,
+                "negative_energy": density.negative_energy(),
+                "density_grid": list(grid),
+                "density": list(values),
+            }
         return metrics
