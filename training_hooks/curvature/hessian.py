@@ -45,20 +45,6 @@ def entanglement_metrics(before: Vector, after: Vector, previous: Vector, update
     }
 
 
-def own_step_metrics(before: Vector, after: Vector, update: Vector, loss_change: Tensor) -> dict[str, Tensor]:
-    """Describe what an update did to the batch that it was made from: gradients around it and the loss change."""
-    change = minus(after, before)
-    predicted = dot(before, update)
-    return {
-        "own_loss_change": loss_change,
-        "own_loss_change_predicted": predicted,
-        "own_gain_ratio": loss_change / predicted,
-        "own_entanglement_ratio": norm(change) / norm(before),
-        "own_entanglement_cosine": cosine(change, before),
-        "own_curvature": curvature_along(update, change),
-    }
-
-
 def solution_metrics(solution: Vector, update: Vector, change: Vector, before: Vector) -> dict[str, Tensor]:
     """Hold an update, the entanglement ``change`` and the gradient ``before`` against the way to a solution.
 
@@ -309,10 +295,19 @@ class Hessian(InterventionHook):
 
 
 def _own_step(departure: Departure, model_ctx: ModelDataContext) -> Metrics:
+    """Return what an update did to the batch that it was made from: to its gradient and its loss."""
     live = trainable(model_ctx.model)
     start = placed_like(live, departure.parameters)
     update = minus(live, start)
     loss_after, after = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
     overwrite(live, start)
     loss_before, before = model_ctx.compute_batch_loss(), model_ctx.compute_batch_gradients()
-    return own_step_metrics(before, after, update, loss_after - loss_before)
+    loss_change, predicted, change = loss_after - loss_before, dot(before, update), minus(after, before)
+    return {
+        "own_loss_change": loss_change,
+        "own_loss_change_predicted": predicted,
+        "own_gain_ratio": loss_change / predicted,
+        "own_entanglement_ratio": norm(change) / norm(before),
+        "own_entanglement_cosine": cosine(change, before),
+        "own_curvature": curvature_along(update, change),
+    }
