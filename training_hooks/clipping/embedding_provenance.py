@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import UsageError
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ PATH = """
     {prefix}_mean_abs | mean of |{symbol}| over all elements | [0, ∞)
         | Beside the norm it tells a gradient in few rows (small) from one in all of them.
 """
-"""What is told of the gradient on one of the two paths."""
 BOTH_PATHS = """
     output_to_embedding_ratio | ‖g_out‖₂ / ‖g_in‖₂ | [0, ∞)
         | Above 1 the output projection decides what becomes of the tied matrix; NaN or ∞: g_in is zero.
@@ -47,6 +46,7 @@ class EmbeddingProvenance(TrainingHook):
 
     name = "embedding_provenance"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    _gradients = Remembered(lambda: TiedGradients(all_sums), saved=False)
     metrics = (
         PATH.format(prefix="embedding_grad", symbol="g_in", way="through the input embedding")
         + PATH.format(prefix="output_proj_grad", symbol="g_out", way="through the output projection")
@@ -89,7 +89,6 @@ class EmbeddingProvenance(TrainingHook):
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval or 1)
         self._wanted = embedding, projection
         self._pair: EmbeddingPair | None = None
-        self._gradients = TiedGradients(all_sums)
 
     def start(self, run: RunInfo) -> None:
         """Find the two modules; refuse a model without them."""
@@ -122,10 +121,6 @@ class EmbeddingProvenance(TrainingHook):
         if weight.grad is None or other.grad is None:
             return {}
         return named(all_sums(weight.grad, other.grad), weight.numel(), 1.0, tied=False)
-
-    def reset(self) -> None:
-        """Forget the gradients that were seen of a step."""
-        self._gradients.forget()
 
 
 def named(sums: Tensor, count: int, scale: float, *, tied: bool) -> dict[str, Tensor]:

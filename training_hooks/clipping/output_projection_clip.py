@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, RunInfo, TapOwner, TapSet
+from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
 from torch import Tensor, nn
 
 from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, squares
@@ -41,12 +41,13 @@ class ClipOptions:
             raise UsageError(f"output_projection_clip.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
 
 
-@dataclass
-class NormHistory:
+class NormHistory(Remembering):
     """The last embedding-gradient norms that were finite, newest last, on their device; NaN where there is none yet."""
 
-    size: int
-    norms: Tensor = field(default_factory=lambda: torch.empty(0))
+    norms = Remembered(lambda: torch.empty(0))
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def add(self, norm: Tensor) -> None:
         """Append a norm (zero-dimensional), unless it is infinite or NaN."""
@@ -55,21 +56,12 @@ class NormHistory:
         kept = self.norms.to(norm)
         self.norms = torch.where(norm.isfinite(), torch.cat((kept[1:], norm[None])), kept)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the norms in the window."""
-        return {"norms": self.norms}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume with the norms of :meth:`state_dict`; an empty state is a fresh start.
-
-        Raises :class:`UsageError` for a window of another size.
-        """
-        norms = state.get("norms", torch.empty(0))
-        if norms.numel() not in (0, self.size):
-            raise UsageError(
-                f"The saved history has a window of {norms.numel()} steps, but window_size is {self.size}."
-            )
-        self.norms = norms
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with the norms of a state, none if it is empty; raises :class:`UsageError` for another window size."""
+        super().load_state_dict({"norms": torch.empty(0), **state})
+        length = self.norms.numel()
+        if length not in (0, self.size):
+            raise UsageError(f"The saved history has a window of {length} steps, but window_size is {self.size}.")
 
     @property
     def mean(self) -> Tensor | None:
@@ -85,8 +77,9 @@ class OutputProjectionClipper:
     gradients, since what is scaled flows on to the embedding.
     """
 
-    def __init__(self, pair: EmbeddingPair, options: ClipOptions) -> None:
-        self.pair = pair
+    def __init__(self, model: nn.Module, options: ClipOptions, embedding: str | None, projection: str | None) -> None:
+        self.pair = EmbeddingPair.of(model, "output_projection_clip", embedding, projection)
+        self.pair.must_be_tied("output_projection_clip")
         self.options = options
         self.history = NormHistory(options.window_size)
         self._gradients = TiedGradients(squares)
@@ -262,9 +255,7 @@ class OutputProjectionClip(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
-        pair = EmbeddingPair.of(run.model, self.name, *self._wanted)
-        pair.must_be_tied(self.name)
-        self._clipper = OutputProjectionClipper(pair, self.options)
+        self._clipper = OutputProjectionClipper(run.model, self.options, *self._wanted)
         self._clipper.history.load_state_dict(self._history)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
@@ -310,10 +301,8 @@ class TiedGradientClipping:
 
     def __init__(self, model: nn.Module, options: ClipOptions | None = None, *, embedding: str | None = None,
                  projection: str | None = None) -> None:  # fmt: skip
-        pair = EmbeddingPair.of(model, "output_projection_clip", embedding, projection)
-        pair.must_be_tied("output_projection_clip")
-        self.clipper = OutputProjectionClipper(pair, options or ClipOptions())
-        self._weight = model.get_submodule(pair.embedding).get_parameter("weight")
+        self.clipper = OutputProjectionClipper(model, options or ClipOptions(), embedding, projection)
+        self._weight = model.get_submodule(self.clipper.pair.embedding).get_parameter("weight")
         self._taps = TapSet(model)
 
     def enable(self) -> None:
