@@ -26,7 +26,7 @@ def losses(
 
     Args:
         tensors: real, of any shapes.
-        casts: the casts.
+        casts: what would be done to each of them.
         earlier: for each tensor the largest magnitudes of earlier ones, for rules with a history.
     """
     past = [None] * len(tensors) if earlier is None else list(earlier)

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
+from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
+from loopscope.hooks import GradientTap, MetricInfo, Metrics, Remembering, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry, largest_magnitudes
 from loopscope.state import trainable, whole
@@ -39,21 +39,19 @@ def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
     return found
 
 
-class HypotheticalCasts:
+class HypotheticalCasts(Remembering):
     """Casts tensors in several ways, keeps what was lost and throws the results away.
 
     Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
-
-    Args:
-        casts: the ways, each a format under a scaling rule.
-        subjects: some of ``SUBJECTS``.
     """
+
+    _histories = Remembered(dict[str, Tensor])
+    """The largest magnitudes of the last steps, for the rules with a history."""
 
     def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
         self.casts = list(casts)
         self.subjects = list(subjects)
         self._delay = max(cast.scaling_rule.history for cast in casts)
-        self._histories: dict[str, Tensor] = {}
 
     def ledger(self, subject: str, model: nn.Module) -> Ledger:
         """Return an empty ledger for the questions about a subject, whose roles are ``<subject>/<format>/<rule>``.
@@ -82,17 +80,10 @@ class HypotheticalCasts:
             newest = largest_magnitudes(tensor, None).to(before.dtype).reshape(1)
             self._histories[f"{subject}/{name}"] = torch.cat([before[1:], newest])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the largest magnitudes of the last steps, for the rules with a history."""
-        return dict(self._histories)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned, leaving out histories of another length."""
-        self._histories = {name: history for name, history in state.items() if len(history) == self._delay}
-
-    def reset(self) -> None:
-        """Forget the largest magnitudes of the last steps."""
-        self._histories.clear()
+        super().load_state_dict(state)
+        self._histories = {name: history for name, history in self._histories.items() if len(history) == self._delay}
 
 
 def label(cast: Cast) -> str:
@@ -283,7 +274,7 @@ class GradientOverflow(TrainingHook):
         return {
             "ledgers": {subject: ledger.state_dict() for subject, ledger in self._ledgers.items()},
             "alarms": {subject: alarm.state_dict() for subject, alarm in self._alarms.items()},
-            "histories": self._casts.state_dict(),
+            **self._casts.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,7 +283,7 @@ class GradientOverflow(TrainingHook):
             if subject in state["ledgers"]:
                 ledger.load_state_dict(state["ledgers"][subject])
                 self._alarms[subject].load_state_dict(state["alarms"][subject])
-        self._casts.load_state_dict(state["histories"])
+        self._casts.load_state_dict(state)
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""

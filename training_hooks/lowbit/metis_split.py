@@ -84,18 +84,18 @@ class MetisSplit(InterventionHook):
             assert layer.factors is not None
             weight = layer.merged_weight()
             parts, residual = split_weight(weight, len(layer.factors.s), options_of(layer).niter, source)
-            targets |= {_joined(name, f"factors.{part}"): value for part, value in parts._asdict().items()}
-            targets[_joined(name, "weight")] = residual
+            targets |= {f"{name}.factors.{part}".lstrip("."): value for part, value in parts._asdict().items()}
+            targets[f"{name}.weight".lstrip(".")] = residual
             measured.append(_measured(weight, parts, residual))
         model_ctx.blend_parameters(targets, 1.0)
-        names = [_joined(name, f"factors.{part}") for name in layers for part in Decomposition._fields]
+        names = [f"{name}.factors.{part}".lstrip(".") for name in layers for part in Decomposition._fields]
         model_ctx.thaw_parameters(names)
         model_ctx.reset_optimizer_state(names)
         return {"layers": len(layers), **_summary(stacked(measured))}
 
     def _refuse_forgotten(self, layers: Mapping[str, BitLinear], ctx: RunDataContext) -> None:
         known = {name for group in ctx.optimizer_groups for name in group.names}
-        missing = [name for name in layers if _joined(name, "factors.s") not in known]
+        missing = [name for name in layers if f"{name}.factors.s".lstrip(".") not in known]
         if missing:
             raise UsageError(
                 f"Hook {self.name!r} needs an optimizer that trains the factors of {listed(missing, 3)}; give it "
@@ -129,10 +129,6 @@ def schedule(options: set[MetisOptions], steps: int) -> StepSchedule:
         )
     ((warmup, merge),) = found
     return StepSchedule(mode="stride", every_n_steps=merge or max(1, steps), warmup=warmup)
-
-
-def _joined(layer: str, parameter: str) -> str:
-    return f"{layer}.{parameter}" if layer else parameter
 
 
 def _measured(weight: Tensor, parts: Decomposition, residual: Tensor) -> Tensor:

@@ -197,15 +197,9 @@ class Ledger:
         self._run = step if before is None else joined(before, step)
         parts = [step.sums, step.maxima, self._run.sums]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
-        sums, maxima, run_sums = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
-        shape = len(self.layers), len(self.roles)
-        return Page(
-            self.layers,
-            self.roles,
-            sums.reshape(*shape, len(SUMS)),
-            maxima.reshape(*shape, len(MAXIMA)),
-            run_sums.reshape(*shape, len(SUMS)),
-        )
+        pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
+        sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces)
+        return Page(self.layers, self.roles, sums, maxima, run_sums)
 
     def _gathered(self, device: torch.device) -> Counts:
         """Return the step's counts of all ranks, of shape (layers, roles)."""
