@@ -25,7 +25,7 @@ def agreement(layout: FlatLayout, now: Tensor, before: Tensor, shared: Sequence[
     return {
         "cosine": product / (square.sqrt() * square_before.sqrt()),
         "norm_ratio": square.sqrt() / square_before.sqrt(),
-        "relative_change": layout.dot(change, change).sqrt() / square_before.sqrt(),
+        "relative_change": layout.norm(change) / square_before.sqrt(),
         **{f"parameter_cosine/{name}": cosines[name] for name in shared},
     }
 

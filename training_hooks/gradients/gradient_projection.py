@@ -11,11 +11,8 @@ from ..measures import FlatLayout, FlatMemory
 
 def downhill(layout: FlatLayout, gradient: Tensor, way: Tensor) -> dict[str, Tensor]:
     """Return how the descent direction −ḡ lies to the way d = θ_ref − θ; flat vectors of a layout."""
-    product, distance = -layout.dot(gradient, way), layout.dot(way, way).sqrt()
-    return {
-        "gradient_cosine": product / (layout.dot(gradient, gradient).sqrt() * distance),
-        "gradient_projection": product / distance,
-    }
+    product, distance = -layout.dot(gradient, way), layout.norm(way)
+    return {"gradient_cosine": product / (layout.norm(gradient) * distance), "gradient_projection": product / distance}
 
 
 def journey(layout: FlatLayout, moved: Tensor, way: Tensor, route: Tensor) -> dict[str, Tensor]:
@@ -23,7 +20,7 @@ def journey(layout: FlatLayout, moved: Tensor, way: Tensor, route: Tensor) -> di
     along, squares = layout.dots(moved, route), layout.dots(route, route)
     length, progress = squares.sum().sqrt(), along.sum() / squares.sum()
     aside = torch.addcmul(moved, route, -progress.to(route.dtype))
-    orthogonal, distance = layout.dot(aside, aside).sqrt() / length, layout.dot(way, way).sqrt()
+    orthogonal, distance = layout.norm(aside) / length, layout.norm(way)
     metrics = {
         "distance": distance,
         "relative_distance": distance / length,

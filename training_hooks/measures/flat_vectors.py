@@ -124,6 +124,10 @@ class FlatLayout:
         """Return the inner product of two vectors' elements, zero-dimensional, float64."""
         return torch.dot(a, b).double() if self._in_one else self.dots(a, b).sum()
 
+    def norm(self, a: Tensor) -> Tensor:
+        """Return the norm of a vector's elements, zero-dimensional, float64."""
+        return self.dot(a, a).sqrt()
+
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of each parameter's parts, shape (parameters,), float64."""
         pairs = zip(self._parts(a), self._parts(b), strict=True)

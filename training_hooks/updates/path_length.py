@@ -116,8 +116,8 @@ class PathLength(TrainingHook):
         vectors, path = self._memory.vectors, self._interval_path
         self._path = self._path.to(path.device) + path
         newest = vectors["newest"].data
-        displacement = _distance(layout, newest, vectors["start"].data)
-        moved = _distance(layout, newest, vectors["interval"].data)
+        displacement = layout.norm(newest - vectors["start"].data)
+        moved = layout.norm(newest - vectors["interval"].data)
         metrics: dict[str, Any] = {
             "path_length": self._path,
             "displacement": displacement,
@@ -131,8 +131,3 @@ class PathLength(TrainingHook):
         vectors["interval"].data.copy_(newest)
         self._interval_path, self._interval_steps = torch.zeros_like(path), 0
         return metrics
-
-
-def _distance(layout: FlatLayout, here: Tensor, there: Tensor) -> Tensor:
-    between = here - there
-    return layout.dot(between, between).sqrt()
