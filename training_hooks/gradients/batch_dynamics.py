@@ -45,7 +45,6 @@ AUTOCORRELATION = """
     autocorrelation_lag_{lag} | mean of cos(g_t, g_(t−{lag})) over the k − {lag} pairs among the k gradients | [−1, 1]
         | About 1/(1+r) for batches of noise-to-signal energy r if the weights stand still. {contrast}
 """
-"""What is told of one lag."""
 FIRST_LAG = "Negative: each step overshoots, and the next one pulls back."
 LATER_LAG = "Below lag 1: the gradient turns within {} steps. Negative: it swings back after so many."
 EFFICIENCY = """
@@ -53,7 +52,6 @@ EFFICIENCY = """
         | 1: all point one way. 1/√{window} = {orthogonal:.2f}: they are orthogonal, as noise is, and accumulating
         them averages it out. Below that: they cancel.
 """
-"""What is told of one window."""
 RANK = """
     effective_rank | exp(−Σ p ln p), p = σ/Σσ, σ the singular values of the k gradients as rows; σ² ≤ k·ε·max σ² counts
         as 0, ε the rounding error of their dtype | [1, k]
@@ -94,15 +92,12 @@ class BatchDynamics(TrainingHook):
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     _history = Remembered(lambda hook: GradientHistory(hook.history, hook.projection), by_options=True)
     _step = Remembered(int)
-    metrics = "".join(
-        [
-            *(
-                AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG)
-                for lag in LAGS
-            ),
-            *(EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS),
-            RANK,
-        ]
+    metrics = (
+        "".join(
+            AUTOCORRELATION.format(lag=lag, contrast=LATER_LAG.format(lag) if lag > 1 else FIRST_LAG) for lag in LAGS
+        )
+        + "".join(EFFICIENCY.format(window=window, orthogonal=window**-0.5) for window in WINDOWS)
+        + RANK
     )
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:

@@ -224,10 +224,9 @@ class GradientFlow(TrainingHook):
         if not all(map(math.isfinite, norms)):
             return
         low, high = self._vanishing_gain, self._amplifying_gain
-        vanishing = {block: gain for block, gain in sorted(gains.items(), key=itemgetter(1)) if gain <= low}
-        amplifying = {
-            block: gain for block, gain in sorted(gains.items(), key=itemgetter(1), reverse=True) if gain >= high
-        }
+        ascending = sorted(gains.items(), key=itemgetter(1))
+        vanishing = {block: gain for block, gain in ascending if gain <= low}
+        amplifying = {block: gain for block, gain in reversed(ascending) if gain >= high}
         over = {block for block, gain in gains.items() if gain > low * HYSTERESIS}
         self._vanishing = _told(self._vanishing, vanishing, over, step, f"vanishes: gains of at most {low:g}")
         over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}

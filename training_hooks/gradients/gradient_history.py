@@ -42,13 +42,9 @@ def count_sketch(vector: Tensor, dimensions: int, key: int = 0) -> Tensor:
     for start, keys in zip(starts, chunk_keys(key, len(starts)), strict=True):
         part = vector[start : start + CHUNK].float().contiguous()
         hashed = _hashed(places[: len(part)], *keys)
-        signed = (part.view(torch.int32) ^ (hashed & SIGN)).view(torch.float32)
+        signed = (part.view(torch.int32) ^ (hashed & -(2**31))).view(torch.float32)  # that bit of a float32 is its sign
         sketch.index_add_(0, hashed & (dimensions - 1), signed)
     return sketch
-
-
-SIGN = -(2**31)
-"""The bit of a float32 that holds its sign, as an int32."""
 
 
 def _hashed(places: Tensor, multiplier: int, offset: int) -> Tensor:
@@ -93,7 +89,8 @@ class GradientHistory(Remembering):
     """A ring of the newest gradients, each one row, and their Gram matrix, which grows by a row with every gradient.
 
     Memory: ``capacity`` × width × 4 bytes (8 for float64 gradients), the width being the number of trainable elements,
-    or ``projection`` if that is not 0. Parameters without a gradient count as zeros; sharded ones are gathered.
+    or ``projection`` if that is not 0: then a :func:`count_sketch` of so many dimensions stands for each gradient. None
+    is taken before the first gradient comes. Parameters without one count as zeros; sharded ones are gathered.
     """
 
     _rows = Remembered[Tensor | None](lambda: None)
@@ -103,12 +100,6 @@ class GradientHistory(Remembering):
     _waiting = Remembered(int)
 
     def __init__(self, capacity: int, projection: int = 0) -> None:
-        """Make room for ``capacity`` gradients; none is taken before the first one comes.
-
-        Args:
-            capacity: the number of rows.
-            projection: dimensions of a :func:`count_sketch` that stands for each gradient; 0: the gradient itself.
-        """
         self.capacity = capacity
         self.projection = projection
 

@@ -38,10 +38,8 @@ class Chunk:
 
     def on(self, device: torch.device) -> "Chunk":
         """Return the chunk on a device."""
-        mean, scatter, changes, link = (
-            tensor.to(device) for tensor in (self.mean, self.scatter, self.changes, self.link)
-        )
-        return replace(self, mean=mean, scatter=scatter, changes=changes, link=link)
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Chunk(**vars(self) | moved)
 
 
 def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> None:

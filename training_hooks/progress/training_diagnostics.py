@@ -53,7 +53,6 @@ AUTOCORRELATION = """
         | Within ±2/√n: no memory. Positive: a trend or slow waves. Negative at lag 1: steps overshoot and come back.
         NaN: all losses are equal.
 """
-"""What is told of one lag."""
 GRADIENTS_AND_UPDATES = """
     grad_norm_mean | mean of ‖g‖₂ over the window, g all gradients of a step before any clipping | [0, ∞)
         | Its trend shows whether a clipping threshold fits; far above it nearly every step is clipped.

@@ -219,7 +219,6 @@ RATE = """
         | The learning rate that an element of m̂ is given. p90/p10 is the spread of the preconditioner: 1 would be SGD
         with momentum.
 """
-"""What is told of one percentile."""
 SOLUTION = """
     update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
         | Only with a reference solution. Positive: the step goes towards it.
@@ -258,9 +257,7 @@ class AdamDynamics(InterventionHook):
     uses_reference_weights = True
     _step = Remembered(int)
     _groups = Remembered(list[OptimizerGroup], saved=False)
-    metrics = "".join(
-        [MOMENTS, *(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()), SOLUTION]
-    )
+    metrics = MOMENTS + "".join(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()) + SOLUTION
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
         require(sample >= 1, f"adam_dynamics.sample is {sample}; it must be at least 1.")

@@ -70,7 +70,6 @@ class ParameterDelta(TrainingHook):
         """Return the change since the last report, nothing if other parameters were trained then; keep what is now."""
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
-            self.reset()
             self._memory.vectors = {"before": self._memory.begin(trained).values()}
             return {}
         layout = self._memory.layout(ctx.model)
