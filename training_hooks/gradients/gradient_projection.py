@@ -73,7 +73,7 @@ class GradientProjection(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
         if not self._memory.names:
-            self._memory.vectors = {"start": self._memory.begin(trainable(run.model)).values()}
+            self._memory.begin(trainable(run.model), "start")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the metrics; none of the gradient after an epoch without gradients."""

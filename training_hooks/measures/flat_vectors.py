@@ -105,7 +105,7 @@ class FlatLayout:
         views, shards = self._pairs(tensors, into)
         if len(views) < len(self.names):
             into.data.zero_()
-        if views:
+        if views:  # torch refuses empty lists; one call for all saves a launch for each parameter
             torch._foreach_copy_(views, shards)
         return into
 
@@ -177,11 +177,12 @@ class FlatMemory(Remembering):
     """A vector to work in, which is not needed any more."""
     _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
 
-    def begin(self, parameters: Mapping[str, nn.Parameter]) -> FlatLayout:
-        """Forget everything and begin anew with these parameters."""
+    def begin(self, parameters: Mapping[str, nn.Parameter], *vectors: str) -> FlatLayout:
+        """Forget everything and begin anew with these parameters; ``vectors`` are to hold their present values."""
         self.reset()
         self._layout = FlatLayout(parameters)
         self.names = self._layout.names
+        self.vectors = {name: self._layout.values() for name in vectors}
         return self._layout
 
     def layout(self, model: nn.Module) -> FlatLayout:

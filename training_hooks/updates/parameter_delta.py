@@ -64,13 +64,13 @@ class ParameterDelta(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Keep the parameters that the strategy begins with, unless it goes on from a checkpoint."""
         if not self._memory.names:
-            self._memory.vectors = {"before": self._memory.begin(trainable(run.model)).values()}
+            self._memory.begin(trainable(run.model), "before")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the change since the last report, nothing if other parameters were trained then; keep what is now."""
         trained = trainable(ctx.model)
         if self._memory.names != list(trained):
-            self._memory.vectors = {"before": self._memory.begin(trained).values()}
+            self._memory.begin(trained, "before")
             return {}
         layout = self._memory.layout(ctx.model)
         now, before = layout.copy(layout.parameters, self._memory.work(layout)), self._memory.vectors["before"]

@@ -7,10 +7,11 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepS
 from loopscope.errors import require
 from loopscope.hooks import STEP_POINTS, Metrics, RunInfo
 from loopscope.state import trainable
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..measures import FlatLayout, FlatMemory
 
+PLACES = ("start", "interval", "newest")
 FOLD = 512  # legs whose lengths wait as single numbers before they are added up
 
 
@@ -72,12 +73,12 @@ class PathLength(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Note where the path begins, unless it goes on from a checkpoint."""
         if not self._memory.names:
-            self._begin(run.model)
+            self._memory.begin(trainable(run.model), *PLACES)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Measure the leg from the last place, if steps lie between, and report between steps; before any nothing."""
         if not self._memory.names:
-            self._begin(ctx.model)
+            self._memory.begin(trainable(ctx.model), *PLACES)
         between_steps = ctx.hook_point not in STEP_POINTS
         done = ctx.step if between_steps else ctx.step - 1
         layout = self._memory.layout(ctx.model)
@@ -87,10 +88,6 @@ class PathLength(TrainingHook):
             self._measure(layout, done - self._done)
             self._done = done
         return self._report(layout) if between_steps and self._interval_steps else {}
-
-    def _begin(self, model: nn.Module) -> None:
-        layout = self._memory.begin(trainable(model))
-        self._memory.vectors = {name: layout.values() for name in ("start", "interval", "newest")}
 
     def _measure(self, layout: FlatLayout, steps: int) -> None:
         """Turn the vector kept from the place before into the leg, and then into the parameters of now."""
