@@ -117,12 +117,12 @@ def _dtype(shard: Tensor, widen: bool) -> torch.dtype:
 def _sharded_like(shard: Tensor, tensor: Any) -> Tensor:
     if not is_sharded(tensor):
         return shard
+    # A parameter's own class is nn.Parameter; that of its data is DTensor, wherever this version of torch has it.
     return type(tensor.data).from_local(  # type: ignore[no-any-return]
         shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def _refuse(what: str, names: Sequence[str]) -> None:
-    """Raise for the first five names of those that do not fit."""
     if names:
         raise ValueError(f"The state is of another model: it is about {listed(names, 5)}, {what}.")

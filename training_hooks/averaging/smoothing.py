@@ -126,7 +126,7 @@ class ModelSmoother:
         return self._copies.like(self._live)
 
     def maybe_smooth(self, step: int) -> bool:
-        """Smooth if ``step`` is a multiple of the interval, and tell whether it was; step 0 is none."""
+        """Smooth if ``step`` is a multiple of the interval (0 is none), and return whether it was."""
         due = step > 0 and step % self.config.update_interval == 0
         if due:
             self.smooth()

@@ -111,8 +111,6 @@ def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dic
 
 
 KINDS = {"ema": "the exponential moving average", "swa": "the equal average (SWA)"}
-
-
 AVERAGE = """
     {kind} | the numbers of the experiment's evaluation, by name, with {label} in the place of the weights
         | those of the evaluation

@@ -195,6 +195,7 @@ class AttentionReader(TorchFunctionMode):
     def listen(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         """Take what functions compute for calls of a module while it runs; yield the handles that end this."""
 
+        # no lambda: what a forward hook returns, unless it is None, replaces the output
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self._inside.pop()
 

@@ -12,8 +12,6 @@ from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPa
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""
-
-
 PATH = """
     {prefix}_l2_norm | ‖{symbol}‖₂ | [0, ∞) | Size of the gradient {way}.
     {prefix}_mean | mean of the elements of {symbol} | (−∞, ∞) | Far from 0: a common drift.

@@ -1,6 +1,6 @@
 """An input embedding and the output projection that may share its matrix: found, and their gradients told apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,7 @@ class EmbeddingPair:
             cls(name, other, tied=True)
             for name, module in embeddings.items()
             for other, candidate in modules.items()
+            # not ``candidate.weight``: a parametrised module computes another tensor at every access
             if candidate is not module and candidate._parameters.get("weight") is module.weight
         ]
         linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -51,11 +52,11 @@ class EmbeddingPair:
         chosen = [
             pair for pair in pairs if embedding in (None, pair.embedding) and projection in (None, pair.projection)
         ]
+        if len(chosen) != 1 and embedding is not None and projection is not None:
+            chosen = [cls._named(modules, hook, embedding, projection)]
         if len(chosen) == 1:
             chosen[0].check(model, hook)
             return chosen[0]
-        if embedding is not None and projection is not None:
-            return cls._named(model, hook, embedding, projection)
         found = ", ".join(f"{pair.embedding} with {pair.projection}" for pair in pairs)
         raise UnsuitableError(
             f"Hook {hook!r} needs an embedding and its output projection; the model has {found or 'none'}. Name them "
@@ -63,15 +64,11 @@ class EmbeddingPair:
         )
 
     @classmethod
-    def _named(cls, model: nn.Module, hook: str, embedding: str, projection: str) -> "EmbeddingPair":
-        modules = dict(model.named_modules())
+    def _named(cls, modules: Mapping[str, nn.Module], hook: str, embedding: str, projection: str) -> "EmbeddingPair":
         for option, name in (("embedding", embedding), ("projection", projection)):
             if name not in modules or modules[name]._parameters.get("weight") is None:
                 raise UsageError(f"{hook}.{option} is {name!r}; the model has no module of that name with a weight.")
-        tied = modules[embedding].weight is modules[projection].weight
-        pair = cls(embedding, projection, tied)
-        pair.check(model, hook)
-        return pair
+        return cls(embedding, projection, tied=modules[embedding].weight is modules[projection].weight)
 
     def must_be_tied(self, hook: str) -> None:
         """Raise :class:`UnsuitableError` for two matrices."""

@@ -117,7 +117,6 @@ APPROXIMATION = """
     {label}_error | ‖{formula} − E‖₂ / ‖E‖₂ | [0, ∞) | 0: it is E; 1: as bad as predicting 0.
     {label}_cosine | cos({formula}, E) | [−1, 1] | Whether the direction is right, apart from size.
 """
-"""What is told of an approximation of E."""
 CURVATURE_AND_OWN_STEP = """
     update_curvature | ΔθᵀH_BΔθ / ‖Δθ‖² | (−∞, ∞) | Curvature of B's loss along the step on A.
     gradient_curvature | vᵀH_B v / ‖v‖², v = −η·g_A | (−∞, ∞)

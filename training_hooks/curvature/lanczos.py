@@ -115,8 +115,7 @@ class Density:
 
     def moment(self, power: int) -> Tensor:
         """Return Σ w·node^power, an estimate of tr(A^power)/n."""
-        moment: Tensor = (self.weights * self.nodes**power).sum()
-        return moment
+        return (self.weights * self.nodes.pow(power)).sum()
 
     def mean_size(self) -> Tensor:
         """Return Σ w·|node|, an estimate of the mean absolute eigenvalue."""
@@ -124,8 +123,7 @@ class Density:
 
     def negative_energy(self) -> Tensor:
         """Return the share of tr(A²) that belongs to negative eigenvalues."""
-        negative: Tensor = (self.weights * self.nodes.clamp(max=0).square()).sum()
-        return negative / self.moment(2)
+        return (self.weights * self.nodes.clamp(max=0).square()).sum() / self.moment(2)
 
     def smoothed(self, points: int) -> tuple[Tensor, Tensor]:
         """Return an even grid over the nodes and the density there, shapes (points,), each mass spread by a Gaussian.

@@ -149,12 +149,11 @@ class LrProbe(InterventionHook):
         largest = max(own_rates)
         ratios = [rate / largest if largest else 1.0 for rate in own_rates]
         batches = islice(coming_batches(model_ctx.loader, run_ctx.step), len(self.rates))
-        losses = torch.stack(
-            [
-                model_ctx.take_step(batch, learning_rates=[rate * ratio for ratio in ratios])
-                for rate, batch in zip(self.rates, batches, strict=True)
-            ]
-        )
+        taken = [
+            model_ctx.take_step(batch, learning_rates=[rate * ratio for ratio in ratios])
+            for rate, batch in zip(self.rates, batches, strict=True)
+        ]
+        losses = torch.stack(taken)
         means = exponential_mean(losses.to(torch.promote_types(losses.dtype, torch.float32)), self.smoothing)
         rates = torch.tensor(self.rates, device=means.device)
         found = range_metrics(rates, means, skip=self._skip, divergence=self.divergence)

@@ -163,4 +163,3 @@ CRITICAL_SHARPNESS = """
         | The critical sharpness of arXiv 2601.16979; rises with training until it hovers near 2/η, or above under
         momentum.
 """
-"""What :func:`gradient_metrics` and :func:`update_metrics` return."""

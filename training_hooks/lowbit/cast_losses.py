@@ -229,7 +229,6 @@ def _sums_of(values: Tensor, lengths: list[int]) -> list[Tensor]:
 
 
 def _split(values: Tensor, length: int) -> Iterable[Tensor]:
-    """Return a tensor in parts along its first dimension."""
     parts: tuple[Tensor, ...] = torch.split(values, length)
     return parts
 

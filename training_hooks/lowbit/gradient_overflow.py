@@ -248,7 +248,6 @@ class GradientOverflow(TrainingHook):
         return metrics
 
     def _turn(self, subject: str, ctx: RunDataContext) -> Values:
-        """Close the step of a ledger, and return what it says."""
         page = self._ledgers[subject].turn(next(ctx.model.parameters()).device)
         if page is None or not page.heard():
             return {}

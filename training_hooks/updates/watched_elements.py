@@ -165,6 +165,7 @@ class Block:
             return values
         if order == 2:
             squares = values.double().square()
+            # unsafe: the check of the lengths, which are right, would wait for the device
             return torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True).sqrt().to(self._wide)
         return torch.stack(torch._foreach_norm(torch.split(values, self._row_counts), order))
 

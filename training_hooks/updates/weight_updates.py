@@ -19,8 +19,6 @@ CONDITIONS = {
     "frozen": ("is frozen", "are frozen"),
     "rounded_away": ("does not move, its update being rounded away", "do not move, their updates being rounded away"),
 }
-
-
 NORM = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
 RATIO = (
     "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
