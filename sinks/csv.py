@@ -19,8 +19,8 @@ from .run_file import FileSink, complete_lines
 POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
+# The numbers that Python writes in another way than JSON.
 WORDS: dict[str, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "True": True, "False": False}
-"""The numbers that Python writes in another way than JSON."""
 
 
 class Columns:
@@ -110,8 +110,12 @@ class CSVSink(FileSink):
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one row, or at step-level points one for each set of steps."""
         if hook_point in STEP_POINTS:
-            groups = _by_steps(metrics, step).items()
-            rows = [self._columns.row((epoch, _cell(_shown(at)), hook_point.name), group) for at, group in groups]
+            groups: dict[tuple[int, ...], dict[str, Any]] = {}
+            for name, value in metrics.items():
+                series = value if isinstance(value, Series) else Series([step], [value])
+                groups.setdefault(tuple(series.steps), {})[name] = _shown(series.values)
+            parts = groups.items()
+            rows = [self._columns.row((epoch, _cell(_shown(at)), hook_point.name), part) for at, part in parts]
         else:
             rows = [self._columns.row((epoch, step, hook_point.name), metrics)]
         self._write("".join(rows))
@@ -120,15 +124,6 @@ class CSVSink(FileSink):
     def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield step and metrics of each row; a family of per-parameter metrics is a dict."""
         return ((record.step, record.metrics) for record in read_csv(path))
-
-
-def _by_steps(metrics: Mapping[str, Any], step: int) -> dict[tuple[int, ...], dict[str, Any]]:
-    """Return the values of the series of each set of steps; what is no series is one of the one ``step``."""
-    groups: dict[tuple[int, ...], dict[str, Any]] = {}
-    for name, value in metrics.items():
-        series = value if isinstance(value, Series) else Series([step], [value])
-        groups.setdefault(tuple(series.steps), {})[name] = _shown(series.values)
-    return groups
 
 
 def _shown(values: Sequence[Any]) -> Any:

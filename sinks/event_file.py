@@ -20,11 +20,10 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from .record import plain
-from .run_file import cut_back, reopened, replaced, write_all
+from .run_file import reopened, write_all
 from .wandb_process import as_float, cells
 
-CASTAGNOLI = 0x82F63B78
-"""The polynomial of CRC-32C with its bits reversed."""
+CASTAGNOLI = 0x82F63B78  # the polynomial of CRC-32C with its bits reversed
 CHUNK = 512
 BUCKETS = 30
 LENGTH_BYTES = 8
@@ -85,13 +84,12 @@ class EventFile:
         Raises :class:`UsageError`, and leaves the file as it is, where those bytes are missing or not whole events.
         """
         self.path = path
-        self._file = FileIO(path, "w") if size is None else reopened(path, size)
+        if size is not None:
+            self._file = reopened(path, size, lambda file: _fault(file, size))
+            return
+        self._file = FileIO(path, "w")
         try:
-            if size is None:
-                self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-            else:
-                require_whole_events(self._file, size)
-                cut_back(self._file, size)
+            self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except BaseException:
             self.close()
             raise
@@ -101,13 +99,43 @@ class EventFile:
         """How many bytes were written, all of which the operating system has."""
         return self._file.tell()
 
-    def write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Write the options of a run: as a row of the HPARAMS tab, and as a table in the TEXT tab."""
+        # The tab holds numbers, booleans and texts.
+        shown = {
+            name: value
+            if isinstance(value, bool)
+            else as_float(value)
+            if isinstance(value, (int, float))
+            else str(value)
+            for name, value in options.items()
+        }
+        row = hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
+        lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
+        self._write({0: [row, text_pb("run", "\n".join(["| | |", "|---|---|", *lines])).value[0]]})
+
+    def write(self, by_step: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
+        """Write names and values at their steps."""
+        found = {
+            step: [part for name, value in items for part in messages(name, value)] for step, items in by_step.items()
+        }
+        self._write(found)
+
+    def end(self, status: str, step: int) -> None:
+        """Write how the run ended, and at which step."""
+        outcome = STATUS_SUCCESS if status == "completed" else STATUS_FAILURE
+        content = HParamsPluginData(session_end_info=SessionEndInfo(status=outcome, end_time_secs=time.time()))
+        metadata = hparams.create_summary_metadata(content)
+        tag, tensor = hparams.SESSION_END_INFO_TAG, hparams.NULL_TENSOR
+        self._write({step: [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]})
+
+    def _write(self, by_step: Mapping[int, Sequence[Any]]) -> None:
         """Write one event for each step, with the ``Summary.Value`` messages that belong to it."""
         now = time.time()
         items = sorted(by_step.items())
-        self._write(*(Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in items))
+        self._append(*(Event(wall_time=now, step=step, summary=Summary(value=values)) for step, values in items))
 
-    def _write(self, *events: Any) -> None:
+    def _append(self, *events: Any) -> None:
         """Write events in TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
         records = [event.SerializeToString() for event in events]
         write_all(self._file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
@@ -117,8 +145,8 @@ class EventFile:
         self._file.close()
 
 
-def require_whole_events(file: FileIO, size: int) -> None:
-    """Raise :class:`UsageError` unless the first ``size`` bytes of a file are whole events, by their lengths."""
+def _fault(file: FileIO, size: int) -> str:
+    """Return what is wrong where the first ``size`` bytes of a file are not whole events, by their lengths."""
     position = 0
     while position < size:
         header = os.pread(file.fileno(), HEADER_BYTES, position)
@@ -126,8 +154,7 @@ def require_whole_events(file: FileIO, size: int) -> None:
         if header != _header(length):
             break
         position += HEADER_BYTES + length + CHECKSUM_BYTES
-    if position != size:
-        raise replaced(file, f"no event ends at byte {size:,}, where one did at the checkpoint")
+    return "" if position == size else f"no event ends at byte {size:,}, where one did at the checkpoint"
 
 
 def messages(name: str, value: Any) -> list[Any]:
@@ -162,26 +189,3 @@ def histogram(finite: Sequence[float]) -> Any:
     return HistogramProto(
         min=low, max=high, num=len(values), sum=total, sum_squares=squares, bucket_limit=limits, bucket=counts
     )
-
-
-def session_start(hyperparameters: Mapping[str, Any]) -> Any:
-    """Return the message that makes a run a row of the HPARAMS tab; whatever is no number or boolean is its text."""
-    shown = {
-        name: value if isinstance(value, bool) else as_float(value) if isinstance(value, (int, float)) else str(value)
-        for name, value in hyperparameters.items()
-    }
-    return hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
-
-
-def session_end(status: str) -> Any:
-    """Return the message that says how a run ended."""
-    outcome = STATUS_SUCCESS if status == "completed" else STATUS_FAILURE
-    content = HParamsPluginData(session_end_info=SessionEndInfo(status=outcome, end_time_secs=time.time()))
-    metadata = hparams.create_summary_metadata(content)
-    return Summary.Value(tag=hparams.SESSION_END_INFO_TAG, metadata=metadata, tensor=hparams.NULL_TENSOR)
-
-
-def table(name: str, rows: Iterable[tuple[str, Any]]) -> Any:
-    """Return the message that shows names and values as a table in the TEXT tab."""
-    lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows]
-    return text_pb(name, "\n".join(["| | |", "|---|---|", *lines])).value[0]

@@ -6,7 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
+from loopscope.runs import RunRecord, read_status
 
 from .record import LAYOUTS, NUMBERS, Record, json_text
 from .run_file import FileSink, complete_lines
@@ -79,10 +81,23 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         epoch, step, name = (fields.pop(field) for field in POSITION)
         point = HookPoint[name]
         if point in STEP_POINTS:
-            fields = {name: _series(value) for name, value in fields.items()}
+            for name, value in fields.items():
+                if isinstance(value, dict) and value.keys() == {"steps", "values"}:
+                    fields[name] = Series(**value)
         yield Record(epoch, step, point, fields)
 
 
-def _series(value: Any) -> Any:
-    is_series = isinstance(value, dict) and value.keys() == {"steps", "values"}
-    return Series(**value) if is_series else value
+def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
+    """Return what was run in a folder, the JSONL file of its metrics and how it ended, for :meth:`ReplaySink.replay`.
+
+    A run without a summary was killed, and counts as failed. Raises :class:`UsageError` for a folder that holds no run,
+    or a run without a record.
+    """
+    run = RunRecord.read(folder)
+    path = folder / f"{run.strategy}.jsonl"
+    if not path.is_file():
+        raise UsageError(
+            f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
+            "with --hook-wandb."
+        )
+    return run, path, read_status(folder) or "failed"

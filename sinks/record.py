@@ -9,8 +9,8 @@ import numpy as np
 from loopscope.hooks import HookPoint, Series
 
 NUMBERS = frozenset({float, int, bool})
+# So many sets of names keep their layout; a hook that names other metrics at every fire must not fill the memory.
 LAYOUTS = 64
-"""How many sets of names keep their layout; a hook that names other metrics at every fire must not fill the memory."""
 
 
 @dataclass(frozen=True)

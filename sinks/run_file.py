@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +21,7 @@ class FileSink(RecordSink):
     :meth:`flush` makes it survive a power cut.
     """
 
-    notation: ClassVar[Mapping[str, str]] = {}
-    """What else a checkpoint must know of how the file is written."""
+    notation: ClassVar[Mapping[str, str]] = {}  # what else a checkpoint must know of how the file is written
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
@@ -37,7 +36,7 @@ class FileSink(RecordSink):
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's file."""
         self.close("")
-        self._file = FileIO(self._path(run), "w")
+        self._file = FileIO(run.output_dir / self.leaves(run.strategy)[0], "w")
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
@@ -48,17 +47,14 @@ class FileSink(RecordSink):
         """
         self.close("")
         header, size = self.header(run, position).encode(), position["size"]
-        file = reopened(self._path(run), size)
-        try:
+
+        def fault(file: FileIO) -> str:
             if file.read(len(header)) != header:
-                raise replaced(file, "its first line is not the one that this run, with its hooks, begins with")
-            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                raise replaced(file, f"no line ends at byte {size:,}, where one did at the checkpoint")
-            cut_back(file, size)
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
+                return "its first line is not the one that this run, with its hooks, begins with"
+            ends = not size or os.pread(file.fileno(), 1, size - 1) == b"\n"
+            return "" if ends else f"no line ends at byte {size:,}, where one did at the checkpoint"
+
+        self._file = reopened(run.output_dir / self.leaves(run.strategy)[0], size, fault)
 
     def position(self) -> dict[str, Any]:
         """Return the size of the file, all of which the operating system has, and how it is written."""
@@ -78,9 +74,6 @@ class FileSink(RecordSink):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    def _path(self, run: RunInfo) -> Path:
-        return run.output_dir / self.leaves(run.strategy)[0]
 
     def _write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
@@ -102,30 +95,27 @@ def write_all(file: FileIO, data: bytes) -> None:
         rest = rest[file.write(rest) :]
 
 
-def reopened(path: Path, size: int) -> FileIO:
-    """Open the file of an earlier part of the run, of which a checkpoint knows ``size`` bytes, at its beginning.
+def reopened(path: Path, size: int, fault: Callable[[FileIO], str]) -> FileIO:
+    """Open the file of an earlier part of the run behind its first ``size`` bytes, and cut off what follows them.
 
-    Raises :class:`UsageError` where it is missing or shorter.
+    Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, or another one
+    than the checkpoint knows: ``fault`` says why, or nothing.
     """
     try:
         file = FileIO(path, "r+")
     except FileNotFoundError as error:
         raise UsageError(f"{path} is missing, of which the checkpoint knows {size:,} bytes; {_REMEDY}") from error
-    if (found := os.fstat(file.fileno()).st_size) < size:
+    try:
+        if (found := os.fstat(file.fileno()).st_size) < size:
+            raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")
+        if reason := fault(file):
+            raise UsageError(f"{path} is not the file that the checkpoint knows: {reason}; {_REMEDY}")
+        file.truncate(size)
+        file.seek(size)
+    except BaseException:
         file.close()
-        raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")
+        raise
     return file
-
-
-def cut_back(file: FileIO, size: int) -> None:
-    """Cut off what stands behind the first ``size`` bytes and go on there."""
-    file.truncate(size)
-    file.seek(size)
-
-
-def replaced(file: FileIO, reason: str) -> UsageError:
-    """Make the error for a file that is another one than a checkpoint knows."""
-    return UsageError(f"{file.name} is not the file that the checkpoint knows: {reason}; {_REMEDY}")
 
 
 def complete_lines(path: Path) -> Iterator[str]:

@@ -9,9 +9,8 @@ from loopscope.errors import UsageError, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
 from loopscope.runs import ReplaySink, RunRecord, pass_on
 
-from .jsonl import read_jsonl
+from .jsonl import read_jsonl, recorded_run
 from .record import Record
-from .recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from .event_file import EventFile
@@ -52,7 +51,7 @@ class TensorBoardSink(ReplaySink):
 
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's event file."""
-        self._begin(run.output_dir / FOLDER, RunRecord.of_run(run))
+        self._begin(run.output_dir, RunRecord.of_run(run))
 
     def position(self) -> dict[str, Any]:
         """Return the size of the event file and the newest step."""
@@ -64,35 +63,30 @@ class TensorBoardSink(ReplaySink):
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Go on in the strategy's event file, cut back to the position."""
+        self._open(run.output_dir, run.strategy, position["step"], size=position["size"])
+
+    def _begin(self, folder: Path, run: RunRecord) -> None:
+        (folder / FOLDER).mkdir(exist_ok=True)
+        head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
+        self._open(folder, run.strategy, step=0).begin(head | dict(flat(run.config)))
+
+    def _open(self, folder: Path, strategy: str, step: int, *, size: int | None = None) -> "EventFile":
         from .event_file import EventFile
 
         self._release()
-        self._file = EventFile(_event_file(run.output_dir / FOLDER, run.strategy), size=position["size"])
-        self._step = position["step"]
-
-    def _begin(self, folder: Path, run: RunRecord) -> None:
-        from .event_file import EventFile, session_start, table
-
-        self._release()
-        folder.mkdir(exist_ok=True)
-        self._file = EventFile(_event_file(folder, run.strategy))
-        self._step = 0
-        head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
-        options = head | dict(flat(run.config))
-        self._file.write({0: [session_start(options), table("run", options.items())]})
+        self._file, self._step = EventFile(folder / FOLDER / f"events.out.tfevents.{strategy}", size=size), step
+        return self._file
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Write the metrics at their steps."""
-        from .event_file import messages
-
         file = self._opened()
-        by_step: dict[int, list[Any]] = {}
+        by_step: dict[int, list[tuple[str, Any]]] = {}
         for name, value in metrics.items():
             if isinstance(value, Series) and hook_point in STEP_POINTS:
                 for at, item in zip(value.steps, value.values, strict=True):
-                    by_step.setdefault(at, []).extend(messages(name, item))
+                    by_step.setdefault(at, []).append((name, item))
             else:
-                by_step.setdefault(step, []).extend(messages(name, value))
+                by_step.setdefault(step, []).append((name, value))
         self._step = max(self._step, step)
         file.write(by_step)
 
@@ -105,11 +99,9 @@ class TensorBoardSink(ReplaySink):
 
     def close(self, status: str) -> None:
         """Write how the strategy ended and close its file."""
-        from .event_file import session_end
-
         try:
             if self._file is not None:
-                self._file.write({self._step: [session_end(status)]})
+                self._file.end(status, self._step)
         finally:
             self._release()
 
@@ -121,7 +113,7 @@ class TensorBoardSink(ReplaySink):
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
         """Write the event file of a run that is over; a folder of event files that is there is left as it is."""
-        recorded = RecordedRun.read(folder)
+        run, record, status = recorded_run(folder)
         target = folder / FOLDER
         if target.exists():
             raise UsageError(f"{target} exists already, and is left as it is; remove it to write it anew.")
@@ -133,9 +125,9 @@ class TensorBoardSink(ReplaySink):
                 sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
 
             try:
-                sink._begin(target, recorded.run)
-                pass_on(recorded.record, read_jsonl(recorded.record), take)
-                sink.close(recorded.status)
+                sink._begin(folder, run)
+                pass_on(record, read_jsonl(record), take)
+                sink.close(status)
             except BaseException:
                 sink._release()
                 shutil.rmtree(target, ignore_errors=True)
@@ -143,10 +135,6 @@ class TensorBoardSink(ReplaySink):
             return f"{target} is written; tensorboard --logdir {folder} shows it."
 
         return send
-
-
-def _event_file(folder: Path, strategy: str) -> Path:
-    return folder / f"events.out.tfevents.{strategy}"
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -13,6 +13,7 @@ import shlex
 import struct
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,19 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PAUSE = 0.3
-"""Seconds between two looks at the record."""
+PAUSE = 0.3  # seconds between two looks at the record
 NICENESS = 10
 GAVE_UP = 3
 LONGEST_TAG = 64
-LOG_BEGIN = 7
-"""Bytes before the first block's first chunk of a log."""
+LOG_BEGIN = 7  # bytes before the first block's first chunk of a log
 BLOCK = 32768
 CHUNK = struct.Struct("<IHB")
-ENDS = (1, 4)
-"""Types of a chunk that ends a record: it is whole, or the last of several."""
-STEP = "_step"
-"""W&B's own number of a row, from 0."""
+ENDS = (1, 4)  # types of a chunk that ends a record: it is whole, or the last of several
+STEP = "_step"  # W&B's own number of a row, from 0
 
 
 @dataclass(frozen=True)
@@ -52,25 +49,18 @@ def new_run_id() -> str:
 class Job:
     """What to send, and as what."""
 
-    record: str
-    """Path of the JSONL file."""
-    folder: str
-    """Where W&B keeps its files."""
+    record: str  # path of the JSONL file
+    folder: str  # where W&B keeps its files
     project: str
     experiment: str
     strategy: str
     config: Mapping[str, Any]
     treatments: Mapping[str, Sequence[str]]
-    step_points: Sequence[str]
-    """Names of the hook points whose metrics are series."""
-    patience: float | None
-    """Seconds that the client may take after the end of the run; ``None``: as many as it likes."""
-    pid: int = field(default_factory=os.getpid)
-    """The process that trains."""
-    run_id: str = field(default_factory=new_run_id)
-    """By which W&B knows the run."""
-    resumed: bool = False
-    """Whether rows of the record may have been sent before, under the same ``run_id``."""
+    step_points: Sequence[str]  # names of the hook points whose metrics are series
+    patience: float | None  # seconds that the client may take after the end of the run; None: as many as it likes
+    pid: int = field(default_factory=os.getpid)  # the process that trains
+    run_id: str = field(default_factory=new_run_id)  # by which W&B knows the run
+    resumed: bool = False  # rows of the record may have been sent before, under the same run_id
 
 
 class RecordReplacedError(Exception):
@@ -93,18 +83,13 @@ class Listener:
             self.ending = Ending(**json.loads(line))
         self._over.set()
         if self._patience is not None:
-            timer = threading.Timer(self._patience, _give_up, [self._patience])
-            timer.daemon = True
-            timer.start()
+            time.sleep(self._patience)
+            _report(f"W&B took more than {self._patience:g} s after the end of the run.")
+            os._exit(GAVE_UP)  # past W&B's own threads, for which a normal exit would wait
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end of the run and tell whether it has come."""
+        """Wait for the end of the run, and return whether it has come."""
         return self._over.wait(seconds)
-
-
-def _give_up(patience: float) -> None:
-    _report(f"W&B took more than {patience:g} s after the end of the run.")
-    os._exit(GAVE_UP)
 
 
 def records(path: Path, listener: Listener) -> Iterator[dict[str, Any]]:

@@ -1,25 +1,108 @@
-"""Metrics as a W&B run, sent by a process of its own."""
+"""Metrics as a W&B run, sent by a process of its own that nothing waits for."""
 
+import atexit
+import json
 import os
 import shlex
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
-from loopscope.hooks import HookPoint, RunInfo, SinkRegistry
+from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, SinkRegistry
 from loopscope.runs import ReplaySink, RunRecord
-from loopscope.sinks import wandb_client
+from loopscope.sinks import wandb_process
 
-from .jsonl import JSONLSink
-from .recorded_run import RecordedRun
-from .wandb_client import Client, job_of
-from .wandb_process import Ending, new_run_id
+from .jsonl import JSONLSink, recorded_run
+from .record import plain
+from .wandb_process import Ending, Job, new_run_id
 
 FORBIDDEN = "/\\#?%:"
 LONGEST_NAME = 128
+LONGEST_WAIT = 0.8  # seconds that a run waits at its end for the client
+PATIENCE = 600.0  # seconds after which a client that was left alone gives up
+_left_alone: list[subprocess.Popen[bytes]] = []
+
+
+class Client:
+    """A client process; nothing that it does or fails to do reaches the process that trains.
+
+    It has a session of its own, so that Ctrl-C in the terminal ends the run and not the sending, and reads the end of
+    the run, or of this process, from its standard input.
+    """
+
+    def __init__(self, run: RunRecord, record: Path, project: str | None, **options: Any) -> None:
+        """Start the process; raises ``OSError`` where that fails.
+
+        Args:
+            run: what is trained.
+            record: its JSONL file.
+            project: named after the experiment where it is ``None``.
+            options: further fields of a :class:`Job`.
+        """
+        for process in list(_left_alone):
+            if process.poll() is not None:
+                _left_alone.remove(process)
+        folder = record.parent.absolute() / "wandb"
+        folder.mkdir(exist_ok=True)
+        self.log = folder / "client.log"
+        job = Job(
+            record=str(record.absolute()),
+            folder=str(folder.parent),
+            project=project or run.experiment,
+            experiment=run.experiment,
+            strategy=run.strategy,
+            config=plain(run.config),
+            treatments=plain(run.treatments),
+            step_points=[point.name for point in STEP_POINTS],
+            **options,
+        )
+        description = folder / "client.json"
+        description.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", wandb_process.__file__, str(description)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_status(self) -> int | None:
+        """The exit status of the process, ``None`` as long as it runs."""
+        return self._process.poll()
+
+    def end(self, ending: Ending, *, wait: float | None) -> bool:
+        """Tell the client how the run ended, wait so many seconds for it, and return whether it is done.
+
+        One that is not goes on alone.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(json.dumps(asdict(ending)).encode() + b"\n")
+        try:
+            self._process.wait(wait)
+        except subprocess.TimeoutExpired:
+            self._process.stdout.close()
+            _left_alone.append(self._process)
+            atexit.register(setattr, self._process, "returncode", 0)  # or Popen warns that it goes on, as it shall
+            return False
+        return True
+
+    def outcome(self) -> str:
+        """Return the sentence that the client, which is done, left; empty if it left none."""
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            os.set_blocking(pipe.fileno(), False)  # a process of W&B may still hold the other end
+            return (pipe.read() or b"").decode(errors="replace").strip()
 
 
 @SinkRegistry.register
@@ -68,8 +151,7 @@ class WandbSink(ReplaySink):
         """Start the strategy's record and its client."""
         self._part("failed")
         self._record.set_run_context(run)
-        self._run_id = new_run_id()
-        self._start_client(run, resumed=False)
+        self._start_client(run, new_run_id(), resumed=False)
 
     def position(self) -> dict[str, Any]:
         """Return the position of the record and the name by which W&B knows the run."""
@@ -83,16 +165,16 @@ class WandbSink(ReplaySink):
         """Go on in the record, cut back to the position, and in the W&B run; without one, as before, in a new one."""
         self._part("failed")
         self._record.resume(run, position)
-        self._run_id = position.get("run_id") or new_run_id()
-        self._start_client(run, resumed=True)
+        self._start_client(run, position.get("run_id") or new_run_id(), resumed=True)
 
-    def _start_client(self, run: RunInfo, *, resumed: bool) -> None:
+    def _start_client(self, run: RunInfo, run_id: str, *, resumed: bool) -> None:
+        self._run_id = run_id
         self._path = run.output_dir / f"{run.strategy}.jsonl"
-        if _is_disabled():
+        if os.environ.get("WANDB_MODE") == "disabled":
             return
+        options = {"patience": PATIENCE, "run_id": run_id, "resumed": resumed}
         try:
-            job = job_of(RunRecord.of_run(run), self._path, self._project, patience=wandb_client.PATIENCE)
-            self._client = Client(replace(job, run_id=self._run_id, resumed=resumed))
+            self._client = Client(RunRecord.of_run(run), self._path, self._project, **options)
         except OSError as error:
             self._warn(f"The W&B client could not be started: {error}.")
 
@@ -119,49 +201,40 @@ class WandbSink(ReplaySink):
         if client is None or self._path is None:
             return
         size = self._path.stat().st_size if self._path.exists() else None
-        if not client.end(Ending(status, size), wait=wandb_client.LONGEST_WAIT):
-            self._notice(f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}.")
-            return
-        outcome = client.outcome()
-        if client.exit_status:
+        is_done = client.end(Ending(status, size), wait=LONGEST_WAIT)
+        outcome = f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}."
+        outcome = client.outcome() if is_done else outcome
+        if is_done and client.exit_status:
             reason = outcome.rstrip(".") or f"exit status {client.exit_status}"
             self._warn(f"The W&B client failed: {reason}; {client.log} has more.")
         else:
-            self._notice(outcome)
+            warnings.warn(outcome, RunNotice, stacklevel=2)
 
     def _remedy(self) -> str:
         assert self._path is not None
         project = "" if self._project is None else f" --project {shlex.quote(self._project)}"
         return f"send them with: loopscope replay {shlex.quote(str(self._path.parent))} --to wandb{project}"
 
-    def _notice(self, sentence: str) -> None:
-        warnings.warn(sentence, RunNotice, stacklevel=3)
-
     def _warn(self, sentence: str) -> None:
-        remedy = self._remedy()
-        warnings.warn(f"{sentence} No metric is lost; {remedy}.", stacklevel=3)
+        warnings.warn(f"{sentence} No metric is lost; {self._remedy()}.", stacklevel=3)
 
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:
         """Send the record of a run that is over as a new W&B run."""
         project = checked_project(options.get("project"))
-        recorded = RecordedRun.read(folder)
-        if _is_disabled():
+        run, record, status = recorded_run(folder)
+        if os.environ.get("WANDB_MODE") == "disabled":
             raise UsageError("WANDB_MODE is disabled, so nothing would be sent; unset it, or set it to offline.")
 
         def send() -> str:
-            client = Client(job_of(recorded.run, recorded.record, project, patience=None))
-            client.end(Ending(recorded.status, recorded.record.stat().st_size), wait=None)
+            client = Client(run, record, project, patience=None)
+            client.end(Ending(status, record.stat().st_size), wait=None)
             outcome = client.outcome()
             if client.exit_status:
                 raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; {client.log} has more.")
             return outcome
 
         return send
-
-
-def _is_disabled() -> bool:
-    return os.environ.get("WANDB_MODE") == "disabled"
 
 
 def checked_project(project: str | None) -> str | None:

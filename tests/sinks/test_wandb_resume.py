@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from loopscope.errors import RunNotice
 from loopscope.hooks import HookPoint
-from loopscope.sinks import WandbSink, wandb_client
+from loopscope.sinks import WandbSink, wandb_sink
 from loopscope.sinks.wandb_process import Job, alone
 
 from tests.sinks.emits import run_info
@@ -34,7 +34,7 @@ def nobody(monkeypatch, tmp_path_factory):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
-    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
 
 
 @pytest.fixture

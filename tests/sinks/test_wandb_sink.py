@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from loopscope.errors import RunNotice, UsageError
 from loopscope.hooks import HookPoint, Series
-from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_client
+from loopscope.sinks import JSONLSink, WandbSink, read_jsonl, wandb_sink
 
 from tests.framework.runs.small_experiment import SmallConfig
 from tests.sinks.emits import run_info
@@ -29,7 +29,7 @@ SERIES = {"h/s": Series([1, 2, 4], [0.5, math.nan, 2.5]), "h/d": Series([2], [{"
 VALUES = {"h/a": 0.1, "h/inf": -math.inf, "h/flag": True, "h/list": [1.0, 2.0, math.nan], "h/by/layers.0.weight": 3}
 TREATMENTS = {"grad_clip": ("gradients",)}
 KEY = "k" * 40
-DEFAULT_WAIT = wandb_client.LONGEST_WAIT
+DEFAULT_WAIT = wandb_sink.LONGEST_WAIT
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def nobody(monkeypatch, tmp_path_factory):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("NETRC", str(home / "netrc"))
-    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
 
 
 def started(folder, strategy="only", project="demo", **run):
@@ -81,7 +81,7 @@ def offline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offline")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RunNotice)
-        patch.setattr(wandb_client, "LONGEST_WAIT", 60.0)
+        patch.setattr(wandb_sink, "LONGEST_WAIT", 60.0)
         for name in ("WANDB_MODE", "WANDB_API_KEY"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(folder / "netrc"))
@@ -187,13 +187,13 @@ def seconds_of(folder, sink):
 
 
 def test_a_client_that_hangs_costs_less_than_a_second_and_gives_up_later(tmp_path, monkeypatch, silent_server):
-    monkeypatch.setattr(wandb_client, "LONGEST_WAIT", DEFAULT_WAIT)
-    monkeypatch.setattr(wandb_client, "PATIENCE", 8.0)
+    monkeypatch.setattr(wandb_sink, "LONGEST_WAIT", DEFAULT_WAIT)
+    monkeypatch.setattr(wandb_sink, "PATIENCE", 8.0)
     alone = min(seconds_of(tmp_path, JSONLSink()) for _ in range(3))
     with pytest.warns(RunNotice, match=rf"still taking .*loopscope replay {tmp_path} --to wandb --project demo"):
         hanging = min(seconds_of(tmp_path, WandbSink(project="demo")) for _ in range(3))
     assert DEFAULT_WAIT <= hanging < alone + 1.0
-    assert wandb_client._left_alone[-1].wait(60) == 3
+    assert wandb_sink._left_alone[-1].wait(60) == 3
     assert silent_server
     assert len(list(read_jsonl(tmp_path / "only.jsonl"))) > 6
 

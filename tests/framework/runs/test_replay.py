@@ -11,7 +11,7 @@ from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import RunRecord, read_status
 from loopscope.sinks import JSONLSink, TensorBoardSink
-from loopscope.sinks.recorded_run import RecordedRun
+from loopscope.sinks.jsonl import recorded_run
 
 from tests.framework.runs.small_experiment import contents, session
 from tests.sinks.event_files import accumulated, scalars
@@ -169,4 +169,4 @@ def test_a_run_without_a_summary_counts_as_failed(finished, tmp_path):
     shutil.copytree(finished / "plain", tmp_path / "plain")
     (tmp_path / "plain/summary.json").unlink()
     assert read_status(tmp_path / "plain") is None
-    assert RecordedRun.read(tmp_path / "plain").status == "failed"
+    assert recorded_run(tmp_path / "plain")[2] == "failed"
