@@ -39,12 +39,10 @@ class Track:
 
     last: Any = None
     recent: list[float] = field(default_factory=list)
-    total: float = 0.0
-    count: int = 0
-    """The numbers of a series since the last table, and their sum."""
+    total: float = 0.0  # the sum of a series' numbers since the last table
+    count: int = 0  # how many these are
     is_news: bool = True
-    told: str | None = None
-    """How the last table showed it."""
+    told: str | None = None  # how the last table showed it
 
     def add(self, value: Any) -> None:
         """Take in a value, or further values of a series."""
@@ -113,8 +111,7 @@ class Board:
     run: RunInfo | None = None
     epoch: int = 0
     step: int = 0
-    results: list[Mapping[str, Any]] = field(default_factory=list)
-    """The summaries of the strategies that have ended."""
+    results: list[Mapping[str, Any]] = field(default_factory=list)  # summaries of the strategies that have ended
     notices: list[Notice] = field(default_factory=list)
     printed_lines: int = 0
     tracks: dict[str, Track] = field(default_factory=dict)

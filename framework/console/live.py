@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -26,19 +26,12 @@ TAKE = f"\x1b[?1049h\x1b[?25l{NO_WRAP}"
 GIVE_BACK = f"\x1b[0m{WRAP}\x1b[?25h\x1b[?1049l"
 
 
-class Printed(NamedTuple):
-    """Something that was printed while the screen was on, and where."""
-
-    stream: IO[str]
-    text: str
-
-
 class LiveDisplay(MetricSink):
     """The screen of all strategies of a session, and the sink of its metrics; drawn by the loop, never by a thread.
 
     A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 1 % of the
     time. Where the terminal takes nothing (Ctrl-S) or the process is in the background, a drawing is left out rather
-    than waited for. What is told or printed meanwhile is kept and told by :meth:`leave`, in its order.
+    than waited for. What is printed or put into the ``transcript`` meanwhile is told by :meth:`leave`, in its order.
 
     Args:
         console: the console of a terminal.
@@ -52,8 +45,8 @@ class LiveDisplay(MetricSink):
         self.console = console
         self.clock = clock
         self.board = Board(live_metrics)
-        self.is_on = False
-        """What is to be said must wait."""
+        self.is_on = False  # what is to be said waits in the transcript
+        self.transcript: list[RenderableType | tuple[IO[str], str]] = []  # texts that were printed with their streams
         self._position: Position | None = None
         self._screen = Live(
             console=console,
@@ -66,7 +59,6 @@ class LiveDisplay(MetricSink):
         self._is_taken = False
         self._on = ExitStack()
         self._due = clock()
-        self._transcript: list[RenderableType | Printed] = []
         self._kept = self._dropped = 0
 
     def set_run_context(self, run: RunInfo) -> None:
@@ -100,10 +92,6 @@ class LiveDisplay(MetricSink):
             self._due = self.clock()
             self.show(position)
 
-    def tell_later(self, shown: RenderableType) -> None:
-        """Keep something to be told once the terminal is given back."""
-        self._transcript.append(shown)
-
     def draw_if_due(self) -> None:
         """Draw, unless the last drawing was a moment ago."""
         begin = self.clock()
@@ -123,12 +111,13 @@ class LiveDisplay(MetricSink):
         self._on.close()
         if self._dropped:
             tell(Text(f"{self._dropped:,} characters that were printed before are left out here.", style="dim"))
-        transcript, self._transcript, self._kept, self._dropped = self._transcript, [], 0, 0
+        transcript, self.transcript, self._kept, self._dropped = self.transcript, [], 0, 0
         for item in transcript:
-            if isinstance(item, Printed):
+            if isinstance(item, tuple):
+                stream, text = item
                 with suppress(OSError):  # the terminal is gone
-                    item.stream.write(item.text)
-                    item.stream.flush()
+                    stream.write(text)
+                    stream.flush()
             else:
                 tell(item)
 
@@ -168,10 +157,10 @@ class LiveDisplay(MetricSink):
 
     def _keep(self, stream: IO[str], text: str) -> None:
         self.board.printed_lines += text.count("\n")
-        self._transcript.append(Printed(stream, text))
+        self.transcript.append((stream, text))
         self._kept += len(text)
         while self._kept > MOST_KEPT:
-            oldest = next(item for item in self._transcript if isinstance(item, Printed))
-            self._transcript.remove(oldest)
-            self._kept -= len(oldest.text)
-            self._dropped += len(oldest.text)
+            oldest = next(item for item in self.transcript if isinstance(item, tuple))
+            self.transcript.remove(oldest)
+            self._kept -= len(oldest[1])
+            self._dropped += len(oldest[1])

@@ -24,8 +24,8 @@ SECONDS_OF_PACE = 30.0
 SECONDS_BETWEEN_LINES = 30.0
 SHORTEST_BAR, LONGEST_BAR = 8, 40
 LEAST_IMPORTANT = ("epoch", "count", "rate")
+# What gives way first where the experiment chose numbers to be shown.
 LEAST_BESIDE_CHOSEN = ("rate", "percent", "left", "total")
-"""What gives way first where the experiment chose numbers to be shown."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,12 @@ class Position:
     unit: str
     done: float
     total: int
-    rate: float | None
-    """Units per second over the last half minute; ``None`` before anything is known."""
+    rate: float | None  # units per second over the last half minute; None before anything is known
     numbers: dict[str, float]
-    took: float | None = None
-    """Seconds from the first step to the last, once the strategy is over."""
-    epoch: float | None = None
-    """Passes over the data, where those are not the unit."""
+    took: float | None = None  # seconds from the first step to the last, once the strategy is over
+    epoch: float | None = None  # passes over the data, where those are not the unit
+    # What the experiment wants to be said, by label; it takes the place of numbers of that name.
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """What the experiment wants to be said, by label; it takes the place of numbers of that name."""
 
     @property
     def share(self) -> float:
@@ -82,28 +79,6 @@ class Position:
                 parts["count"] = parts["count"].partition("/")[0]
             parts.pop(topic, None)
         return "  ".join(parts.values())
-
-
-class Pace:
-    """The speed over a sliding window of time."""
-
-    def __init__(self, window: float = SECONDS_OF_PACE) -> None:
-        self._window = window
-        self._samples: deque[tuple[float, float]] = deque()
-
-    def add(self, now: float, done: float) -> None:
-        """Note that ``done`` units were finished at ``now`` seconds."""
-        self._samples.append((now, done))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - self._window:
-            self._samples.popleft()
-
-    @property
-    def rate(self) -> float | None:
-        """Units per second, or ``None`` while fewer than two moments are known."""
-        if len(self._samples) < 2:
-            return None
-        (begin, before), (end, after) = self._samples[0], self._samples[-1]
-        return (after - before) / (end - begin) if end > begin else None
 
 
 class View(Protocol):
@@ -206,7 +181,7 @@ class TrainingProgress:
     def __post_init__(self) -> None:
         """Begin to measure the time."""
         self._begin = self._due = self.clock()
-        self._pace = Pace()
+        self._pace: deque[tuple[float, float]] = deque()  # moments of the last half minute, and what was done by then
         self._loop: LoopState | None = None
 
     def step(self, loop: LoopState) -> None:
@@ -238,13 +213,17 @@ class TrainingProgress:
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
         done = epochs if self.unit == "epoch" and epochs is not None else loop.step
-        self._pace.add(now, done)
+        self._pace.append((now, done))
+        while len(self._pace) > 2 and self._pace[1][0] <= now - SECONDS_OF_PACE:
+            self._pace.popleft()
+        begin, before = self._pace[0]
+        rate = (done - before) / (now - begin) if now > begin else None
         chosen = self.chosen()
         return Position(
             self.unit,
             done,
             self.length,
-            self._pace.rate,
+            rate,
             newest_numbers(loop, with_evaluation=not chosen),
             epoch=epochs if self.unit == "step" else None,
             chosen=chosen,

@@ -138,7 +138,7 @@ class RunConsole(Display):
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:
-            self._live.tell_later(shown)
+            self._live.transcript.append(shown)
         elif self._mode in ("normal", "live"):
             self._tell(shown)
 

@@ -18,7 +18,6 @@ from ..runs import ExperimentRunner
 from ..training import TrainingTask
 from .text import duration_text, number_text
 
-INDENT = 4
 REMARKS = ("treatments", "failed hooks")
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
 
@@ -202,7 +201,7 @@ def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
 
 
 def _indented(shown: RenderableType) -> Padding:
-    return Padding(shown, (0, 0, 0, INDENT), expand=False)
+    return Padding(shown, (0, 0, 0, 4), expand=False)
 
 
 def points_text(hook: type[TrainingHook]) -> str:

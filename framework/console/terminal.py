@@ -17,8 +17,7 @@ from rich.console import Console
 from ..errors import RunNotice
 from .board import Label
 
-NAMES = ("SIGTSTP", "SIGTERM", "SIGQUIT", "SIGHUP")
-SIGNALS = [number for number in signal.Signals if number.name in NAMES]
+SIGNALS = [number for number in signal.Signals if number.name in ("SIGTSTP", "SIGTERM", "SIGQUIT", "SIGHUP")]
 Keep = Callable[[IO[str], str], None]
 
 
@@ -40,14 +39,14 @@ def make_console() -> Console:
 
 
 def can_be_taken(console: Console) -> bool:
-    """Say if a console is a terminal that can be drawn on: no pipe, no dumb one, none of an old Windows."""
+    """Return whether a console is a terminal that can be drawn on: no pipe, no dumb one, none of an old Windows."""
     return (
         console.is_terminal and console.is_interactive and not console.is_dumb_terminal and not console.legacy_windows
     )
 
 
 def can_be_written(file: IO[str]) -> bool:
-    """Say if a terminal takes something (no Ctrl-S, no reader that has stopped) from this process, in the foreground.
+    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader that goes on.
 
     A file that is no terminal takes everything.
     """
@@ -136,14 +135,6 @@ class _KeptBytes(io.RawIOBase):
         return self._stream.fileno()
 
 
-class _KeptText(io.TextIOWrapper):
-    """Stands for a standard stream whose text is kept; rich itself writes to the stream by ``rich_proxied_file``."""
-
-    def __init__(self, stream: IO[str], kept: _KeptBytes) -> None:
-        super().__init__(kept, "utf-8", newline="\n", write_through=True)  # type: ignore[arg-type]
-        self.rich_proxied_file = stream
-
-
 @contextmanager
 def output_kept(keep: Keep) -> Iterator[None]:
     """Hand what Python prints on the terminal to ``keep(stream, text)`` while the body runs.
@@ -156,7 +147,9 @@ def output_kept(keep: Keep) -> Iterator[None]:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream.isatty():
                 held.append(_KeptBytes(stream, keep))
-                stack.enter_context(redirect(_KeptText(stream, held[-1])))
+                text = io.TextIOWrapper(held[-1], "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
+                text.rich_proxied_file = stream  # type: ignore[attr-defined]  # where rich itself goes on writing
+                stack.enter_context(redirect(text))
         try:
             yield
         finally:

@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
 ASCII = str.maketrans("↑↓→│…ø", "^v>|~o")
-Line = list[tuple[str, str]]
-"""Pieces of text, each with its style; an empty style is none."""
+Line = list[tuple[str, str]]  # pieces of text, each with its style; an empty style is none
 
 
 class Lines:

@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from loopscope.console.progress import BarView, LineView, Pace, Position, TrainingProgress, newest_numbers
+from loopscope.console.progress import BarView, LineView, Position, TrainingProgress, newest_numbers
 from loopscope.state import LoopState
 from rich.console import Console
 
@@ -93,11 +93,15 @@ def test_a_run_without_a_step_finishes_without_a_position():
 
 
 def test_a_rate_is_that_of_the_last_half_minute():
-    pace = Pace()
+    clock, view = ManualClock(), RecordingView()
+    progress, loop = progress_of(view, clock), LoopState()
     for second in range(100):
-        pace.add(second, second if second < 50 else 50 + 10 * (second - 50))
-    assert pace.rate == 10
-    assert Pace(window=1).rate is None
+        clock.now += 1
+        loop.step += 1 if second < 50 else 10
+        progress.step(loop)
+    assert view.shown[0].rate is None
+    assert view.shown[20].rate == 1
+    assert view.shown[-1].rate == 10
 
 
 @pytest.mark.parametrize(
