@@ -1,7 +1,7 @@
-"""What follows ``loopscope``, carried out: run, resume, list and hooks here, the other commands in their own files."""
+"""What follows ``loopscope``, carried out: ``diff`` and ``plot`` in files of their own, the other commands here."""
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -9,15 +9,14 @@ from ..checkpoints import StoppedError
 from ..console import Label, Mode, RunConsole, experiment_list, hook_list, hook_page, make_console, show_warnings
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import Session, check_device, require
+from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
 from .options import Experiment, Options, config_of, config_text, parse_recorded, parse_run, run_options, wanted_sinks
 from .parser import CommandParser, dashed
 from .plot import plot
-from .replay import replay
 
+# The displays of a run by the flags that ask for them.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
-"""The displays of a run by the flags that ask for them."""
 
 
 def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
@@ -63,9 +62,9 @@ def _dispatch(command: str, *words: str) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "run": _run,
         "resume": _resume,
-        "diff": lambda words: diff(words, _show),
-        "plot": lambda words: plot(words, _show),
-        "replay": lambda words: replay(words, _show),
+        "diff": diff,
+        "plot": plot,
+        "replay": _replay,
         "list": _list,
         "hooks": _hooks,
     }
@@ -103,7 +102,7 @@ def _run(words: Sequence[str]) -> None:
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
         config_of(experiment, options)
-        _show(config_text(options))
+        sys.stdout.write(config_text(options))
     else:
         _start(experiment, options)
 
@@ -140,7 +139,8 @@ def _start(experiment: Experiment, options: Options) -> None:
     )
     if chosen.validate_checkpoints:
         for strategy, steps in Session(runner, chosen).validate().items():
-            _show(f"{strategy}: the same bit for bit at {counted(len(steps), 'checkpoint')}, steps {listed(steps)}\n")
+            where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
+            sys.stdout.write(f"{strategy}: the same bit for bit at {where}\n")
         return
     with display as console:
         Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
@@ -157,9 +157,38 @@ def _mode(options: Options) -> Mode:
     return MODES[asked[0]] if asked else "normal"
 
 
+def _replay(words: Sequence[str]) -> None:
+    """Send the records of runs; raises :class:`UsageError` before anything is sent if any of it cannot be."""
+    sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
+    given = _replay_parser(sinks).parse(words)
+    runs, target = given.pop("RUN"), given.pop("to", None)
+    if len(runs) != 1:
+        number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
+        raise UsageError(f"loopscope replay takes one folder, RUN, but got {number}.")
+    if target is None:
+        raise UsageError(f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
+    if target not in sinks:
+        raise unknown("value of --to:", target, sinks)
+    for option in given:
+        if option != sinks[target].option:
+            raise UsageError(f"--{option} is no option of --to {target}.")
+    sinks[target].check_installed()
+    for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
+        sys.stdout.write(send() + "\n")
+
+
+def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
+    options = {sink.option: sink.name for sink in sinks.values() if sink.option}
+    usage = " ".join(["replay RUN --to", "|".join(sinks), *(f"[--{name} {name.upper()}]" for name in options)])
+    about = "Send the JSONL record of a run that is over, as the sink would have during the run."
+    parser = CommandParser(usage, about)
+    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: then all its strategies"
+    parser.add_argument("RUN", nargs="*", help=run)
+    parser.add("to", str, f"where to: {' or '.join(sinks)}", metavar="SINK")
+    for name, sink in options.items():
+        parser.add(name, str, f"the {name} of {sink}; by default the experiment's name", metavar=name.upper())
+    return parser
+
+
 def _say(text: str) -> None:
     print(f"loopscope: {text}", file=sys.stderr)  # noqa: T201
-
-
-def _show(text: str) -> None:
-    print(text, end="")  # noqa: T201

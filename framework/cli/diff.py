@@ -1,7 +1,8 @@
 """``loopscope diff``: where two runs part."""
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,12 @@ from ..errors import LoopscopeError, UsageError
 from ..runs import RunFolder, RunRecord, differences, require
 from .parser import CommandParser
 
+# Parts of two records that are compared, each with what may differ in runs that are meant to be the same.
 COMPARED = {"config": {"output_dir"}, "hooks": (), "versions": (), "environment": {"command"}}
-"""Parts of two records that are compared, each with what may differ in runs that are meant to be the same."""
 
 
-class DifferentRunsError(LoopscopeError):
-    """Two runs are not the same."""
-
-
-def diff(words: Sequence[str], show: Callable[[str], None]) -> None:
-    """Compare two runs; raises :class:`DifferentRunsError` if they differ, :class:`UsageError` if nothing compares."""
+def diff(words: Sequence[str]) -> None:
+    """Compare two runs; raises :class:`LoopscopeError` if they differ, :class:`UsageError` if nothing compares."""
     parser = CommandParser(
         "diff RUN RUN",
         "Compare two runs bit for bit: the checkpoints that both have, the metrics in their JSONL files, their final "
@@ -36,14 +33,16 @@ def diff(words: Sequence[str], show: Callable[[str], None]) -> None:
     checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
     for line in [*_other_options(*records), *compared]:
-        show(line.encode(errors="backslashreplace").decode() + "\n")  # a file may hold what no terminal shows
+        sys.stdout.write(
+            line.encode(errors="backslashreplace").decode() + "\n"
+        )  # a file may hold what no terminal shows
     require(
         bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
     )
     parted = [parting for _, parting in checked if parting]
     if parted:
-        raise DifferentRunsError(f"The runs part {parted[0]}.")
-    show("The runs are the same.\n")
+        raise LoopscopeError(f"The runs part {parted[0]}.")
+    sys.stdout.write("The runs are the same.\n")
 
 
 def _other_options(a: RunRecord, b: RunRecord) -> list[str]:

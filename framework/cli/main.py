@@ -37,18 +37,13 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
         print(USAGE, end="")  # noqa: T201
         return 0
     if words[0] == "--version":
-        print(versions_text())  # noqa: T201
+        torch, numpy = _installed("torch"), _installed("numpy")
+        print(f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}")  # noqa: T201
         return 0
     # Only now: this imports torch, which takes about two seconds.
     from .command import run_command
 
     return run_command(words, packages)
-
-
-def versions_text() -> str:
-    """Return the versions of loopscope and of what its numbers depend on, as the installed packages state them."""
-    torch, numpy = _installed("torch"), _installed("numpy")
-    return f"loopscope {_installed('loopscope')}, python {python_version()}, torch {torch}, numpy {numpy}"
 
 
 def without_traceback(before: Excepthook) -> Excepthook:

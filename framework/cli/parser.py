@@ -15,11 +15,9 @@ from jsonargparse import ArgumentError, ArgumentParser
 from ..errors import UsageError, nearest, unknown
 from ..runs import alternatives, choices, in_words
 
-NAMES = list[str]
-"""The type of options that take one name or several."""
+NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-FEW = 10
-"""So many options are listed where an unknown one is refused."""
+FEW = 10  # so many options are listed where an unknown one is refused
 
 
 def dashed(name: str) -> str:

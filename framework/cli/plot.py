@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from .parser import NAMES, CommandParser
 
 SUFFIXES = (".png", ".svg", ".pdf")
 LONGEST_STEM = 80
-PROVENANCE = "provenance"
-"""The picture that hooks ask for, and the option that draws it."""
+PROVENANCE = "provenance"  # the picture that hooks ask for, and the option that draws it
 SWITCHES = {
     f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",
@@ -24,7 +24,7 @@ SWITCHES = {
 }
 
 
-def plot(words: Sequence[str], show: Callable[[str], None]) -> None:
+def plot(words: Sequence[str]) -> None:
     """Draw what the words ask for; raises :class:`UsageError` before anything is written."""
     parser = _parser()
     given = parser.defaults | parser.parse(words)
@@ -47,7 +47,7 @@ def plot(words: Sequence[str], show: Callable[[str], None]) -> None:
     path = given["out"] or default_name(picture)
     _check_writable(path)
     save_picture(picture, Look(given["smooth"], given["log_x"], log_y), path)
-    show("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
+    sys.stdout.write("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
 
 
 def _parser() -> CommandParser:
