@@ -1,8 +1,7 @@
 """What a finished run shows: curves and pictures; only ``drawing.py``, which nothing else needs, imports matplotlib."""
 
 from .curves import read_run
-from .hook_pictures import hook_panels, hook_picture
-from .panels import Look, Picture, matcher, metric_picture
+from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture
 from .saving import save_picture
 
 __all__ = [

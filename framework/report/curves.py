@@ -47,12 +47,9 @@ class RecordedRun:
 
     folder: Path
     run: RunRecord
-    curves: Mapping[str, Curve]
-    """The metrics that were wanted, by full name, in the order of the record."""
-    names: Sequence[str]
-    """All metrics with numbers."""
-    others: Sequence[str]
-    """All metrics with lists or text, which have no curve."""
+    curves: Mapping[str, Curve]  # the metrics that were wanted, by full name, in the order of the record
+    names: Sequence[str]  # all metrics with numbers
+    others: Sequence[str]  # all metrics with lists or text, which have no curve
 
 
 def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
@@ -63,7 +60,7 @@ def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     run = RunRecord.read(folder)
     sink, path = _record(folder, run.strategy)
     points = _Points(wanted)
-    pass_on(path, sink.read(path), points.take_all)
+    pass_on(path, sink.read(path), points.take)
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
     return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
 
@@ -90,28 +87,23 @@ class _Points:
         self.names: dict[str, None] = {}
         self.others: dict[str, None] = {}
 
-    def take_all(self, emit: tuple[int, Mapping[str, Any]]) -> None:
-        """Take what the metrics of an emit were at its step."""
+    def take(self, emit: tuple[int, Mapping[str, Any]]) -> None:
+        """Take the metrics of an emit at its step."""
         step, metrics = emit
         for name, value in metrics.items():
-            self.take(name, step, value)
-
-    def take(self, name: str, step: int, value: Any) -> None:
-        """Take what a metric was at a step."""
-        if type(value) in NUMBERS:
-            self._extend(name, [step], [value])
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.take(f"{name}/{key}", step, item)
-        elif not isinstance(value, Series):
-            self.others[name] = None
-        elif len(value.steps) != len(value.values):
-            raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
-        elif NUMBERS.issuperset(map(type, value.values)):
-            self._extend(name, value.steps, value.values)
-        else:
-            for at, item in zip(value.steps, value.values, strict=True):
-                self.take(name, at, item)
+            if type(value) in NUMBERS:
+                self._extend(name, [step], [value])
+            elif isinstance(value, Mapping):
+                self.take((step, {f"{name}/{key}": item for key, item in value.items()}))
+            elif not isinstance(value, Series):
+                self.others[name] = None
+            elif len(value.steps) != len(value.values):
+                raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
+            elif NUMBERS.issuperset(map(type, value.values)):
+                self._extend(name, value.steps, value.values)
+            else:
+                for at, item in zip(value.steps, value.values, strict=True):
+                    self.take((at, {name: item}))
 
     def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
         if values:

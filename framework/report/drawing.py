@@ -40,18 +40,13 @@ STYLE: Sequence[str | dict[str, Any]] = ["default", SETTINGS]
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 GREY = "#666666"
 FAINT = 0.25
-FEW_POINTS = 40
-"""Curves of fewer points than this show each."""
-MANY_POINTS = 1000
-"""Curves of more points than this are drawn thinner."""
-PLAIN = 1e-3, 1e6
-"""Logarithmic axes within these bounds have plain numbers, not powers of ten."""
-NOISE = 1e-9
-"""Values that differ by less than this, relatively, are shown as constant."""
-CHARACTER = 0.075
-"""Width of a character of the legend, in inches."""
+FEW_POINTS = 40  # curves of fewer points than this show each
+MANY_POINTS = 1000  # curves of more points than this are drawn thinner
+PLAIN = 1e-3, 1e6  # logarithmic axes within these bounds have plain numbers, not powers of ten
+NOISE = 1e-9  # values that differ by less than this, relatively, are shown as constant
+CHARACTER = 0.075  # width of a character of the legend, in inches
+# Values that are not finite, with their marks and the heights of these in the panel.
 MARKS = ((np.isnan, "x", 0.02), (np.isposinf, "^", 0.98), (np.isneginf, "v", 0.02))
-"""Values that are not finite, with their marks and the heights of these in the panel."""
 MANY_STEPS = 1_000_000
 
 

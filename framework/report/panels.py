@@ -3,7 +3,7 @@
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError, listed
+from ..hooks import HookRegistry, MetricPanel
 from ..runs import require
 from .curves import Curve, RecordedRun
 
+# Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Those of Okabe and Ito, which people with any colour vision tell apart, without the yellow that is lost on white."""
+ALONE = len(COLOURS) - 1  # the colour of a curve that needs no explanation
 DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
     "solid",
     (0, (4, 1.5)),
@@ -25,19 +27,16 @@ DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
 NEAREST = 4
 MOST_PANELS = 24
 MOST_CURVES = len(COLOURS) * len(DASHES)
-DECADES = 3
-"""A vertical axis is logarithmic by itself where positive values span more decades than this."""
+DECADES = 3  # a vertical axis is logarithmic by itself where positive values span more decades than this
 
 
 @dataclass(frozen=True)
 class Look:
     """What the user may change about a picture."""
 
-    smooth: int = 1
-    """Points of the running mean; 1 leaves the curves as they are."""
+    smooth: int = 1  # points of the running mean; 1 leaves the curves as they are
     log_x: bool = False
-    log_y: bool | None = None
-    """Logarithmic vertical axes: yes, no, or wherever the values span many decades."""
+    log_y: bool | None = None  # logarithmic vertical axes: yes, no, or wherever the values span many decades
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Panel:
     traces: Sequence[Trace]
     y_label: str = ""
     log_y: bool | None = None
-    baseline: float | None = None
-    """A value that is marked by a thin line."""
+    baseline: float | None = None  # a value that is marked by a thin line
     remark: str = ""
 
 
@@ -78,10 +76,8 @@ class Panel:
 class Picture:
     """All that is drawn, and in sentences what is not."""
 
-    subject: str
-    """What is drawn, in a word."""
-    title: str
-    """Of what it is drawn."""
+    subject: str  # what is drawn, in a word
+    title: str  # of what it is drawn
     panels: Sequence[Panel]
     legend: Sequence[tuple[str, Style]]
     sentences: Sequence[str] = ()
@@ -236,6 +232,69 @@ def legend_of(labels: Sequence[str], names: Mapping[str, tuple[Style, int]]) -> 
         return [(name, style) for name, (style, _) in names.items()]
     by_run = [(label, Style(index)) for index, label in enumerate(labels)]
     return by_run + [(name, Style(None, dashes)) for name, (_, dashes) in names.items()]
+
+
+def hook_panels(picture: str) -> list[MetricPanel]:
+    """Gather the panels of a picture from all hooks, in the order of their places, metrics under their full names."""
+    panels = [
+        replace(
+            panel,
+            curves={f"{hook.name}/{metric}": text for metric, text in panel.curves.items()},
+            shares={f"{hook.name}/{metric}": word for metric, word in panel.shares.items()},
+        )
+        for hook in HookRegistry
+        for panel in hook.panels
+        if panel.picture == picture
+    ]
+    return sorted(panels, key=lambda panel: panel.place)
+
+
+def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
+    """Show the panels of a picture that hooks ask for, those there are; raises :class:`UsageError` for none."""
+    panels = hook_panels(picture)
+    by_label = dict(zip(run_labels([run.folder.resolve() for run in runs]), runs, strict=True))
+    require(len(runs) <= len(COLOURS), f"These are {len(runs)} runs; --{picture} tells at most {len(COLOURS)} apart.")
+    texts = [text for text in dict.fromkeys(text for panel in panels for text in panel.curves.values()) if text]
+    require(len(texts) <= len(DASHES), f"--{picture} tells at most {len(DASHES)} kinds apart; hooks ask for {texts}.")
+    drawn = [panel for panel in panels if any(metric in run.curves for run in runs for metric in panel.curves)]
+    hooks = dict.fromkeys(metric.partition("/")[0] for panel in panels for metric in panel.curves)
+    require(
+        bool(drawn),
+        f"{listed([str(run.folder) for run in runs])} holds no metric of {' or '.join(hooks)}; the hooks that "
+        f"--{picture} draws are switched on with --hooks.",
+    )
+    shown = {text for panel in drawn for text in panel.curves.values()}
+    legend = legend_of(list(by_label), {text: (Style(n), n) for n, text in enumerate(texts) if text in shown})
+    figure = [_panel(panel, by_label, {text: number for number, text in enumerate(texts)}) for panel in drawn]
+    return Picture(picture, common_title(runs), figure, legend, _missing(panels, by_label))
+
+
+def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping[str, int]) -> Panel:
+    """Tell the curves of one run apart by colour; those of several by dashes, and the runs by colour."""
+
+    def style(run: int, metric: str) -> Style:
+        text = panel.curves[metric]
+        return Style(numbers.get(text, ALONE)) if len(runs) == 1 else Style(run, numbers.get(text, 0))
+
+    remarks = []
+    for metric, word in panel.shares.items():
+        means = {
+            label: f"{run.curves[metric].values.mean():.0%}" for label, run in runs.items() if metric in run.curves
+        }
+        texts = list(means.values()) if len(runs) == 1 else [f"{label} {mean}" for label, mean in means.items()]
+        remarks += [f"{word}: {', '.join(texts)}"] if texts else []
+    traces = styled(list(runs.values()), panel.curves, style)
+    return Panel(panel.title, traces, panel.y_label, panel.log_y, panel.baseline, "; ".join(remarks))
+
+
+def _missing(panels: Sequence[MetricPanel], runs: Mapping[str, RecordedRun]) -> list[str]:
+    """Say which runs lack what a panel shows."""
+    sentences = []
+    for panel in panels:
+        without = [label for label, run in runs.items() if run.curves.keys().isdisjoint(panel.curves)]
+        hook = next(iter(panel.curves)).partition("/")[0]
+        sentences += [f"{panel.title}: {hook} recorded none in {listed(without)}."] if without else []
+    return sentences
 
 
 def is_logarithmic(panel: Panel, look: Look) -> bool:
