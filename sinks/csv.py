@@ -65,10 +65,8 @@ class Columns:
 
 
 def _cell(value: Any) -> str:
-    """Return the text of a cell, quoted as the csv module would: a number needs no quotes, JSON gets them always.
-
-    The module's own writer takes twice as long, most of it over the numbers.
-    """
+    """Return the text of a cell, quoted as the csv module would: a number needs no quotes, JSON gets them always."""
+    # The module's own writer takes twice as long, most of it over the numbers.
     if type(value) in NUMBERS:
         return repr(value)
     return '"' + json_text(value).replace('"', '""') + '"'
@@ -156,12 +154,10 @@ def read_csv(path: Path) -> Iterator[Record]:
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
-    """Yield the texts of the cells of each complete line, however long they are.
-
-    The csv module refuses fields above a length that belongs to the process, so each row puts it back.
-    """
+    """Yield the texts of the cells of each complete line, however long they are."""
     reader = csv.reader(complete_lines(path))
     while True:
+        # The module refuses fields above a length that is one for the whole process, so each row puts it back.
         limit = csv.field_size_limit(sys.maxsize)
         try:
             row = next(reader, None)

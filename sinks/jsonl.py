@@ -50,10 +50,8 @@ class JSONLSink(FileSink):
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:
-    """Return the JSON of series of one plain number at the same step, and nothing for any other metrics.
-
-    They are what a run emits that is flushed at every step; :func:`json_text` takes twice as long over their lists.
-    """
+    """Return the JSON of series of one plain number at the same step, and nothing for any other metrics."""
+    # They are what a run emits that is flushed at every step; json_text takes twice as long over their lists.
     if set(map(type, metrics.values())) != {Series}:
         return None
     steps = next(iter(metrics.values())).steps
@@ -90,8 +88,7 @@ def read_jsonl(path: Path) -> Iterator[Record]:
 def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
     """Return what was run in a folder, the JSONL file of its metrics and how it ended, for :meth:`ReplaySink.replay`.
 
-    A run without a summary was killed, and counts as failed. Raises :class:`UsageError` for a folder that holds no run,
-    or a run without a record.
+    Raises :class:`UsageError` for a folder that holds no run, or a run without a record.
     """
     run = RunRecord.read(folder)
     path = folder / f"{run.strategy}.jsonl"
@@ -100,4 +97,4 @@ def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
             f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
             "with --hook-wandb."
         )
-    return run, path, read_status(folder) or "failed"
+    return run, path, read_status(folder) or "failed"  # a run without a summary was killed

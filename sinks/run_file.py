@@ -28,9 +28,9 @@ class FileSink(RecordSink):
 
     @abstractmethod
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
-        """Return the line, or nothing, with which the file of a run begins; ``position`` is that of its checkpoint.
+        """Return the line, or nothing, with which the file of a run begins.
 
-        Raises :class:`UsageError` where the file cannot go on at the position, which is empty for a new one.
+        Raises :class:`UsageError` where it cannot go on at the ``position`` of a checkpoint, which is empty at first.
         """
 
     def set_run_context(self, run: RunInfo) -> None:
@@ -40,11 +40,7 @@ class FileSink(RecordSink):
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position.
-
-        Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, begins
-        with another header or has no end of a line there.
-        """
+        """Go on in the strategy's file, cut back to the position; raises :class:`UsageError` for another file."""
         self.close("")
         header, size = self.header(run, position).encode(), position["size"]
 

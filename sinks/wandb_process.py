@@ -241,10 +241,7 @@ def log_records(log: Path) -> Iterator[bytes]:
 
 
 def rows_there(job: Job, run: Any, note: Any) -> int:
-    """Return how many rows W&B has of a run: the server knows, and offline the logs, or the note if they were removed.
-
-    A resumed run writes the same lines again, so these are the first rows of its record.
-    """
+    """Return how many rows W&B has of a run: the server knows, offline the logs do, or the note if they are gone."""
     if not job.resumed:
         return 0
     if not run.offline:
@@ -284,6 +281,7 @@ def send(job: Job, listener: Listener, note: Any) -> str:
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
+    # A resumed run writes the same lines again, so what W&B has are the first rows of its record.
     begin, end = rows_there(job, run, note), 0
     for record in records(Path(job.record), listener):
         for row in rows(record, job.step_points, histogram):

@@ -30,21 +30,10 @@ _left_alone: list[subprocess.Popen[bytes]] = []
 
 
 class Client:
-    """A client process; nothing that it does or fails to do reaches the process that trains.
-
-    It has a session of its own, so that Ctrl-C in the terminal ends the run and not the sending, and reads the end of
-    the run, or of this process, from its standard input.
-    """
+    """A client process; nothing that it does or fails to do reaches the process that trains."""
 
     def __init__(self, run: RunRecord, record: Path, project: str | None, **options: Any) -> None:
-        """Start the process; raises ``OSError`` where that fails.
-
-        Args:
-            run: what is trained.
-            record: its JSONL file.
-            project: named after the experiment where it is ``None``.
-            options: further fields of a :class:`Job`.
-        """
+        """Start the process, whose :class:`Job` has further ``options``; raises ``OSError`` where that fails."""
         for process in list(_left_alone):
             if process.poll() is not None:
                 _left_alone.remove(process)
@@ -67,10 +56,10 @@ class Client:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", wandb_process.__file__, str(description)],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE,  # tells the end of the run, or by its own end that of this process
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C in the terminal ends the run and not the sending
             )
 
     @property
@@ -79,10 +68,7 @@ class Client:
         return self._process.poll()
 
     def end(self, ending: Ending, *, wait: float | None) -> bool:
-        """Tell the client how the run ended, wait so many seconds for it, and return whether it is done.
-
-        One that is not goes on alone.
-        """
+        """Tell the client how the run ended, wait so many seconds for it, and return whether it is done."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.

@@ -48,12 +48,9 @@ def run_command(words: Sequence[str], packages: Sequence[str]) -> int:
 
 
 def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
-    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise.
-
-    What was said in the same words before, as a warning, is not said again.
-    """
+    """Say in one line on standard error what is wrong, and return the exit status: 2 for bad input, 1 otherwise."""
     sentence = " ".join(str(error).split())
-    if sentence not in unless:
+    if sentence not in unless:  # or it was said before, as a warning
         _say(sentence)
     return 2 if isinstance(error, UsageError) else 1
 

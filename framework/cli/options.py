@@ -105,10 +105,7 @@ def recorded_command(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
-    """Return a run's experiment and options to go on with; raises :class:`UsageError` as :func:`recorded_command`.
-
-    It does so for options that this version knows no more, too.
-    """
+    """Return a run's experiment and options to go on with; raises :class:`UsageError` where it cannot go on."""
     name, recorded = recorded_command(folder)
     experiment = ExperimentRegistry.get(name)
     parser = run_parser(experiment, recorded.get("preset"))
@@ -196,13 +193,10 @@ def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def wanted_sinks(options: Mapping[str, Any]) -> Callable[[], list[MetricSink]]:
-    """Return what makes new sinks for a strategy, those left out whose files another of them writes too.
-
-    Raises :class:`UsageError` for one whose package is missing or that refuses its value.
-    """
+    """Return what makes new sinks for a strategy; raises :class:`UsageError` for one that refuses its value."""
     asked: dict[type[Any], Any] = {sink: options[flag_name(sink)] for sink in SinkRegistry if sink.flag}
     wanted = {sink: value for sink, value in asked.items() if value not in (None, False)}
-    included = {name for sink in wanted for name in sink.includes}
+    included = {name for sink in wanted for name in sink.includes}  # another sink writes their files, too
     for sink in wanted:
         sink.check_installed()
 

@@ -59,17 +59,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The options of a command with their types, defaults and help.
-
-    It takes no abbreviations, and dashes and underscores for one another.
-    """
+    """The options of a command with their types, defaults and help; dashes and underscores stand for one another."""
 
     def __init__(self, usage: str, description: str, *, add_help: bool = True) -> None:
         super().__init__(
             usage=f"loopscope {usage}",
             description=description,
             formatter_class=HelpFormatter,
-            allow_abbrev=False,
+            allow_abbrev=False,  # so that a new option never changes what an old command means
             exit_on_error=False,
             add_help=add_help,
         )
@@ -129,10 +126,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return what is given, by name, as values of the options' types; defaults are left out.
-
-        Raises :class:`UsageError` for an unknown option, a missing value and one of another type.
-        """
+        """Return what is given, by name, in the options' types; raises :class:`UsageError` for what cannot be."""
         dashes = [re.sub(r"^--\w[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
         try:
             found, rest = self.parse_known_intermixed_args(dashes)
@@ -152,10 +146,9 @@ class CommandParser(argparse.ArgumentParser):
         return given | self.typed({name: given[name] for name in self.types if name in given})
 
     def typed(self, values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
-        """Return values of options, by name; the names may be spelled with dashes.
+        """Return values by option, whose name may be spelled with dashes, in the options' types.
 
-        Raises :class:`UsageError` for an unknown name and for a value of another type; ``source`` says in it where
-        they come from, beginning with a space.
+        Raises :class:`UsageError` that ends with ``source`` for an unknown name and for a value of another type.
         """
         found = {}
         for key, value in values.items():

@@ -101,13 +101,9 @@ def flattened(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @dataclass
 class Board:
-    """The state of a display, and nothing of how it looks.
+    """The state of a display, and nothing of how it looks."""
 
-    Args:
-        live_metrics: full names by group; of nothing else than hooks that are always on where it is empty.
-    """
-
-    live_metrics: Groups = field(default_factory=dict)
+    live_metrics: Groups = field(default_factory=dict)  # without any, those of hooks that are always on
     run: RunInfo | None = None
     epoch: int = 0
     step: int = 0

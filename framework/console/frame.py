@@ -85,7 +85,14 @@ def _metrics(board: Board, width: int) -> Layout:
         }
     )
     sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5))
-    aside = Sized(lambda wide, high: _grid("live", without_headings(live, high - 1), wide, high, most_blocks=1))
+
+    def draw_live(wide: int, high: int) -> RenderableType:
+        groups = live
+        if sum(group.height for group in live) >= high:  # headings give way to metrics
+            groups = [Metrics("", [cell for group in live for cell in group.cells])]
+        return _grid("live", groups, wide, high, most_blocks=1)
+
+    aside = Sized(draw_live)
     if width - sidebar - 3 < NARROWEST_METRICS:
         return Layout(aside)
     body = Layout()
@@ -95,13 +102,6 @@ def _metrics(board: Board, width: int) -> Layout:
         Layout(aside, size=sidebar),
     )
     return body
-
-
-def without_headings(groups: Sequence[Metrics], height: int) -> Sequence[Metrics]:
-    """Take headings away where ``height`` lines do not hold them beside all metrics."""
-    if sum(group.height for group in groups) <= height:
-        return groups
-    return [Metrics("", [cell for group in groups for cell in group.cells])]
 
 
 def _grid(title: str, groups: Sequence[Metrics], width: int, height: int, **options: int) -> Group:

@@ -32,11 +32,6 @@ class LiveDisplay(MetricSink):
     A drawing is due half a second after the one before, and later where drawing is slow: it takes at most 1 % of the
     time. Where the terminal takes nothing (Ctrl-S) or the process is in the background, a drawing is left out rather
     than waited for. What is printed or put into the ``transcript`` meanwhile is told by :meth:`leave`, in its order.
-
-    Args:
-        console: the console of a terminal.
-        live_metrics: full names by group, for the sidebar.
-        clock: the time in seconds.
     """
 
     name = "live"

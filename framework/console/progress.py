@@ -124,10 +124,7 @@ def progress_line(position: Position | None, width: int, label: str = "") -> Tab
 
 
 class LineView:
-    """A plain line every tenth of the run and every half minute, for pipes and log files.
-
-    The last position is left to whoever reports the result, unless the view is to stay (not ``transient``).
-    """
+    """A plain line every tenth of the run and every half minute, for pipes and log files."""
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
         self._console = console
@@ -147,7 +144,7 @@ class LineView:
             self._print(position)
 
     def finish(self, position: Position | None) -> None:
-        """Print the last position if it stays."""
+        """Print the last position, which is left to whoever reports the result where the view is transient."""
         if position is not None and not self._transient:
             self._print(position)
 
@@ -160,23 +157,15 @@ class TrainingProgress:
     """Tells a view, at most twice a second, where a loop is; in between a call costs one look at the clock.
 
     A view that fails, because the pipe behind it is closed for example, is told nothing more; the loop goes on.
-
-    Args:
-        view: where it is shown.
-        unit: of the loop, ``"epoch"`` or ``"step"``.
-        length: units in the whole run.
-        clock: the time in seconds.
-        steps_per_epoch: optimizer steps of one pass over the data; without it a loop of steps says nothing of passes.
-        chosen: returns what the experiment wants to be said, by label.
     """
 
     view: View
     _: KW_ONLY
-    unit: str
-    length: int
+    unit: str  # of the loop, "epoch" or "step"
+    length: int  # units in the whole run
     clock: Callable[[], float]
-    steps_per_epoch: int | None = None
-    chosen: Callable[[], Mapping[str, str]] = dict
+    steps_per_epoch: int | None = None  # without it a loop of steps says nothing of passes over the data
+    chosen: Callable[[], Mapping[str, str]] = dict  # what the experiment wants to be said, by label
 
     def __post_init__(self) -> None:
         """Begin to measure the time."""
@@ -238,16 +227,12 @@ def newest_numbers(loop: LoopState, *, with_evaluation: bool = True) -> dict[str
 
 
 class ProgressNumbers(MetricSink):
-    """Keep what was delivered last of some metrics; of a series its mean, as the loss beside it is one.
-
-    Args:
-        metrics: full names by label; a label with several names stands before all of their values.
-    """
+    """Keep what was delivered last of some metrics; of a series its mean, as the loss beside it is one."""
 
     name = "progress"
 
     def __init__(self, metrics: Mapping[str, Sequence[str]]) -> None:
-        self.metrics = metrics
+        self.metrics = metrics  # full names by label
         self._wanted = {name for names in metrics.values() for name in names}
         self._newest: dict[str, float] = {}
 

@@ -13,18 +13,10 @@ from ..hooks import MetricSink, RunInfo, SinkRegistry, TrainingHook
 from ..loops import NoProgress, Progress
 from ..runs import Display
 from ..training import TrainingTask
+from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
-from .tables import (
-    comparison_rows,
-    comparison_table,
-    hook_table,
-    result_line,
-    results_line,
-    sample_text,
-    strategy_header,
-)
 from .terminal import can_be_taken, make_console, show_warnings
 
 Mode = Literal["normal", "live", "silent", "none"]
@@ -95,7 +87,7 @@ class RunConsole(Display):
 
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Show what is about to be trained, and start the bar or draw the screen."""
-        self._print(strategy_header(run, task, [hook.name for hook in hooks]))
+        self._print(tables.strategy_header(run, task, [hook.name for hook in hooks]))
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
@@ -114,19 +106,20 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.board.results.append(summary)
         self._stop_progress()
-        self._print(result_line(summary))
+        self._print(tables.result_line(summary))
         for hook, rows in summary["hook_tables"].items():
-            self._print(hook_table(hook, rows, self.console.width))
+            self._print(tables.hook_table(hook, rows, self.console.width))
         if summary["sample"]:
-            self._print(sample_text(summary["sample"]))
+            self._print(tables.sample_text(summary["sample"]))
 
     def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         """Compare the strategies and say where the results lie."""
         if self._live is not None:
             self._live.leave(self._tell)
         if len(summaries) > 1:
-            self._print(comparison_table(comparison_rows(summaries, self._compared_to), self.console.width))
-        self._print(results_line(summaries))
+            rows = tables.comparison_rows(summaries, self._compared_to)
+            self._print(tables.comparison_table(rows, self.console.width))
+        self._print(tables.results_line(summaries))
 
     def _view(self, label: str) -> View:
         if self._live is not None:

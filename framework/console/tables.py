@@ -166,14 +166,12 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
 
 
 def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
-    """Return a table with a line for each row, without remarks, its last columns left out if they do not fit.
-
-    Each column is one text: rich takes ten times as long for a cell for each number.
-    """
+    """Return a table with a line for each row, without remarks, its last columns left out if they do not fit."""
     columns = side_by_side(columns_of(rows), width)[0]
     table = Table.grid(padding=(0, 2, 0, 0))
     for index in range(len(columns)):
         table.add_column(justify="right" if index else "left", no_wrap=True)
+    # Each column is one text: rich takes ten times as long for a cell for each number.
     table.add_row(*(Text.assemble((heading, "dim"), *(f"\n{text}" for text in texts)) for heading, *texts in columns))
     return table
 

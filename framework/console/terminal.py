@@ -46,10 +46,7 @@ def can_be_taken(console: Console) -> bool:
 
 
 def can_be_written(file: IO[str]) -> bool:
-    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader that goes on.
-
-    A file that is no terminal takes everything.
-    """
+    """Return whether a terminal takes something from this process: in the foreground, no Ctrl-S, a reader at work."""
     try:
         descriptor = file.fileno()
         if os.tcgetpgrp(descriptor) != os.getpgrp():
@@ -66,13 +63,12 @@ def can_be_written(file: IO[str]) -> bool:
 def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[None]:
     """Call ``give_back`` before signals that stop or end the process; then they do what they would have done.
 
-    Signals for which somebody has a handler are left alone, and so are all of them outside the main thread. A forked
-    process gives nothing back: the terminal is its parent's.
+    Signals for which somebody has a handler are left alone, and so are all of them outside the main thread.
     """
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == owner:
+        if os.getpid() == owner:  # in a forked process the terminal is the parent's
             give_back()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -92,13 +88,11 @@ def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[No
 
 @contextmanager
 def show_warnings(show: Callable[[Label, str], None]) -> Iterator[None]:
-    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
-
-    A :class:`RunNotice` is information and labelled ``note``; every other warning is trouble and labelled ``warning``.
-    """
+    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised."""
     before = warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+        # A notice is information, every other warning is trouble.
         show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
 
     warnings.showwarning = shown
@@ -137,11 +131,7 @@ class _KeptBytes(io.RawIOBase):
 
 @contextmanager
 def output_kept(keep: Keep) -> Iterator[None]:
-    """Hand what Python prints on the terminal to ``keep(stream, text)`` while the body runs.
-
-    Standard output or standard error that is no terminal is left alone. Who still holds the replacement afterwards
-    writes to the terminal.
-    """
+    """Hand what Python prints on the terminal, and not what goes to a file, to ``keep(stream, text)``."""
     held: list[_KeptBytes] = []
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
@@ -154,4 +144,4 @@ def output_kept(keep: Keep) -> Iterator[None]:
             yield
         finally:
             for kept in held:
-                kept.is_held = False
+                kept.is_held = False  # who still has the replacement writes to the terminal

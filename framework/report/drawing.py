@@ -189,12 +189,10 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
 
 
 def _window_sums(values: Floats, window: int) -> Floats:
-    """Return the sum of the ``window`` values around each one.
-
-    Sums run from both ends of blocks as long as the window, each window being the end of a block and the beginning of
-    the next: the time does not depend on the window, and nothing is subtracted, so that a spike leaves no rounding
-    error behind (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
-    """
+    """Return the sum of the ``window`` values around each one."""
+    # Sums run from both ends of blocks as long as the window, each window being the end of a block and the beginning
+    # of the next: the time does not depend on the window, and nothing is subtracted, so that a spike leaves no rounding
+    # error behind (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
     before, first = window // 2, np.arange(len(values))
     after = -(len(values) + before) % window + window
     blocks = np.pad(values, (before, after)).reshape(-1, window)
