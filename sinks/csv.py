@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
 
-from .record import LAYOUTS, NUMBERS, Record, json_text
+from .record import LAYOUTS, NUMBERS, POSITION, Record, json_text
 from .run_file import FileSink, complete_lines
 
-POSITION = ("epoch", "step", "hook_point")
 OTHER = "other"
 PER_PARAMETER = "/<parameter>"
 # The numbers that Python writes in another way than JSON.

@@ -79,10 +79,7 @@ class EventFile:
     """An event file; every write has reached the operating system when it returns."""
 
     def __init__(self, path: Path, *, size: int | None = None) -> None:
-        """Write over the file, or go on in it behind its first ``size`` bytes and cut off what follows them.
-
-        Raises :class:`UsageError`, and leaves the file as it is, where those bytes are missing or not whole events.
-        """
+        """Write over the file, or go on behind its first ``size`` bytes; raise :class:`UsageError` for another."""
         self.path = path
         if size is not None:
             self._file = reopened(path, size, lambda file: _fault(file, size))

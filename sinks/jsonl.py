@@ -10,10 +10,8 @@ from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
 from loopscope.runs import RunRecord, read_status
 
-from .record import LAYOUTS, NUMBERS, Record, json_text
+from .record import LAYOUTS, NUMBERS, POSITION, Record, json_text
 from .run_file import FileSink, complete_lines
-
-POSITION = ("epoch", "step", "hook_point")
 
 
 @SinkRegistry.register

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from loopscope.hooks import HookPoint, Series
 
+POSITION = ("epoch", "step", "hook_point")
 NUMBERS = frozenset({float, int, bool})
 # So many sets of names keep their layout; a hook that names other metrics at every fire must not fill the memory.
 LAYOUTS = 64

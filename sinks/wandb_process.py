@@ -196,9 +196,9 @@ def begun(wandb: Any, **options: Any) -> Any:
 def alone(job: Job) -> Iterator[Any]:
     """Wait for the end of an earlier client of the same W&B run, let no later one begin, and yield its note.
 
-    The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed. The
-    note is the number of rows that W&B had at the end of the newest client that got there.
+    The note is the number of rows that W&B had at the end of the newest client that got there.
     """
+    # The client of a killed run goes on alone until it has sent what was recorded, perhaps while the run is resumed.
     with (Path(job.folder) / "wandb" / f"{job.run_id}.rows").open("a+") as note:
         fcntl.flock(note, fcntl.LOCK_EX)
         yield note

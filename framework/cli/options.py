@@ -89,11 +89,11 @@ def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
             yield f"{target}={content if isinstance(content, str) else json.dumps(content)}"
 
 
-def recorded_command(folder: Path) -> tuple[str, dict[str, Any]]:
+def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
     """Return the experiment of a run and the options of the command that goes on with it, wherever it lies now.
 
     The folder of one strategy goes on with that strategy, the folder of an experiment with all that the command was
-    given. Raises :class:`UsageError` for a folder without a run, or with one that was not started by the command.
+    given. Raises :class:`UsageError` for a folder without a run, or with one that cannot go on by this command.
     """
     run = run_folders(folder, "resume")[0]
     record = RunRecord.read(run)
@@ -101,15 +101,9 @@ def recorded_command(folder: Path) -> tuple[str, dict[str, Any]]:
         raise UsageError(f"{run} was not started by loopscope run, so only the program that did can go on with it.")
     here = {"output_dir": str(run.resolve().parent.parent), "resume": True, "overwrite": False}
     alone = {"strategy": [record.strategy]} if run == folder else {}
-    return record.experiment, {**record.options, **here, **alone}
-
-
-def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
-    """Return a run's experiment and options to go on with; raises :class:`UsageError` where it cannot go on."""
-    name, recorded = recorded_command(folder)
-    experiment = ExperimentRegistry.get(name)
-    parser = run_parser(experiment, recorded.get("preset"))
-    options = parser.defaults | parser.typed(recorded, " in the recorded options")
+    experiment = ExperimentRegistry.get(record.experiment)
+    parser = run_parser(experiment, record.options.get("preset"))
+    options = parser.defaults | parser.typed({**record.options, **here, **alone}, " in the recorded options")
     return experiment, _complete(experiment, parser, options)
 
 

@@ -85,11 +85,7 @@ class CommandParser(argparse.ArgumentParser):
         group: argparse._ArgumentGroup | None = None,
         **settings: Any,
     ) -> None:
-        """Add an option: a switch (``bool``) may do without a value, ``NAMES`` may be several.
-
-        The default stands in the help; ``MISSING`` is that of an option that must be given. ``settings`` are those of
-        :meth:`argparse.ArgumentParser.add_argument`.
-        """
+        """Add an option: a switch (``bool``) may do without a value; one whose default is ``MISSING`` may not."""
         self.types[name] = annotation
         if default is not MISSING:
             self.defaults[name] = default
@@ -108,10 +104,9 @@ class CommandParser(argparse.ArgumentParser):
     def add_fields(
         self, options: type[Any], defaults: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Add an option for each field of a dataclass, under the first paragraph of its docstring as heading.
+        """Add an option for each field of a dataclass, with headings and help from its docstring.
 
-        ``defaults`` win over those of the fields, whose help is in the docstring, too; ``settings`` are those of
-        :meth:`add`, by field.
+        ``defaults`` win over those of the fields; ``settings`` are those of :meth:`add`, by field.
         """
         documented = [parse_docstring(base.__doc__ or "") for base in reversed(options.__mro__)]
         texts = {param.arg_name: param.description or "" for found in documented for param in found.params}

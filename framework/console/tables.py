@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..errors import counted
 from ..hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
-from ..runs import ExperimentRunner
+from ..runs import ExperimentRunner, choices
 from ..training import TrainingTask
 from .text import duration_text, number_text
 
@@ -118,10 +118,8 @@ def distances(
 
 
 def comparison_table(rows: Sequence[Mapping[str, str]], width: int = 80) -> Group:
-    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below.
-
-    Where that is wider than ``width``, every column becomes a line instead, in as many tables as it takes.
-    """
+    """Lay rows out under the union of their columns, without those that nobody fills; remarks follow below."""
+    # Where that is too wide every column becomes a line instead, in as many tables as it takes.
     upright = columns_of(rows)
     parts = [upright] if _width(upright) <= width else side_by_side(list(zip(*upright, strict=True)), width)
     remarks = [Text(f" {row['strategy']}: {name}: {row[name]}") for row in rows for name in REMARKS if row.get(name)]
@@ -253,8 +251,7 @@ def _metric(hook: str, info: MetricInfo) -> RenderableType:
 
 
 def _option(hook: str, option: inspect.Parameter, description: str) -> RenderableType:
-    choices = " | ".join(map(str, get_args(option.annotation))) if get_origin(option.annotation) is Literal else ""
-    kind = choices or inspect.formatannotation(option.annotation)
+    kind = " | ".join(choices(option.annotation)) or inspect.formatannotation(option.annotation)
     title = Text.assemble((f"  {hook}.{option.name}", "cyan"), f"  ({kind}, default {option.default})")
     return Group(title, _indented(Text(description))) if description else title
 

@@ -53,10 +53,7 @@ class RecordedRun:
 
 
 def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
-    """Read the record in the folder of a run; dicts are curves ``metric/key``.
-
-    Raises :class:`UsageError` for a folder that holds no run, or a run without a record, and for a broken record.
-    """
+    """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
     sink, path = _record(folder, run.strategy)
     points = _Points(wanted)
@@ -88,7 +85,7 @@ class _Points:
         self.others: dict[str, None] = {}
 
     def take(self, emit: tuple[int, Mapping[str, Any]]) -> None:
-        """Take the metrics of an emit at its step."""
+        """Take the metrics of an emit at its step; dicts are curves ``metric/key``."""
         step, metrics = emit
         for name, value in metrics.items():
             if type(value) in NUMBERS:

@@ -99,8 +99,8 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
     if log_y:
         ax.set_yscale("log", nonpositive="mask")
         _plain_numbers(ax.yaxis)
-    for trace in panel.traces:
-        _draw_trace(ax, trace, look.smooth, log_y=log_y)
+    for curve, style in panel.traces:
+        _draw_curve(ax, curve, line_of(style), look.smooth, log_y=log_y)
     _limit(ax, panel.traces, log_y=log_y)
     if panel.baseline is not None:
         ax.axhline(panel.baseline, color=GREY, linewidth=0.8, zorder=1)
@@ -123,7 +123,7 @@ def wrapped(name: str, width: int) -> str:
 
 def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
     """Give constant curves some room, and none to rounding errors; take the numbers off axes without values."""
-    values = np.concatenate([trace.curve.values[trace.curve.finite] for trace in traces])
+    values = np.concatenate([curve.values[curve.finite] for curve, _ in traces])
     values = values[values > 0] if log_y else values
     if not len(values):
         ax.set_yticks([])
@@ -148,13 +148,12 @@ def _plain_numbers(axis: Axis) -> None:
     axis.set_minor_formatter(PlainLogFormatter(labelOnlyBase=False))
 
 
-def _draw_trace(ax: Axes, trace: Trace, smooth: int, *, log_y: bool) -> None:
+def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
     """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
-    line = line_of(trace.style)
-    steps, values = trace.curve.steps, trace.curve.values
+    steps, values = raw.steps, raw.values
     if smooth > 1:
         ax.plot(steps, values, color=line["color"], linewidth=0.8, alpha=FAINT)
-    curve = running_mean(trace.curve, smooth, geometric=log_y) if smooth > 1 else trace.curve
+    curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
     # Points that no line would show get a dot: those between gaps, and all of a short curve.
     gaps = np.pad(~curve.finite, 1, constant_values=True)
     lone = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()

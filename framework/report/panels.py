@@ -52,12 +52,7 @@ class Style:
         return cls(index % len(COLOURS), index // len(COLOURS))
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A curve and its style."""
-
-    curve: Curve
-    style: Style
+Trace = tuple[Curve, Style]
 
 
 @dataclass(frozen=True)
@@ -93,10 +88,7 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
-    """Show the metrics that match: each in a panel of its own, or all in one.
-
-    Raises :class:`UsageError` for a pattern that matches nothing to draw, and for more than can be told apart.
-    """
+    """Show the metrics that match, each in a panel or all in one; raises :class:`UsageError` for none or too many."""
     metrics = _chosen(runs, patterns)
     require(
         len(runs) <= MOST_CURVES, f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
@@ -219,7 +211,7 @@ def _overlaid(
 def styled(runs: Sequence[RecordedRun], metrics: Iterable[str], style: Callable[[int, str], Style]) -> list[Trace]:
     """Return the curves of metrics in the ``style`` for the run's number and the metric."""
     return [
-        Trace(run.curves[metric], style(index, metric))
+        (run.curves[metric], style(index, metric))
         for index, run in enumerate(runs)
         for metric in metrics
         if metric in run.curves
@@ -299,7 +291,7 @@ def _missing(panels: Sequence[MetricPanel], runs: Mapping[str, RecordedRun]) -> 
 
 def is_logarithmic(panel: Panel, look: Look) -> bool:
     """Decide on a vertical axis: as asked for, else as the panel wants it, else by the span of the values."""
-    values = np.concatenate([trace.curve.values[trace.curve.finite] for trace in panel.traces])
+    values = np.concatenate([curve.values[curve.finite] for curve, _ in panel.traces])
     wanted = panel.log_y if look.log_y is None else look.log_y
     if wanted is not None:
         return wanted and bool((values > 0).any())
@@ -308,8 +300,8 @@ def is_logarithmic(panel: Panel, look: Look) -> bool:
 
 def remark(panel: Panel, look: Look) -> str:
     """Return the panel's remark and what of it cannot be drawn where it belongs."""
-    values = np.concatenate([trace.curve.values for trace in panel.traces])
-    steps = np.concatenate([trace.curve.steps for trace in panel.traces])
+    values = np.concatenate([curve.values for curve, _ in panel.traces])
+    steps = np.concatenate([curve.steps for curve, _ in panel.traces])
     counts = {
         "NaN (×)": np.isnan(values),
         "∞ (▲)": values == np.inf,

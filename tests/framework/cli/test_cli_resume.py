@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from loopscope import training_hooks  # noqa: F401 - registers the hooks
 from loopscope.cli import main
-from loopscope.cli.options import recorded_command
+from loopscope.cli.options import parse_recorded
 from loopscope.errors import UsageError
 
 from tests.framework.runs.small_experiment import Small, contents, registered, train
@@ -69,7 +69,7 @@ def test_what_cannot_go_on_is_refused_in_a_sentence(tmp_path: Path, capsys: pyte
         (tmp_path, "is not the folder"),
     ):
         with pytest.raises(UsageError, match=words):
-            recorded_command(folder)
+            parse_recorded(folder)
     (tmp_path / "small/plain/experiment_config.json").write_text("{")
     for words in (["resume"], ["resume", str(tmp_path / "small/plain")], ["resume", "a", "b"]):
         assert main(words) == 2
