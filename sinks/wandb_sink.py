@@ -67,8 +67,11 @@ class Client:
         """The exit status of the process, ``None`` as long as it runs."""
         return self._process.poll()
 
-    def end(self, ending: Ending, *, wait: float | None) -> bool:
-        """Tell the client how the run ended, wait so many seconds for it, and return whether it is done."""
+    def end(self, ending: Ending, *, wait: float | None) -> str | None:
+        """Tell the client how the run ended, wait so many seconds for it, and return the sentence that it left.
+
+        The sentence may be empty, and is ``None`` as long as the client is not done.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.
@@ -80,12 +83,7 @@ class Client:
             self._process.stdout.close()
             _left_alone.append(self._process)
             atexit.register(setattr, self._process, "returncode", 0)  # or Popen warns that it goes on, as it shall
-            return False
-        return True
-
-    def outcome(self) -> str:
-        """Return the sentence that the client, which is done, left; empty if it left none."""
-        assert self._process.stdout is not None
+            return None
         with self._process.stdout as pipe:
             os.set_blocking(pipe.fileno(), False)  # a process of W&B may still hold the other end
             return (pipe.read() or b"").decode(errors="replace").strip()
@@ -187,14 +185,14 @@ class WandbSink(ReplaySink):
         if client is None or self._path is None:
             return
         size = self._path.stat().st_size if self._path.exists() else None
-        is_done = client.end(Ending(status, size), wait=LONGEST_WAIT)
-        outcome = f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}."
-        outcome = client.outcome() if is_done else outcome
-        if is_done and client.exit_status:
+        outcome = client.end(Ending(status, size), wait=LONGEST_WAIT)
+        if outcome is None:
+            outcome = f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}."
+        elif client.exit_status:
             reason = outcome.rstrip(".") or f"exit status {client.exit_status}"
             self._warn(f"The W&B client failed: {reason}; {client.log} has more.")
-        else:
-            warnings.warn(outcome, RunNotice, stacklevel=2)
+            return
+        warnings.warn(outcome, RunNotice, stacklevel=2)
 
     def _remedy(self) -> str:
         assert self._path is not None
@@ -214,8 +212,7 @@ class WandbSink(ReplaySink):
 
         def send() -> str:
             client = Client(run, record, project, patience=None)
-            client.end(Ending(status, record.stat().st_size), wait=None)
-            outcome = client.outcome()
+            outcome = client.end(Ending(status, record.stat().st_size), wait=None) or ""
             if client.exit_status:
                 raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; {client.log} has more.")
             return outcome
