@@ -26,9 +26,6 @@ from .wandb_process import as_float, cells
 CASTAGNOLI = 0x82F63B78  # the polynomial of CRC-32C with its bits reversed
 CHUNK = 512
 BUCKETS = 30
-LENGTH_BYTES = 8
-HEADER_BYTES = 12
-CHECKSUM_BYTES = 4
 
 
 @cache
@@ -146,11 +143,11 @@ def _fault(file: FileIO, size: int) -> str:
     """Return what is wrong where the first ``size`` bytes of a file are not whole events, by their lengths."""
     position = 0
     while position < size:
-        header = os.pread(file.fileno(), HEADER_BYTES, position)
-        length = int.from_bytes(header[:LENGTH_BYTES], "little")
+        header = os.pread(file.fileno(), 12, position)
+        length = int.from_bytes(header[:8], "little")  # the other four bytes are its checksum
         if header != _header(length):
             break
-        position += HEADER_BYTES + length + CHECKSUM_BYTES
+        position += 12 + length + 4  # the last four are the checksum of the data
     return "" if position == size else f"no event ends at byte {size:,}, where one did at the checkpoint"
 
 

@@ -123,11 +123,12 @@ class LiveDisplay(MetricSink):
         with suppress(OSError):  # rich would keep to COLUMNS and LINES where these are exported
             if all(size := os.get_terminal_size(self.console.file.fileno())):
                 self.console.size = size
+        # What is written here reaches the terminal with the next drawing of rich, which flushes the file.
         if not self._screen.is_started:
             self._screen.start()
-            self._write(NO_WRAP)
+            self.console.file.write(NO_WRAP)
         elif not self._is_taken:
-            self._write(TAKE)
+            self.console.file.write(TAKE)
         self._is_taken = True
         self._screen.refresh()
 
@@ -136,7 +137,7 @@ class LiveDisplay(MetricSink):
         if self._screen.is_started:
             with suppress(OSError):  # the terminal is gone
                 # After Ctrl-Z the cursor is elsewhere: taken once more, the terminal knows where to put it back.
-                self._write(WRAP if self._is_taken else TAKE + WRAP)
+                self.console.file.write(WRAP if self._is_taken else TAKE + WRAP)
                 self._is_taken = False
                 self._screen.stop()
 
@@ -145,10 +146,6 @@ class LiveDisplay(MetricSink):
         if self._is_taken and can_be_written(self.console.file):
             os.write(self.console.file.fileno(), GIVE_BACK.encode())
         self._is_taken = False
-
-    def _write(self, text: str) -> None:
-        self.console.file.write(text)
-        self.console.file.flush()
 
     def _keep(self, stream: IO[str], text: str) -> None:
         self.board.printed_lines += text.count("\n")

@@ -132,16 +132,12 @@ class _KeptBytes(io.RawIOBase):
 @contextmanager
 def output_kept(keep: Keep) -> Iterator[None]:
     """Hand what Python prints on the terminal, and not what goes to a file, to ``keep(stream, text)``."""
-    held: list[_KeptBytes] = []
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream.isatty():
-                held.append(_KeptBytes(stream, keep))
-                text = io.TextIOWrapper(held[-1], "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
+                kept = _KeptBytes(stream, keep)
+                text = io.TextIOWrapper(kept, "utf-8", newline="\n", write_through=True)  # type: ignore[type-var]
                 text.rich_proxied_file = stream  # type: ignore[attr-defined]  # where rich itself goes on writing
                 stack.enter_context(redirect(text))
-        try:
-            yield
-        finally:
-            for kept in held:
-                kept.is_held = False  # who still has the replacement writes to the terminal
+                stack.callback(setattr, kept, "is_held", False)  # who still has the text writes to the terminal
+        yield
