@@ -12,17 +12,12 @@ from .record import plain
 
 @SinkRegistry.register
 class ConsoleSink(MetricSink):
-    """Show the newest metrics as a table at every SNAPSHOT.
+    """Show the newest metrics as a table at every SNAPSHOT, and what is left at the end of a strategy.
 
-    Metrics are gathered from every point and shown together, per-parameter ones (three or more parts of a path) left
-    out. What is left at the end of a strategy is shown then.
-
-    On a terminal the table is no taller than that, or than thirty lines: the metrics of ``first`` stand on top, and of
-    the others every hook shows as many as every other, numbers that changed since the last table before lists and what
-    stood still. An arrow tells which way a metric went over its last three values; of a series the mean since the last
-    table is shown.
-    Where there is no terminal the table is plain lines with everything, one for each hook, a series as
-    ``last / mean (number of values)``.
+    They come from every point, without those of single parameters (three or more parts of a path). On a terminal the
+    table has at most its height, or thirty lines: the metrics of ``first`` on top, then as many of each hook as of
+    every other, with an arrow for the last three values, and of a series the mean since the last table. Elsewhere it is
+    plain lines with everything, one for each hook, a series as ``last / mean (number of values)``.
 
     Args:
         console: where to show it; standard output by default.

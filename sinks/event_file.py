@@ -95,24 +95,19 @@ class EventFile:
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Write the options of a run: as a row of the HPARAMS tab, and as a table in the TEXT tab."""
-        # The tab holds numbers, booleans and texts.
-        shown = {
-            name: value
-            if isinstance(value, bool)
-            else as_float(value)
-            if isinstance(value, (int, float))
-            else str(value)
-            for name, value in options.items()
-        }
+        shown: dict[str, Any] = {}  # the tab holds numbers, booleans and texts
+        for name, value in options.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            shown[name] = as_float(value) if is_number else value if isinstance(value, bool) else str(value)
         row = hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
         lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
         self._write({0: [row, text_pb("run", "\n".join(["| | |", "|---|---|", *lines])).value[0]]})
 
     def write(self, by_step: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
         """Write names and values at their steps."""
-        found = {
-            step: [part for name, value in items for part in messages(name, value)] for step, items in by_step.items()
-        }
+        found: dict[int, list[Any]] = {}
+        for step, items in by_step.items():
+            found[step] = [message for name, value in items for message in messages(name, value)]
         self._write(found)
 
     def end(self, status: str, step: int) -> None:

@@ -20,15 +20,12 @@ FOLDER = "tensorboard"
 
 @SinkRegistry.register
 class TensorBoardSink(ReplaySink):
-    """Write every metric to tensorboard/, for TensorBoard.
+    """Write every metric to tensorboard/, for TensorBoard; needs the package tensorboard, and no TensorFlow.
 
     Numbers are scalars at their step, series scalars at the step of each value, ``key: value`` pairs scalars named
-    ``metric/key``, lists histograms. TensorBoard holds float32, in which non-finite values survive; the other values
-    of a list with some are shown as a histogram, with their number as ``metric/non_finite``. The options of the
-    experiment, the strategy and the treatments are in the HPARAMS and TEXT tabs.
-
-    The file is written without a thread and without a random number; every emit has reached the operating system
-    when it returns. Needs the package tensorboard, and no TensorFlow.
+    ``metric/key``, lists histograms of their finite values, all in float32. The HPARAMS and TEXT tabs have the options
+    of the experiment, the strategy and the treatments. The file is written without a thread and without a random
+    number; every emit has reached the operating system when it returns.
     """
 
     name: ClassVar[str] = "tensorboard"

@@ -93,16 +93,11 @@ class Client:
 class WandbSink(ReplaySink):
     """Send every metric to a W&B project, and write STRATEGY.jsonl.
 
-    The record is written as :class:`JSONLSink` does, which need not be switched on beside; another process, which only
-    reads that file, sends it. So a client that fails, hangs or has no network costs the run less than a second, and
-    changes nothing in it: ``loopscope replay`` sends the record later. Where no W&B login is present the client works
-    offline; WANDB_MODE is respected, and with ``disabled`` no client is started.
-
-    A resumed run goes on in its W&B run: the client sends those rows of the record that W&B does not have yet.
-
-    One W&B run per strategy, in the group of the experiment, with its configuration, the treatments in ``config`` and
-    as tags, and ``step`` as the axis of every metric. Dicts are ``metric/key``, lists histograms; a series has every
-    value at its step and is summed up as ``metric/mean`` and ``metric/histogram``.
+    The record is the one of :class:`JSONLSink`, which need not be switched on beside; another process, which only reads
+    that file, sends it. So a client that fails, hangs or has no network costs the run less than a second, and changes
+    nothing in it: ``loopscope replay`` sends the record later. A resumed run goes on in its W&B run: the client sends
+    those rows that W&B does not have yet. Where no W&B login is present the client works offline; WANDB_MODE is
+    respected, and with ``disabled`` no client is started. The page on sinks says what W&B shows of a metric.
 
     Args:
         project: the project; by default it is named after the experiment.
