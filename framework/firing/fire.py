@@ -1,15 +1,34 @@
 """One fire: the hooks that are due get one view of the moment, and what they return goes on its way to the sinks."""
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-from ..hooks import STEP_POINTS, CommitRecord, HookPoint, InterventionHook, ModelDataContext, RunDataContext
-from ..isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
-from ..state import TrainingState
-from ..training import TrainingTask
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ..errors import unknown
+from ..hooks import (
+    EPOCH_END,
+    STEP_POINTS,
+    CommitRecord,
+    ForwardResult,
+    HookPoint,
+    InterventionHook,
+    ModelDataContext,
+    ObserverServices,
+    OptimizerGroup,
+    RunDataContext,
+)
+from ..isolation import borrowed_buffers, borrowed_for_evaluation, borrowed_gradients, borrowed_modes, borrowed_weights
+from ..state import TrainingState, Vector, gathered_for_a_while
+from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
 from .hook_set import HookSet, Listener
-from .views import Views
 
 
 class Firing:
@@ -21,17 +40,24 @@ class Firing:
         task: TrainingTask,
         state: TrainingState,
         dispatch: MetricDispatch,
-        views: Views,
         guardian_device: torch.device | None,
+        reference_weights: Vector | None,
     ) -> None:
         self._hooks = hooks
         self._task = task
         self._state = state
         self._isolation = hooks.isolation
         self._dispatch = dispatch
-        self._views = views
         self._guardian_device = guardian_device
         self._needs_target = hooks.listeners.need("needs_target_grad")
+        self._reference_weights = _frozen(reference_weights)
+        self._services = ObserverServices(
+            forward=self._forward,
+            batch_gradients=LossProbe(task, state, hooks.profiler).gradient,
+            evaluate=self._evaluate,
+            optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
+            last_metrics=dispatch.last,
+        )
 
     def call_due(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; where none is, nothing is entered and no view is made."""
@@ -42,7 +68,7 @@ class Firing:
         isolation = self._isolation
         try:
             isolation.begin()
-            context = self._views.at(point, self._target_grad(point) if self._needs_target else None)
+            context = self._view(point)
             for listener in due:
                 if listener.intervention is None:
                     self._observe(listener, context)
@@ -97,3 +123,102 @@ class Firing:
                 return self._task.target_grad(model)
 
         return self._hooks.isolated("target_grad", point.name, compute)
+
+    def _view(self, point: HookPoint) -> RunDataContext:
+        """Return the loop's state as hooks see it at this moment; what nobody asked for stays ``None``."""
+        loop, task = self._state.loop, self._task
+        at_step = point in STEP_POINTS
+        evaluation = loop.evaluation if loop.evaluated_at == loop.step else {}
+        shown = loop.step_series if point in EPOCH_END else None
+        series = (None, None) if shown is None else shown[:, : loop.series_steps].unbind()
+        mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
+        return RunDataContext(
+            hook_point=point,
+            epoch=loop.epoch,
+            step=loop.step,
+            model=task.model,
+            config=task.config,
+            loader=task.loader,
+            services=self._services,
+            profiler=self._hooks.profiler,
+            batch_idx=loop.batch_idx if at_step else None,
+            batch_data=loop.batch if at_step else None,
+            loss=loop.loss if at_step else mean_loss,
+            train_acc=evaluation.get("train_acc"),
+            val_acc=evaluation.get("val_acc"),
+            evaluation=MappingProxyType(evaluation),
+            lr=task.optimizer.param_groups[0]["lr"],
+            loss_scale=None if loop.loss is None else loop.loss_scale,
+            skipped_steps=loop.skipped_steps,
+            accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),
+            step_losses=series[0],
+            step_grad_norms=series[1],
+            prev_step_grads=_frozen(loop.prev_step_grads) if at_step else None,
+            target_grad=_frozen(self._target_grad(point)) if self._needs_target else None,
+            reference_weights=self._reference_weights,
+        )
+
+    def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
+        self._hooks.profiler.passed("forward", inputs)
+        return forward_pass(self._state, inputs, capture, train)
+
+    def _evaluate(self, weights: Vector) -> dict[str, float]:
+        model = self._task.model
+        with (
+            torch.no_grad(),
+            self._state.streams.isolated(),
+            borrowed_for_evaluation(model),
+            borrowed_weights(model, weights),
+        ):
+            # The stream of the run's own evaluation after this step, so that both see the same draws.
+            self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
+            return self._task.evaluate(model)
+
+
+def _frozen(vector: Vector | None) -> Vector | None:
+    return None if vector is None else MappingProxyType(vector)
+
+
+def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
+    """Run the model without gradients, leaving modes, buffers, module hooks and streams as they were.
+
+    Captured outputs are copies, made before a later module can write to them; a module called more than once gives
+    its last output.
+    """
+    model = state.model
+    modules = dict(model.named_modules(remove_duplicate=False))
+    captured: dict[str, Any] = {}
+    for name in capture:
+        if name not in modules:
+            raise unknown("module", name, modules)
+
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        captured[name] = tree_map_only(Tensor, Tensor.clone, output)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(state.streams.isolated())
+        stack.enter_context(borrowed_buffers(model))
+        stack.enter_context(borrowed_modes(model, train=train))
+        stack.enter_context(gathered_for_a_while(model))
+        for name in capture:
+            stack.callback(modules[name].register_forward_hook(partial(keep, name)).remove)
+        output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    return ForwardResult(output, captured)
+
+
+def optimizer_groups(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerGroup, ...]:
+    """Copy the optimizer's parameter groups into frozen views."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        options = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in group.items() if key != "params"}
+        copy = OptimizerGroup(
+            names=tuple(names[parameter] for parameter in group["params"] if parameter in names),
+            lr=float(group["lr"]),
+            weight_decay=float(group.get("weight_decay", 0.0)),
+            betas=tuple(group["betas"]) if "betas" in group else None,  # type: ignore[arg-type]
+            options=MappingProxyType(options),
+        )
+        found.append(copy)
+    return tuple(found)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
 from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from ..hooks import (
     STEP_POINTS,
@@ -23,9 +27,9 @@ from ..isolation import Call, Isolation
 from ..state import TrainingState
 from ..training import Profiler
 from .failures import HookFailures
-from .offload import StateOffload
 
 Result = TypeVar("Result")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,30 @@ class Listeners:
     def need(self, need: str) -> bool:
         """Return whether any listening hook has the flag ``need``."""
         return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
+
+
+class StateOffload:
+    """Keeps what hooks remember on the CPU between their calls, where device memory is short.
+
+    They go through ``state_dict`` and ``load_state_dict``, which carry all that a hook remembers, so no metric changes.
+    """
+
+    def __init__(self, home: torch.device = CPU) -> None:
+        self._home = home
+        self._away: dict[str, list[torch.device]] = {}
+
+    def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
+        """Bring a hook's state back, call ``function``, and move the state away again whatever happened."""
+        if hook.name in self._away:
+            devices = iter(self._away.pop(hook.name))
+            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
+        try:
+            return function()
+        finally:
+            state: dict[str, Any] = hook.state_dict()
+            if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
+                hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
+                self._away[hook.name] = homes
 
 
 class HookSet:

@@ -2,21 +2,30 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 
-from ..hooks import HookPoint, MetricSink, RunInfo, TapSet, TrainingHook, without_duplicates
-from ..isolation import Isolation, Snapshot
+from ..hooks import (
+    HookPoint,
+    InterventionHook,
+    MetricSink,
+    RunInfo,
+    StatePart,
+    Tap,
+    TapOwner,
+    TapSet,
+    TrainingHook,
+    without_duplicates,
+)
+from ..isolation import Call, Isolation, Snapshot
 from ..state import TrainingState
-from ..training import Profiler, TrainingTask
+from ..training import LossProbe, Profiler, TrainingTask
 from .dispatch import MetricDispatch
 from .failures import HookFailures
 from .fire import Firing
-from .hook_set import HookSet
-from .offload import StateOffload
-from .tap_wiring import TapWiring
-from .views import Views
+from .hook_set import HookSet, StateOffload
 
 Result = TypeVar("Result")
 
@@ -76,9 +85,7 @@ class HookManager:
             offload=StateOffload() if offload_state else None,
         )
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call)
-        self._wiring = TapWiring(self.hooks, self._taps, task, state)
-        views = Views(task, state, self.profiler, self.dispatch.last, reference_weights)
-        self._firing = Firing(self.hooks, task, state, self.dispatch, views, guardian_device)
+        self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self._ended = False
 
     def start(self, run: RunInfo) -> None:
@@ -89,12 +96,12 @@ class HookManager:
     def start_hooks(self, run: RunInfo) -> None:
         """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start."""
         self.hooks.start(run)
-        self._wiring.attach()
+        self._attach_taps()
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``."""
         if point is HookPoint.POST_BACKWARD and self._taps.need_a_pass:
-            self._wiring.hear()
+            self._hear_taps()
         if self.hooks.listeners.at[point]:
             self._firing.call_due(point)
 
@@ -124,3 +131,34 @@ class HookManager:
             self.dispatch.flush_steps(self.state.loop.epoch)
         if status == "completed":  # else the run ends for another reason
             self.hooks.failures.raise_pending()
+
+    def _attach_taps(self) -> None:
+        """Ask every hook that has started for its taps, then attach those of the hooks that are still on."""
+        hooks, model = self.hooks, self.task.model
+
+        def declared(hook: TrainingHook) -> list[Tap]:
+            return list(hook.taps(model)) if hooks.listeners.of(hook) else []  # none if left out of this loop
+
+        with self.isolation.visit():
+            taps = {hook.name: hooks.call(hook, "taps", 0, partial(declared, hook)) for hook in list(hooks)}
+        # Outside of the visit, which would take a hook on a module for a change of the training state.
+        for hook in hooks:
+            self._taps.attach(self._owner(hook), taps[hook.name] or ())
+
+    def _owner(self, hook: TrainingHook) -> TapOwner:
+        loop = self.state.loop
+
+        def is_due() -> bool:
+            listeners = self.hooks.listeners.of(hook)
+            return hook.step_schedule.is_due(loop.step) and any(item.in_window(loop.epoch) for item in listeners)
+
+        commits = hook.commits if isinstance(hook, InterventionHook) else ()
+        call = partial(self.hooks.call_tap, hook)
+        return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
+
+    def _hear_taps(self) -> None:
+        """Run the step's batch once more, on streams of its own, for the taps that a compiled pass cannot serve."""
+        run_once = partial(LossProbe(self.task, self.state, self.profiler).run_once, self.state.loop.batch)
+        call = Call("taps", "POST_BACKWARD", self.state.loop.step, "The")
+        with self.isolation.visit():
+            self.isolation.observe(call, partial(self._taps.hear, run_once))
