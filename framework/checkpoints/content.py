@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..state import ATOMS, StreamState, TrainingState, name_of
+from ..registry import qualified
+from ..state import ATOMS, StreamState, TrainingState
 from .format import open_checkpoint, write_checkpoint
 from .writer import Staging
 
@@ -58,7 +59,7 @@ def refusals(content: Any) -> list[str]:
         "these there, or, if no later step reads what it holds, call loopscope.state.Transient.register on its class."
     )
     return [
-        f"{name.removeprefix('state/')} is a {name_of(type(value))}, which no checkpoint can hold, {remedy}"
+        f"{name.removeprefix('state/')} is a {qualified(type(value))}, which no checkpoint can hold, {remedy}"
         for name, value in unstorable(content)
     ]
 

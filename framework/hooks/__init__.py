@@ -1,7 +1,6 @@
 """What a hook is, is told, may ask for and may keep."""
 
 from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
-from .checks import hook_kind, hook_options
 from .commits import CommitRecord, StatePart, UndeclaredCommitError
 from .contexts import (
     ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table,
@@ -14,7 +13,7 @@ from .model_data_context import ModelDataContext
 from .remembered import Remembered, Remembering
 from .selection import (
     GROUPS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks, bulk_hooks,
-    refuse_idle_options, select_hooks, without_duplicates,
+    hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
 )
 from .taps import GradientTap, Tap, TapOwner, TapSet
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
 from ..state import Vector, gradients, is_partial, joint_norm, live_gradients, local_shards, overwrite
+
+Values = TypeVarTuple("Values")
 
 
 class StatePart(Enum):
@@ -33,14 +36,14 @@ class CommitRecord:
     declared: frozenset[StatePart]
     changes: list[Callable[[], None]] = field(default_factory=list)
 
-    def record(self, part: StatePart, verb: str, change: Callable[[], None]) -> None:
-        """Queue ``change``; raises :class:`UndeclaredCommitError` unless the hook declares ``part``."""
+    def record(self, part: StatePart, verb: str, change: Callable[[*Values], None], *arguments: *Values) -> None:
+        """Queue ``change(*arguments)``; raises :class:`UndeclaredCommitError` unless the hook declares ``part``."""
         if part not in self.declared:
             raise UndeclaredCommitError(
                 f"{verb} changes the {part.value}, which hook {self.hook!r} does not declare; "
                 f"add commits = {{StatePart.{part.name}}} to its class."
             )
-        self.changes.append(change)
+        self.changes.append(partial(change, *arguments))
 
     def apply(self) -> None:
         """Make the recorded changes, in the order in which they were asked for."""

@@ -1,19 +1,22 @@
 """The model context: the only way in which an intervention reaches the mutable training state."""
 
-import torch
-from torch import nn
+from collections.abc import Iterable, Mapping
 
-from ..state import TrainingState
+import torch
+from torch import Tensor, nn
+
+from ..state import TrainingState, Vector, copied, live_gradients
 from ..training import LossProbe, Profiler, TrainingTask
-from .commits import CommitRecord
-from .committing import Committing
+from . import commits
+from .commits import Clipping, CommitRecord, StatePart
 from .experimenting import Experimenting
 
 
-class ModelDataContext(Experimenting, Committing):
+class ModelDataContext(Experimenting):
     """What an intervention may do in one call: measure, experiment, commit.
 
-    Everything it did is rolled back when the call ends; then the commits that it asked for are made.
+    Everything it did is rolled back when the call ends; then, if the hook returned, the commits that it asked for are
+    made: what the verbs that begin with "Keep" have checked and recorded.
 
     Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors); a name
     that is missing stands for zeros. Losses, gradients and curvature are those of the training loss in the model's
@@ -25,7 +28,7 @@ class ModelDataContext(Experimenting, Committing):
         self,
         task: TrainingTask,
         state: TrainingState,
-        commits: CommitRecord,
+        record: CommitRecord,
         parameters: list[nn.Parameter],
         *,
         mutates: bool,
@@ -39,7 +42,7 @@ class ModelDataContext(Experimenting, Committing):
         Args:
             task: what is trained.
             state: the training state.
-            commits: takes what the hook asks to keep.
+            record: takes what the hook asks to keep.
             parameters: those of the model, in its order, which nobody then needs to walk through again.
             mutates: whether the hook declares that it changes the state.
             device: where full checkpoints live; ``None``: where the state does.
@@ -49,7 +52,7 @@ class ModelDataContext(Experimenting, Committing):
         """
         self._task = task
         self._state = state
-        self._commits = commits
+        self._commits = record
         self._parameters = parameters
         self._mutates = mutates
         self._snapshot_device = device
@@ -58,3 +61,74 @@ class ModelDataContext(Experimenting, Committing):
         self._profiler = profiler or Profiler()
         self._probe = LossProbe(task, state, self._profiler)
         self._checkpoints = {}
+
+    def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
+        """Keep: multiply every gradient by ``factor``, or those of the named parameters each by its own.
+
+        Factors are numbers or zero-dimensional tensors, which the hook then leaves alone.
+        """
+        if isinstance(factor, Mapping):
+            commits.check_factors(self.model, factor)
+            each = {name: self._lasting_factor(value) for name, value in factor.items()}
+            self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, each)
+        else:
+            kept = self._lasting_factor(factor)
+            change = lambda: commits.scale(live_gradients(self._parameters), kept)
+            self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
+
+    def clamp_gradients(self, max_value: float) -> None:
+        """Keep: bring every element of the gradients into [−max_value, max_value].
+
+        The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
+        """
+        commits.check_clamping(self._parameters, max_value)
+        self._commits.record(StatePart.GRADIENTS, "clamp_gradients", commits.clamp, self._parameters, max_value)
+
+    def clip_gradients(self, max_norm: float) -> Clipping:
+        """Keep: scale the gradients so that their joint norm is at most ``max_norm``; returns norm and factor now.
+
+        The arithmetic is that of ``torch.nn.utils.clip_grad_norm_``, but that float16 and bfloat16 are reduced in
+        float32. After earlier commits of this call, norm and factor are measured again.
+        """
+        live = live_gradients(self._parameters)
+        clipping = Clipping.of(live, max_norm)
+        if self._mutates or self._commits.changes:
+            self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.clip, self._parameters, max_norm)
+        else:
+            self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.scale, live, clipping.factor)
+        return clipping
+
+    def replace_gradients(self, values: Vector) -> None:
+        """Keep: give the parameters named in ``values`` these gradients, tensors that the hook then leaves alone."""
+        commits.check_vector(self.model, values)
+        kept = self._lasting(values)
+        self._commits.record(StatePart.GRADIENTS, "replace_gradients", commits.replace_gradients, self.model, kept)
+
+    def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
+        """Keep: add ``factor`` (zero-dimensional) times ``values``, tensors that the hook then leaves alone."""
+        commits.check_vector(self.model, values)
+        kept, by = self._lasting(values), factor.clone() if self._mutates else factor
+        self._commits.record(StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, kept, by)
+
+    def blend_parameters(self, target: Vector, weight: float) -> None:
+        """Keep: θ ← (1 − weight)·θ + weight·target of the parameters in ``target``, then left alone by the hook."""
+        commits.check_vector(self.model, target)
+        kept = self._lasting(target)
+        self._commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, kept, weight)
+
+    def thaw_parameters(self, names: Iterable[str]) -> None:
+        """Keep: train the named parameters from now on."""
+        chosen = commits.parameters_named(self.model, names)
+        self._commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, chosen)
+
+    def reset_optimizer_state(self, names: Iterable[str]) -> None:
+        """Keep: let the optimizer forget what it remembers of the named parameters."""
+        chosen = commits.parameters_named(self.model, names)
+        self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._task.optimizer, chosen)
+
+    def _lasting(self, vector: Vector) -> Vector:
+        """Copy a vector that the coming rollback might change."""
+        return copied(vector) if self._mutates else vector
+
+    def _lasting_factor(self, factor: float | Tensor) -> float | Tensor:
+        return factor.clone() if self._mutates and isinstance(factor, Tensor) else factor

@@ -1,10 +1,9 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .attributes import ATOMS, NATIVE, Transient, name_of
-from .determinism import deterministic, explained, settings
-from .flags import entered_modes, leave_modes
+from .attributes import ATOMS, NATIVE, Transient
+from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
-from .parts import Guarded, Part, Stored, Watched
+from .parts import Guarded, LoopState, Part, Stored, Watched, nested
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import (
     finish_sharding, fully_sharded_modules, gathered_for_a_while, is_partial, is_sharded, local_shards, whole,
@@ -12,7 +11,7 @@ from .sharding import (
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities
 from .tensor_parts import addresses
-from .training_state import GENERATORS, ON_DEMAND, PARTS, LoopState, TrainingState, differing, nested, of_the_run
+from .training_state import GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, joint_norm, live_gradients, max_abs, minus, norm,
     norm_of_each, overwrite, scaled, trainable, widened,
@@ -24,6 +23,6 @@ __all__ = [
     "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "copied", "cosine",
     "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding", "fully_sharded_modules",
     "gathered_for_a_while", "gradients", "is_partial", "is_sharded", "joint_norm", "leave_modes", "live_gradients",
-    "local_shards", "max_abs", "minus", "name_of", "nested", "norm", "norm_of_each", "of_the_run", "overwrite",
+    "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "of_the_run", "overwrite",
     "scaled", "seed_everything", "settings", "trainable", "whole", "widened",
 ]

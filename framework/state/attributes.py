@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..registry import qualified
 from .digest import described
 
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
@@ -109,11 +110,6 @@ def _is_data(values: Iterable[Any], seen: set[int]) -> bool:
     return True
 
 
-def name_of(kind: type) -> str:
-    """Return the full name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 class PlainForms:
     """Makes the plain forms of values: atoms and tensors stand for themselves, all else is a dict led by its kind.
 
@@ -139,7 +135,7 @@ class PlainForms:
         if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be one object
             return {type(value).__name__: self._items(value)}
         if isinstance(value, Enum):
-            return {"enum": name_of(type(value)), "member": value.name}
+            return {"enum": qualified(type(value)), "member": value.name}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
             return {"numpy": value.dtype.str, "value": value.item()}
         space = _outside_the_tree(value) if isinstance(value, nn.Module) else attributes_of(value)
@@ -154,7 +150,7 @@ class PlainForms:
         if space is None:
             head = [value.maxlen] if isinstance(value, deque) else []
             return {type(value).__name__: head + self._items(value)}
-        return {"object": name_of(type(value)), "attributes": self.table(space)}
+        return {"object": qualified(type(value)), "attributes": self.table(space)}
 
     def _items(self, value: Any) -> list[Any]:
         """Return the forms of a container's items, those of a set by description: its order differs by process."""
@@ -287,8 +283,8 @@ class FromPlainForms:
 
 def _of_kind(present: Any, name: str) -> Any:
     """Return what is there if it is of the named class; nothing else can be filled without executing code."""
-    if name_of(type(present)) != name:
-        raise ValueError(f"the model built anew has a {name_of(type(present))} where a {name} was")
+    if qualified(type(present)) != name:
+        raise ValueError(f"the model built anew has a {qualified(type(present))} where a {name} was")
     return present
 
 

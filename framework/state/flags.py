@@ -1,8 +1,10 @@
-"""Process-wide torch settings on which a run's bytes depend: read quickly, put back exactly."""
+"""Process-wide torch settings on which a run's bytes depend: read quickly, put back exactly; deterministic mode."""
 
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 
+from ..errors import LoopscopeError
 from .random_streams import accelerator_devices
 
 _C: Any = torch._C
@@ -22,6 +25,8 @@ _HOOKS_OF_ALL: list[dict[Any, Any]] = [
     _optimizer_hooks._global_optimizer_post_hooks,
 ]
 _SMALLEST = 5e-324
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+MISSING = " does not have a deterministic implementation"
 _guards: list[Any] = []
 
 
@@ -119,10 +124,6 @@ def set_deterministic_algorithms(on: bool, warn_only: bool = False) -> None:
         _C._set_deterministic_algorithms(on, warn_only=warn_only)
 
 
-def _set_deterministic(saved: tuple[bool, bool]) -> None:
-    set_deterministic_algorithms(*saved)
-
-
 def _precisions(keys: list[tuple[str, str]]) -> list[str]:
     return [_C._get_fp32_precision_getter(*key) for key in keys]
 
@@ -172,10 +173,6 @@ def _anomaly() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
-def _attribute(owner: Any, name: str) -> Flag:
-    return Flag(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
-
-
 # getters that take about 0.1 µs each and are read twice a fire
 _QUICK = {
     "function modes": Flag(_function_modes, _set_function_modes),
@@ -186,7 +183,7 @@ _QUICK = {
     "CPU autocast dtype": _autocast("cpu")[1],
     "autocast nesting": Flag(_autocast_nesting, _set_autocast_nesting),
     "default dtype": Flag(torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic algorithms": Flag(_deterministic, _set_deterministic),
+    "deterministic algorithms": Flag(_deterministic, lambda saved: set_deterministic_algorithms(*saved)),
     "float32 matmul precision": Flag(_matmul_precision, _set_matmul_precision),
     "threads": Flag(torch.get_num_threads, torch.set_num_threads),
     "flash attention": Flag(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
@@ -212,8 +209,8 @@ _SLOW = {
     "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
     "hooks on all modules or optimizers": Flag(_hooks_of_all, _set_hooks_of_all),
 }
-if torch.backends.opt_einsum.is_available():
-    _SLOW["opt_einsum"] = _attribute(torch.backends.opt_einsum, "enabled")
+if (opt_einsum := torch.backends.opt_einsum).is_available():
+    _SLOW["opt_einsum"] = Flag(partial(getattr, opt_einsum, "enabled"), partial(setattr, opt_einsum, "enabled"))
 
 
 def _accelerator_flags() -> dict[str, Flag]:
@@ -269,3 +266,62 @@ class GlobalFlags:
     def differences(self, saved: tuple[Any, ...]) -> list[str]:
         """Name the settings that differ from ``saved`` (of ``read`` or ``read_all``)."""
         return [name for name, get, before in zip(self.names, self._getters, saved, strict=False) if get() != before]
+
+
+class NotDeterministicError(LoopscopeError):
+    """An operation has no deterministic implementation, so it does not run in deterministic mode."""
+
+
+@contextmanager
+def deterministic(*, on: bool) -> Iterator[None]:
+    """Have torch use deterministic algorithms in the body.
+
+    An operation without one raises there, which leaves the body as a :class:`NotDeterministicError`.
+
+    Memory is not filled before use, as torch otherwise does in this mode: that costs a pass over every new tensor, and
+    helps only code that reads what it never wrote.
+    """
+    if not on:
+        yield
+        return
+    flags = GlobalFlags()
+    saved, workspace = flags.read_all(), os.environ.get(CUBLAS)
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    try:
+        set_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        os.environ.setdefault(CUBLAS, ":4096:8")  # read by CUDA's matrix products when they are first used
+        yield
+    except RuntimeError as error:
+        told = explained(error)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        flags.restore(saved)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return the error that names the remedy, if torch refused an operation in deterministic mode; else the same."""
+    operation, refused, _ = str(error).partition(MISSING)
+    if not refused or not isinstance(error, RuntimeError):
+        return error
+    return NotDeterministicError(
+        f"{operation} has no deterministic implementation here, so its results may differ from run to run: use another "
+        "operation, or start the run with --no-determinism."
+    )
+
+
+def settings() -> Mapping[str, Any]:
+    """Return the settings that decide whether the same bits come out again, as plain values."""
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cublas_workspace": os.environ.get(CUBLAS, "not set"),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
+_parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
 
 
 class OwnHook(Transient):
@@ -39,17 +40,9 @@ class OwnFunction(OwnHook):
         return self._function(*arguments)
 
 
-def _parameters(state: StateObjects) -> dict[str, Any]:
-    return dict(state.model.named_parameters())
-
-
-def _buffers(state: StateObjects) -> dict[str, Any]:
-    return dict(state.model.named_buffers())
-
-
 def _by_name(
     what: str,
-    tensors: Callable[[StateObjects], Mapping[str, Any]],
+    named: Callable[[nn.Module], Iterable[tuple[str, Any]]],
     read: Callable[[Any], Any],
     load: Callable[[Any, Any], object],
     guarded: Guarded = NOT_KEPT,
@@ -57,23 +50,23 @@ def _by_name(
 ) -> Part:
     """Make the part that holds one thing of each of the model's parameters or buffers."""
 
-    def values(state: StateObjects) -> dict[str, Any]:
-        return {name: read(tensor) for name, tensor in tensors(state).items()}
+    def values(state: StateObjects, _: Any = None) -> dict[str, Any]:
+        return {name: read(tensor) for name, tensor in named(state.model)}
 
     def leaves(state: StateObjects) -> Leaves:
         return ((f"{what}/{name}", value) for name, value in values(state).items())
 
     @torch.no_grad()
     def load_all(state: StateObjects, stored: Mapping[str, Any]) -> None:
-        for name, tensor in tensors(state).items():
+        for name, tensor in named(state.model):
             load(tensor, stored[name])
 
     def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
-        have = tensors(state)
+        have = dict(named(state.model))
         others = [name for name, value in stored.items() if name in have and not _fits(value, have[name])]
         return _of_another_model(what, sorted(have.keys() ^ stored.keys()) or sorted(others))
 
-    return Part(what, leaves, guarded, watched, Stored(lambda state, streams: values(state), load_all, misfit))
+    return Part(what, leaves, guarded, watched, Stored(values, load_all, misfit))
 
 
 def _fits(value: Any, tensor: Tensor) -> bool:

@@ -228,6 +228,5 @@ def seed_everything(seed: int) -> None:
     _SEED_PYTHON(_PYTHON, seed)  # random.seed of an integer, but for the detour through Python
     _PYTHON.gauss_next = None
     np.random.seed(seed & 0xFFFFFFFF)
-    for device in accelerator_devices():
-        torch.get_device_module(device).manual_seed_all(seed)
-        break
+    if devices := accelerator_devices():
+        torch.get_device_module(devices[0]).manual_seed_all(seed)

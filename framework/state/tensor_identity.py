@@ -163,15 +163,11 @@ class BriefIdentities:
             if shrunk:
                 _regrow(alias)
             if type(tensor) is not Tensor or tensor.requires_grad:
-                _make_plain(tensor)
+                tensor.__class__ = Tensor
+                if tensor.grad_fn is not None:  # only a leaf can be told to need no gradient
+                    tensor.detach_()
+                tensor.requires_grad_(False)
             tensor.data = alias
-
-
-def _make_plain(tensor: Any) -> None:
-    tensor.__class__ = Tensor
-    if tensor.grad_fn is not None:
-        tensor.detach_()
-    tensor.requires_grad_(False)
 
 
 def _guards(tensors: list[Tensor]) -> Any:

@@ -17,15 +17,10 @@ _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 def is_owner(tensor: Tensor) -> bool:
     """Return whether a tensor may carry a gradient and hooks: a parameter, or a leaf that requires a gradient."""
     kind = type(tensor)
-    return (
-        kind is nn.Parameter
-        or (tensor.requires_grad and tensor.is_leaf)
-        or (kind is not Tensor and _is_parameter(tensor))
-    )
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)  # slow: a metaclass decides
+    if kind is nn.Parameter or (tensor.requires_grad and tensor.is_leaf):
+        return True
+    # Last, since it is slow: the metaclass of Parameter decides, so that tensor subclasses can be parameters too.
+    return kind is not Tensor and isinstance(tensor, nn.Parameter)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

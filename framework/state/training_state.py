@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from .attributes import is_hook_table
 from .digest import digest
 from .model_parts import MODEL_PARTS, attribute_forms, device_of, from_plain_forms, plain_forms
-from .parts import Guarded, Leaves, LoopState, Part, Stateful, StateObjects, Stored, Watched, nested
+from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .random_streams import from_plain, plain
 from .structure import Structure
 from .tensor_parts import inner_tensors
-
-__all__ = ["ON_DEMAND", "PARTS", "LoopState", "Stateful", "TrainingState", "differing", "nested", "of_the_run"]
 
 
 def _optimizer_leaves(state: StateObjects) -> Leaves:
@@ -129,14 +128,8 @@ def _watch_loop(state: StateObjects) -> Watched:
 
 
 def _load_loop(state: StateObjects, stored: Any) -> None:
-    state.loop.load_state_dict(_on_device(stored, device_of(state)))
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors in nested dicts."""
-    if isinstance(value, dict):
-        return {name: _on_device(item, device) for name, item in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
+    device = device_of(state)
+    state.loop.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
 
 
 def _generator_leaves(state: StateObjects) -> Leaves:

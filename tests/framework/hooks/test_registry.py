@@ -15,7 +15,7 @@ from loopscope.hooks import (
     hook_options,
     select_hooks,
 )
-from loopscope.hooks.checks import check_hook_class
+from loopscope.hooks.selection import check_hook_class
 from loopscope.registry import Registry
 
 assert training_hooks.__all__

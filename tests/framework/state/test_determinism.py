@@ -14,7 +14,7 @@ from loopscope.cli import main
 from loopscope.errors import HookError
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.state import deterministic, explained, settings
-from loopscope.state.determinism import CUBLAS, NotDeterministicError
+from loopscope.state.flags import CUBLAS, NotDeterministicError
 
 from tests.framework.runs.small_experiment import Small, read_json, registered, session
 
@@ -139,7 +139,7 @@ def test_the_compiler_is_not_imported_for_it_and_told_of_it_where_it_is_used() -
     program = """
 import sys, torch
 from loopscope.training.compilation import compile_model
-from loopscope.state.determinism import deterministic
+from loopscope.state.flags import deterministic
 with deterministic(on=True):
     assert torch.are_deterministic_algorithms_enabled()
     assert "torch._inductor" not in sys.modules
