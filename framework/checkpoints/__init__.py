@@ -1,12 +1,10 @@
 """A run on the disk, and back."""
 
 from .comparing import Moment, Parting, differing, leaves, moments_of
-from .content import load_checkpoint, save_checkpoint
+from .content import RunState, load_checkpoint, save_checkpoint
 from .format import MANIFEST, Checkpoint, checkpoints_in, newest_intact, open_checkpoint
 from .lock import run_lock
-from .run_state import RunState
-from .schedule import Checkpointing, CheckpointPlan
-from .signals import Signals, StoppedError
+from .schedule import Checkpointing, CheckpointPlan, Signals, StoppedError
 from .writer import CheckpointWriter
 
 __all__ = [

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import listed
 from ..state import ON_DEMAND
 from .format import DamagedCheckpointError, checkpoints_in, open_checkpoint
 
@@ -25,8 +26,7 @@ class Parting:
 
     def __str__(self) -> str:
         """Return the words that end a sentence."""
-        more = f" and {len(self.names) - 1:,} more" if len(self.names) > 1 else ""
-        return f"at step {self.step:,} (epoch {self.epoch}), first in {self.names[0]}{more}"
+        return f"at step {self.step:,} (epoch {self.epoch}), first in {listed(self.names, 1)}"
 
 
 def moments_of(folder: Path) -> dict[Moment, Path]:

@@ -1,5 +1,6 @@
 """Checkpoints on the disk: folders that are written whole or not at all, checked byte by byte before they are used."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -52,7 +53,8 @@ class Checkpoint:
                     raise DamagedCheckpointError(
                         f"{path} has {size} bytes instead of {expected['bytes']}: it is damaged."
                     )
-                found = _digest_of(path)
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             except OSError as error:
                 raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
             if found != expected["xxh3_128"]:
@@ -244,14 +246,6 @@ def _save(content: Mapping[str, Any], file: _Digesting) -> None:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _digest_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _digest_of_manifest(manifest: Mapping[str, Any]) -> str:

@@ -23,50 +23,48 @@ from .format import (
     write_checkpoint,
 )
 
+Buffers = dict[tuple[Any, ...], list[Tensor]]
+
 
 class Staging:
     """Copies nested values with their tensors, on the CPU; the buffers are reused where shape and type still fit."""
 
     def __init__(self) -> None:
-        self._spare: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._spare: Buffers = {}
+        self._used: Buffers = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self.foreign: set[type] = set()
         """Classes of the values that were not copied, beyond those of plain values."""
 
     @torch.no_grad()
     def copy(self, content: Any) -> Any:
         """Return a copy that shares nothing with the original, nor with it after its next change."""
-        free = {key: list(buffers) for key, buffers in self._spare.items()}
-        used: dict[tuple[Any, ...], list[Tensor]] = {}
-        pairs: list[tuple[Tensor, Tensor]] = []
+        self._spare, self._used, self._pairs = self._used, {}, []
         self.foreign.clear()
-        copied = _copied(content, free, used, pairs, self.foreign)
-        self._spare = used
-        if pairs:
-            buffers, originals = zip(*pairs, strict=True)
+        copied = self._copied(content)
+        if self._pairs:
+            buffers, originals = zip(*self._pairs, strict=True)
             torch._foreach_copy_(list(buffers), list(originals))
+        self._spare, self._pairs = {}, []
         return copied
 
-
-Buffers = dict[tuple[Any, ...], list[Tensor]]
-
-
-def _copied(value: Any, free: Buffers, used: Buffers, pairs: list[tuple[Tensor, Tensor]], foreign: set[type]) -> Any:
-    """Copy the containers, and note which tensor is to be copied into which buffer."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        key = (value.shape, value.stride(), value.dtype)
-        spare = free.get(key)
-        buffer = spare.pop() if spare else torch.empty_like(value, device="cpu")
-        used.setdefault(key, []).append(buffer)
-        pairs.append((buffer, value))
-        return buffer
-    if isinstance(value, Mapping):
-        return {name: _copied(item, free, used, pairs, foreign) for name, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_copied(item, free, used, pairs, foreign) for item in value)
-    if type(value) not in ATOMS:
-        foreign.add(type(value))
-    return value
+    def _copied(self, value: Any) -> Any:
+        """Copy the containers, and note which tensor is to be copied into which buffer."""
+        if isinstance(value, Tensor):
+            value = value.detach()
+            key = (value.shape, value.stride(), value.dtype)
+            spare = self._spare.get(key)
+            buffer = spare.pop() if spare else torch.empty_like(value, device="cpu")
+            self._used.setdefault(key, []).append(buffer)
+            self._pairs.append((buffer, value))
+            return buffer
+        if isinstance(value, Mapping):
+            return {name: self._copied(item) for name, item in value.items()}
+        if type(value) in (list, tuple, set):
+            return type(value)(self._copied(item) for item in value)
+        if type(value) not in ATOMS:
+            self.foreign.add(type(value))
+        return value
 
 
 @dataclass
@@ -146,10 +144,6 @@ class CheckpointWriter:
         told, self._failures = self._failures, []
         return told
 
-    def _remove_spare(self) -> None:
-        if self._spare is not None:
-            shutil.rmtree(self._spare, ignore_errors=True)
-
     def _write(
         self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
     ) -> None:
@@ -162,7 +156,8 @@ class CheckpointWriter:
         try:
             self._kept = self._kept or Kept.of(self._folder, self._keep)
             for path in self._kept.add(written):
-                self._remove_spare()
+                if self._spare is not None:
+                    shutil.rmtree(self._spare, ignore_errors=True)
                 self._spare = set_aside(path)
         except OSError as error:
             self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {error.strerror}.")

@@ -44,26 +44,6 @@ class Objects:
         """List the objects, containers and tensors that are not what they were, the bytes of tensors aside."""
         return self.structure.changed() + self.identities.changed()
 
-    def put_back(self) -> None:
-        """Make every object what it was, the bytes of tensors aside."""
-        self.structure.put_back()
-        self.identities.put_back()
-
-
-class Moment:
-    """Objects that are new at most steps: what their containers hold, and tensors that are set again, not compared."""
-
-    def __init__(self, roots: Iterable[Any], *, apart: Container[int]) -> None:
-        self.structure = Structure(roots, apart=apart)
-        tensors = self.structure.tensors
-        brief = BriefIdentities.suit(tensors)
-        self.identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, lasting=False)
-
-    def put_back(self) -> None:
-        """Make every object what it was, the bytes of tensors aside."""
-        self.structure.put_back()
-        self.identities.put_back()
-
 
 class Buffers:
     """Preallocated tensors that hold copies of others."""
@@ -109,7 +89,7 @@ class Snapshot(Transient):
         self._roots: tuple[Any, ...] = ()
         self._sharded: list[Any] = []
         self._lasting: Objects | None = None
-        self._passing: Moment | None = None
+        self._passing: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
         self._lasting_bytes = Buffers(device)
         self._passing_bytes = Buffers(device)
         self._kept: list[tuple[Guarded, Any]] = []
@@ -131,9 +111,13 @@ class Snapshot(Transient):
         self._kept = [(part, part.keep(state, lasting.identities.owners)) for part in parts]
         moment = chain.from_iterable([part.passing(kept) for part, kept in self._kept if part.passing is not None])
         with torch.no_grad():
-            self._passing = Moment(moment, apart=lasting.structure.seen)
-            self._passing_bytes.fit(self._passing.identities.bytes)
-        _copy(self._copies, lasting.identities.bytes + self._passing.identities.bytes)
+            structure = Structure(moment, apart=lasting.structure.seen)
+            # new at most steps, so that setting its tensors again, where they allow it, is cheaper than comparing them
+            tensors, brief = structure.tensors, BriefIdentities.suit(structure.tensors)
+            identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, lasting=False)
+            self._passing = structure, identities
+            self._passing_bytes.fit(identities.bytes)
+        _copy(self._copies, lasting.identities.bytes + identities.bytes)
         return self
 
     def _refresh_lasting(self, state: TrainingState, parts: list[Guarded]) -> Objects:
@@ -159,12 +143,12 @@ class Snapshot(Transient):
         with torch.no_grad():
             for module in self._sharded:
                 module.reshard()  # FSDP2 may hold gathered copies in place of the parameters whose bytes come back
-            lasting.put_back()
-            passing.put_back()
+            for objects in (lasting.structure, lasting.identities, *passing):
+                objects.put_back()
         for part, kept in self._kept:
             if not part.first:
                 part.put_back(state, owners, kept)
-        _copy(lasting.identities.bytes + passing.identities.bytes, self._copies)
+        _copy(lasting.identities.bytes + passing[1].bytes, self._copies)
 
     def release(self) -> None:
         """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""

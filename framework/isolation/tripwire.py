@@ -1,7 +1,7 @@
 """The tripwire: a sweep of identities, pointers, versions and modes that shows most changes within microseconds.
 
 It is a signal of change and never a proof of none: fused optimizers, ``.data`` and NumPy views write without
-moving a version. The audit is the proof.
+moving a version. The audit is the proof: a digest of every byte before and after every call.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,11 @@ from itertools import chain
 from operator import attrgetter, call, itemgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import StateMutationError, listed
-from ..state import ATOMS, TrainingState, addresses, is_sharded, local_shards, nested
+from ..state import ATOMS, TrainingState, addresses, differing, is_sharded, local_shards, nested
+from .guardian import Objects
 
 _version = attrgetter("_version")
 _pointer = Tensor.data_ptr
@@ -128,36 +129,26 @@ class Tripwire:
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
-        self._watch = WatchList(state)
+        self.watch = WatchList(state)
         self._quick: Sweep = ()
         self._rest: Sweep = ()
         self._swept: list[Tensor] = []
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model at the last baseline, in its order."""
-        return self._watch.parameters
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
         try:
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
-            is_current = self._watch.is_current(self._quick[0], self._quick[1], self._rest[0])
+            is_current = self.watch.is_current(self._quick[0], self._quick[1], self._rest[0])
         except KeyError:  # an attribute is gone, such as the forward function that a tap had put in a module's place
             is_current = False
         if not is_current:
-            self._watch = WatchList(self._state)
+            self.watch = WatchList(self._state)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
 
-    def check(self, culprit: object) -> None:
-        """Sweep completely; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
-        self.check_quickly(culprit)
-        self.check_rest(culprit)
-
     def check_quickly(self, culprit: object) -> None:
-        """Make the quick sweep."""
+        """Make the quick sweep; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
         try:
             quick, self._swept = self._sweep()
             changes = [] if _equal(quick, self._quick) else self._changes(quick) or ["the set of tensors"]
@@ -170,7 +161,7 @@ class Tripwire:
         """Add to the quick sweep just made what makes it a complete one."""
         try:
             rest = self._sweep_rest(self._swept)
-            differs = not _equal(rest, self._rest) or any(self._watch.empty)
+            differs = not _equal(rest, self._rest) or any(self.watch.empty)
             changes = self._look_closer(rest) if differs else []
         except Exception as error:
             raise unreadable(culprit, error) from error
@@ -184,7 +175,7 @@ class Tripwire:
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return what the tables hold, what was glanced at, and versions, with the tensors of these."""
-        watch = self._watch
+        watch = self.watch
         pure = (*chain.from_iterable(watch.pure_views),)
         mixed = (*chain.from_iterable(watch.mixed_views),)
         glanced = [glance() for glance in watch.glances]
@@ -196,12 +187,12 @@ class Tripwire:
 
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
         """Return what attributes hold, what was looked at, and pointers."""
-        watch = self._watch
+        watch = self.watch
         return (watch.read_attributes(), *[look() for look in watch.looks], _column(_pointer, tensors))
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name what differs from the baseline in a quick sweep."""
-        before, watch = self._quick, self._watch
+        before, watch = self._quick, self.watch
         names = self._state.names()
         tables = zip((watch.pure, watch.mixed), before, now, strict=False)
         changes = [watch.place(held, was, is_now, names) for held, was, is_now in tables if not _equal(was, is_now)]
@@ -213,7 +204,7 @@ class Tripwire:
 
     def _look_closer(self, now: Sweep) -> list[str]:
         """Name what differs in the rest of a complete sweep."""
-        before, watch = self._rest, self._watch
+        before, watch = self._rest, self.watch
         changes: list[str] = []
         if not _equal(before[0], now[0]):
             changes.append(watch.attribute(before[0], now[0], self._state.names()))
@@ -271,3 +262,38 @@ def mutation(culprit: object, changes: list[str]) -> StateMutationError:
         "undone, so the run ends here and no checkpoint is written from this state. A hook that experiments on the "
         "state is an InterventionHook, which is rolled back."
     )
+
+
+class Audit:
+    """Compares digests, and the identity of every object of the state; switched off it does nothing."""
+
+    def __init__(self, state: TrainingState, *, enabled: bool) -> None:
+        self._state = state
+        self.enabled = enabled
+        self._before: dict[str, int] = {}
+        self._objects: Objects | None = None
+        self._gradients: dict[Tensor, Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Take the baseline."""
+        if self.enabled:
+            self._before = self._state.digest()
+            self._gradients = {parameter: parameter.grad for parameter in self._state.model.parameters()}
+            self._objects = Objects((*self._state.roots, self._gradients), lasting=False)
+
+    def check(self, culprit: object) -> None:
+        """Compare; raises :class:`StateMutationError` that names ``culprit`` and what differs."""
+        if self.enabled:
+            try:
+                changes = differing(self._before, self._state.digest()) or self._replaced()
+            except Exception as error:
+                raise unreadable(culprit, error) from error
+            if changes:
+                raise mutation(culprit, changes)
+
+    def _replaced(self) -> list[str]:
+        """Name the objects that hold the same as before, but are others, or hold others."""
+        changed = self._objects.changed() if self._objects is not None else []
+        changed += [parameter for parameter, gradient in self._gradients.items() if parameter.grad is not gradient]
+        names = self._state.names() if changed else {}
+        return [f"{names.get(id(item), 'a container')} (replaced)" for item in changed]

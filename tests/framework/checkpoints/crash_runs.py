@@ -43,7 +43,7 @@ PLACES = {
     "after a checkpoint got its name": Place("pathlib:Path.rename", "after"),
     "an old checkpoint half removed": Place("shutil:rmtree", "half"),
     "an old checkpoint set aside": Place("loopscope.checkpoints.writer:set_aside", "after"),
-    "the loop copying its state": Place("loopscope.checkpoints.run_state:RunState.take"),
+    "the loop copying its state": Place("loopscope.checkpoints.content:RunState.take"),
     "a row half written": Place("loopscope.sinks.run_file:FileSink._write", "half"),
     "before sinks are flushed": Place("loopscope.sinks.run_file:FileSink.flush"),
     "step metrics on their way to sinks": Place("loopscope.firing.dispatch:MetricDispatch._flush_steps"),

@@ -15,7 +15,7 @@ from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, StateMutationError, UsageError
 from loopscope.firing import HookManager
 from loopscope.isolation import Call, Isolation, Snapshot, borrowed_for_evaluation
-from loopscope.isolation.audit import Audit
+from loopscope.isolation.tripwire import Audit
 from loopscope.loops import epoch_loop
 from loopscope.state import PARTS, Guarded, Part, Stored, TrainingState, Transient, Watched, differing
 from loopscope.state.training_state import of_the_run

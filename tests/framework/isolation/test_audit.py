@@ -1,7 +1,7 @@
 import pytest
 import torch
 from loopscope.errors import StateMutationError
-from loopscope.isolation.audit import Audit
+from loopscope.isolation.tripwire import Audit
 from torch import nn
 
 from tests.support import Case, build

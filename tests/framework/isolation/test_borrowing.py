@@ -11,7 +11,7 @@ from loopscope.isolation import (
     borrowed_modes,
     borrowed_weights,
 )
-from loopscope.isolation.audit import Audit
+from loopscope.isolation.tripwire import Audit
 from torch import nn
 
 from tests.support import LOOPS, MODELS, TOKENS, Case, Mishap, SpyHook, TiedModel, at, batchnorm_mlp, build, train
