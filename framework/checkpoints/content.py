@@ -120,22 +120,17 @@ class RunState:
         The random streams are those of the run, whatever hooks and sinks draw meanwhile. Within an epoch at whose end
         a hook will ask for the state before it, that state is part of the copy.
         """
-        manager = self._manager
-        step = manager.state.loop.step
+        manager, loop = self._manager, self._manager.state.loop
+        within_an_epoch = manager.counts_epochs and loop.step > loop.epoch * len(manager.task.loader)
         with manager.between_steps():
             pre_epoch = None
-            if self._within_an_epoch() and manager.state.loop.pre_epoch is not None:
-                call = Call("checkpoint", "the start of the epoch", step, "The")
+            if within_an_epoch and loop.pre_epoch is not None:
+                call = Call("checkpoint", "the start of the epoch", loop.step, "The")
                 pre_epoch = manager.isolation.intervene(call, self._take_pre_epoch, mutates=True)
-            call = Call("checkpoint", "the loop", step, "The")
+            call = Call("checkpoint", "the loop", loop.step, "The")
             return manager.isolation.observe(
                 call, lambda: {**self._staging.copy(self._content()), "pre_epoch": pre_epoch}
             )
-
-    def _within_an_epoch(self) -> bool:
-        """Return whether some, but not all, of the work of an epoch is done."""
-        manager, loop = self._manager, self._manager.state.loop
-        return manager.counts_epochs and loop.step > loop.epoch * len(manager.task.loader)
 
     def _content(self) -> dict[str, Any]:
         """Return everything, by reference, but the state before the epoch."""

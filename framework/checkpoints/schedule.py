@@ -36,13 +36,9 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop: int | None = None
-        self._asked = False
+        self.asked = False
+        """Whether a checkpoint was asked for since this was last set to ``False``."""
         self._earlier: dict[int, Any] = {}
-
-    def take_checkpoint_request(self) -> bool:
-        """Tell, once, whether a checkpoint was asked for."""
-        asked, self._asked = self._asked, False
-        return asked
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -63,7 +59,7 @@ class Signals:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            self._asked = True
+            self.asked = True
         elif self.stop is None:
             self.stop = number
         else:
@@ -101,12 +97,7 @@ class CheckpointPlan:
 
 
 class Checkpointing:
-    """Writes the checkpoints of one run, and ends it where a signal asks for that.
-
-    Args:
-        plan: how often checkpoints are written.
-        describe: makes the manifest of a checkpoint that is written now.
-    """
+    """Writes the checkpoints of one run, with the manifests that ``describe`` makes, and ends it if a signal asks."""
 
     def __init__(
         self,
@@ -128,7 +119,7 @@ class Checkpointing:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
         signals = self._signals
-        asked = signals.take_checkpoint_request()
+        asked, signals.asked = signals.asked, False
         ending = signals.stop is not None or self._manager.hooks.failures.pending is not None
         if asked or ending:
             self.take(wait=True)

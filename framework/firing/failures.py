@@ -12,12 +12,7 @@ from ..state import explained
 
 @dataclass
 class HookFailures:
-    """Decides what becomes of a run when a hook raises, and keeps a list of what they raised.
-
-    Args:
-        on_error: ``"raise"`` ends the run at the first hook that raises, ``"skip"`` goes on without that hook.
-        required: names of the hooks that must run; any other is left out if it does not suit the model.
-    """
+    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
 
     on_error: Literal["raise", "skip"]
     required: set[str]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from ..hooks import (
     InterventionHook,
     MetricInfo,
     RunInfo,
-    StepSchedule,
     TapSet,
     TrainingHook,
     windows_for,
@@ -32,40 +30,26 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
 class Listener:
     """A hook at one hook point of one loop type, everything resolved that can be before the run."""
 
-    hook: TrainingHook
-    point: HookPoint
-    window: EpochWindow
-    intervention: InterventionHook | None
-    schedule: StepSchedule | None
-    """``None``: every step, or a point between steps."""
-
-    @classmethod
-    def of(cls, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> "Listener":
-        """Resolve a hook at one of its points."""
-        intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
+    def __init__(self, hook: TrainingHook, point: HookPoint, window: EpochWindow) -> None:
+        self.hook, self.point, self._window = hook, point, window
+        self.intervention = hook if isinstance(hook, InterventionHook) and hook.intervenes_at(point) else None
+        self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
+        """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
         thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
-        return cls(hook, point, window, intervention, schedule if thinned else None)
+        self._schedule = schedule if thinned else None  # None: every step, or a point between steps
 
     def is_due(self, epoch: int, step: int) -> bool:
         """Return whether the hook fires at this step of this epoch."""
-        return self.in_window(epoch) and (self.schedule is None or self.schedule.is_due(step))
+        return self.in_window(epoch) and (self._schedule is None or self._schedule.is_due(step))
 
     def in_window(self, epoch: int) -> bool:
         """Return whether ``epoch`` lies within the hook's window at this point."""
-        first, last = self.window
+        first, last = self._window
         return (first is None or epoch >= first) and (last is None or epoch <= last)
-
-    @property
-    def rank(self) -> int:
-        """Order at one point: observers, interventions, committing interventions."""
-        if self.intervention is None:
-            return 0
-        return 2 if self.intervention.commits else 1
 
 
 class Listeners:
@@ -75,7 +59,7 @@ class Listeners:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
         for hook in hooks:
             for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
-                by_point[point].append(Listener.of(hook, point, window))
+                by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
         """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
 
@@ -128,11 +112,7 @@ class StateOffload:
 class HookSet:
     """The hooks that are on, in the order in which the user named them; all their code is called from here.
 
-    Args:
-        loop: ``"epoch"`` or ``"step"``.
-        taps: those of the run, which hear nothing of what hooks do.
-        failures: decides what becomes of the run when a hook raises.
-        offload: moves what hooks remember between their calls, if that is asked for.
+    The run's ``taps`` hear nothing of what hooks do.
     """
 
     def __init__(

@@ -37,18 +37,10 @@ class ModelDataContext(Experimenting):
         loop: str,
         profiler: Profiler | None = None,
     ) -> None:
-        """Serve one call.
+        """Serve one call, whose random stream is that of ``stream``: (name, point, step).
 
-        Args:
-            task: what is trained.
-            state: the training state.
-            record: takes what the hook asks to keep.
-            parameters: those of the model, in its order, which nobody then needs to walk through again.
-            mutates: whether the hook declares that it changes the state.
-            device: where full checkpoints live; ``None``: where the state does.
-            stream: the (name, point, step) of the call's random stream.
-            loop: the loop's type.
-            profiler: counts the passes through the model.
+        The ``parameters`` are the model's, in its order, which nobody then needs to walk through again; full
+        checkpoints live on ``device`` (``None``: where the state does).
         """
         self._task = task
         self._state = state

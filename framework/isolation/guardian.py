@@ -79,11 +79,9 @@ class Snapshot(Transient):
     """
 
     def __init__(self, device: torch.device | None = None, *, streams: bool = False) -> None:
-        """Make an empty snapshot.
+        """Make an empty snapshot whose copies will live on ``device`` (``None``: where the originals live).
 
-        Args:
-            device: where the copies live (``None``: where the originals live).
-            streams: save the random streams as well, which the isolation otherwise puts back at the end of a visit.
+        ``streams`` saves the random streams as well, which the isolation otherwise puts back at the end of a visit.
         """
         self._with_streams = streams
         self._roots: tuple[Any, ...] = ()

@@ -5,16 +5,13 @@ from .flags import deterministic, entered_modes, explained, leave_modes, setting
 from .model_parts import OwnFunction, OwnHook
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
 from .random_streams import RandomStreams, StreamState, seed_everything
-from .sharding import (
-    finish_sharding, fully_sharded_modules, gathered_for_a_while, is_partial, is_sharded, local_shards, whole,
-)
 from .structure import Structure
-from .tensor_identity import BriefIdentities, TensorIdentities
-from .tensor_parts import addresses
+from .tensor_identity import BriefIdentities, TensorIdentities, addresses
 from .training_state import GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .vectors import (
-    WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, joint_norm, live_gradients, max_abs, minus, norm,
-    norm_of_each, overwrite, scaled, trainable, widened,
+    WIDE, Vector, accumulate, axpy, copied, cosine, dot, finish_sharding, fully_sharded_modules, gathered_for_a_while,
+    gradients, is_partial, is_sharded, joint_norm, live_gradients, local_shards, max_abs, minus, norm, norm_of_each,
+    overwrite, scaled, trainable, whole, widened,
 )
 
 __all__ = [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -120,7 +120,7 @@ class PlainForms:
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
         """Take the names, by id, of what is stored elsewhere: modules, parameters and buffers of the model."""
         self._names: dict[int, str | int] = {**elsewhere}
-        self._count = 0
+        self._numbers = count()
 
     def table(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the plain forms of named values."""
@@ -141,8 +141,7 @@ class PlainForms:
         space = _outside_the_tree(value) if isinstance(value, nn.Module) else attributes_of(value)
         if space is None and not isinstance(value, (Tensor, *_MUTABLE)):
             return {"code": described(value)} if is_code(value) else value
-        self._names[id(value)] = self._count
-        self._count += 1
+        self._names[id(value)] = next(self._numbers)
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
         if isinstance(value, dict):
@@ -169,7 +168,7 @@ class FromPlainForms:
         self._found: dict[str | int, Any] = dict(elsewhere.items())
         self._filled = set(map(id, elsewhere.values()))
         self._device = device
-        self._count = 0
+        self._numbers = count()
 
     def fill(self, attributes: dict[str, Any], table: Mapping[str, Any], names: Collection[str]) -> None:
         """Make those of ``attributes`` that ``names`` lists what they were; code stays what it is."""
@@ -206,12 +205,8 @@ class FromPlainForms:
             return self._object(content, form["attributes"], present)
         return self._container(kind, content, present)
 
-    def _number(self) -> int:
-        self._count += 1
-        return self._count - 1
-
     def _tensor(self, form: Tensor, present: Any) -> Tensor:
-        number = self._number()
+        number = next(self._numbers)
         found: Tensor
         fits = isinstance(present, Tensor) and (present.shape, present.dtype) == (form.shape, form.dtype)
         if fits and id(present) not in self._filled:
@@ -224,7 +219,7 @@ class FromPlainForms:
         return found
 
     def _object(self, kind: str, table: Mapping[str, Any], present: Any) -> Any:
-        number = self._number()
+        number = next(self._numbers)
         found = self._found[number] = _of_kind(present, kind)
         if is_frozen(found):
             found = self._found[number] = self._frozen(table, found)
@@ -256,7 +251,7 @@ class FromPlainForms:
             items = self._items(content, present)
             named = isinstance(present, tuple) and hasattr(present, "_fields")
             return type(present)(*items) if named else _BUILDERS[kind](items)
-        number, content, head = self._number(), content[kind == "deque" :], content[: kind == "deque"]
+        number, content, head = next(self._numbers), content[kind == "deque" :], content[: kind == "deque"]
         if present is None or (head and present.maxlen != head[0]):
             present = _BUILDERS[kind](head)
         self._found[number] = present

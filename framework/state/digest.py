@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .tensor_parts import byte_tensors, inner_tensors, is_cut_off
+from .tensor_identity import byte_tensors, inner_tensors, is_cut_off
 
 _FREQUENT = frozenset({bool, int, str, type(None)})
 _NAMED = (type, FunctionType, BuiltinFunctionType, MethodType)

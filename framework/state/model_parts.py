@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, Transient, is_hook_table, own_attributes
 from .parts import NOT_KEPT, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .structure import Structure
-from .tensor_parts import addresses
+from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
@@ -152,10 +152,6 @@ def device_of(state: StateObjects) -> torch.device:
     return next(state.model.parameters()).device
 
 
-def _tables(state: StateObjects) -> list[dict[Any, Any]]:
-    return [vars(module)[name] for module in state.model.modules() for name in TABLES]
-
-
 def attribute_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     """Return the plain forms of what modules hold beside tensors, modules and hooks, by name."""
     forms = plain_forms(state)
@@ -198,7 +194,7 @@ def _watch_modules(state: StateObjects) -> Watched:
     ]
     held = [space[key] for space, keys in own for key in keys if key not in TABLES]
     return Watched(
-        _tables(state),
+        [space[name] for space in spaces for name in TABLES],
         own=own,
         attributes=Structure(held, apart={*map(id, modules), *map(id, state.model.parameters())}).containers(),
         look=lambda: (*map(type, modules),),

@@ -20,11 +20,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and plain values."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state back."""
-        ...
 
 
 @dataclass

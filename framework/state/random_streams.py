@@ -27,6 +27,7 @@ from ..errors import UsageError
 
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
 _NUMPY: Any = np.random  # whose stubs leave out set_bit_generator
+_there_is_an_accelerator = cache(torch.accelerator.is_available)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,6 @@ def _take_numpy_state() -> NumpyState:
     drawn = float(np.random.standard_normal())
     was_cached = ctypes.string_at(address, MT19937_BYTES) == key
     return NumpyState(bits, key, drawn if was_cached else None)
-
-
-@cache
-def _there_is_an_accelerator() -> bool:
-    return torch.accelerator.is_available()
 
 
 def accelerator_devices() -> list[torch.device]:

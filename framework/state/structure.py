@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .attributes import attributes_of, is_frozen, refill
-from .tensor_parts import addresses, attached
+from .tensor_identity import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})

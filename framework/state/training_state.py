@@ -21,7 +21,7 @@ from .model_parts import MODEL_PARTS, attribute_forms, device_of, from_plain_for
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .random_streams import from_plain, plain
 from .structure import Structure
-from .tensor_parts import inner_tensors
+from .tensor_identity import inner_tensors
 
 
 def _optimizer_leaves(state: StateObjects) -> Leaves:
