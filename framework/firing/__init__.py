@@ -1,6 +1,6 @@
 """One fire: who is due, called through the gate, its metrics on their way."""
 
-from .gradient_keeper import GradientKeeper
+from .fire import GradientKeeper
 from .manager import HookManager
 
 __all__ = ["GradientKeeper", "HookManager"]

@@ -1,15 +1,17 @@
-"""The hooks of a run: which are on and where they listen, how they are called, their life from start to end."""
+"""The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -19,12 +21,12 @@ from ..hooks import (
     RunInfo,
     TapSet,
     TrainingHook,
+    UndeclaredCommitError,
     windows_for,
 )
 from ..isolation import Call, Isolation
-from ..state import TrainingState
+from ..state import TrainingState, explained
 from ..training import Profiler
-from .failures import HookFailures
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -88,7 +90,8 @@ class Listeners:
 class StateOffload:
     """Keeps what hooks remember on the CPU between their calls, where device memory is short.
 
-    They go through ``state_dict`` and ``load_state_dict``, which carry all that a hook remembers, so no metric changes.
+    Tensors are moved through ``state_dict`` and ``load_state_dict``, which carry all of a hook's memory, so that no
+    metric changes.
     """
 
     def __init__(self, home: torch.device = CPU) -> None:
@@ -107,6 +110,61 @@ class StateOffload:
             if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
                 hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
                 self._away[hook.name] = homes
+
+
+@dataclass
+class HookFailures:
+    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
+
+    on_error: Literal["raise", "skip"]
+    required: set[str]
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    pending: HookError | None = None
+    """The first error of the step that is under way, which is finished before the run ends."""
+    before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
+    """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
+
+    def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+        """Raise what ends the run now; otherwise the caller goes on without the hook."""
+        if isinstance(error, UnsuitableError) and hook.name not in self.required:
+            self.left_out[hook.name] = str(error)
+            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
+            return
+        told = explained(error)
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
+        self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
+        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
+            raise error
+        if self.on_error == "skip":
+            warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
+            return
+        failure = HookError(message)
+        failure.__cause__ = error
+        if not _may_finish_step(hook, where):
+            raise failure
+        self.pending = self.pending or failure
+
+    def raise_pending(self) -> None:
+        """Raise the error that was held back until the step was finished; a second call raises nothing."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending
+
+    def take_over(self) -> set[str]:
+        """Add what happened before the interruption, and return the names of the hooks that the run did without."""
+        errors, left_out = self.before
+        left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
+        self.left_out = {**left_out, **self.left_out}
+        if self.on_error == "skip":
+            self.errors[:] = map(dict, errors)
+        return {*left_out, *(error["hook"] for error in self.errors)}
+
+
+def _may_finish_step(hook: TrainingHook, where: str) -> bool:
+    """Return whether a step in which a hook raised comes out the same without it, so that it can be finished."""
+    within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
+    return within and not (isinstance(hook, InterventionHook) and hook.commits)
 
 
 class HookSet:

@@ -34,7 +34,7 @@ class Experimenting(Measuring):
         """
         self._next_token += 1
         self._checkpoints[self._next_token] = (
-            Snapshot(self._snapshot_device, streams=True).save(self._state) if full else LightSnapshot.of(self._state)
+            Snapshot(self._snapshot_device, streams=True).save(self._state) if full else LightSnapshot(self._state)
         )
         return self._next_token
 

@@ -1,7 +1,6 @@
 """Snapshots: a full copy of the training state in reused buffers, put back in place after an intervention."""
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -13,7 +12,6 @@ from ..state import (
     GENERATORS,
     BriefIdentities,
     Guarded,
-    StreamState,
     Structure,
     TensorIdentities,
     TrainingState,
@@ -166,23 +164,16 @@ def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:
             destination[once].copy_(source[once])
 
 
-@dataclass(frozen=True)
 class LightSnapshot:
     """Copies of parameters and buffers, and the random streams: what work that runs forward and backward needs back."""
 
-    tensors: list[Tensor]
-    copies: list[Tensor]
-    streams: StreamState
-
-    @classmethod
-    def of(cls, state: TrainingState) -> "LightSnapshot":
-        """Copy parameters, buffers and the states of the random streams."""
-        tensors = [*state.model.parameters(), *state.model.buffers()]
-        copies = [tensor.detach().clone() for tensor in local_shards(tensors)]
-        return cls(tensors, copies, state.streams.save())
+    def __init__(self, state: TrainingState) -> None:
+        self._tensors = [*state.model.parameters(), *state.model.buffers()]
+        self._copies = [tensor.detach().clone() for tensor in local_shards(self._tensors)]
+        self._streams = state.streams.save()
 
     def restore(self, state: TrainingState) -> None:
         """Put parameters, buffers and random streams back, in place."""
         with torch.no_grad():
-            torch._foreach_copy_(local_shards(self.tensors), self.copies)
-        self.streams.restore()
+            torch._foreach_copy_(local_shards(self._tensors), self._copies)
+        self._streams.restore()
