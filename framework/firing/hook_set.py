@@ -141,7 +141,9 @@ class HookFailures:
             return
         failure = HookError(message)
         failure.__cause__ = error
-        if not _may_finish_step(hook, where):
+        # A step comes out the same without the hook that raised, and can be finished, unless the hook commits.
+        within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
+        if not within or (isinstance(hook, InterventionHook) and hook.commits):
             raise failure
         self.pending = self.pending or failure
 
@@ -159,12 +161,6 @@ class HookFailures:
         if self.on_error == "skip":
             self.errors[:] = map(dict, errors)
         return {*left_out, *(error["hook"] for error in self.errors)}
-
-
-def _may_finish_step(hook: TrainingHook, where: str) -> bool:
-    """Return whether a step in which a hook raised comes out the same without it, so that it can be finished."""
-    within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
-    return within and not (isinstance(hook, InterventionHook) and hook.commits)
 
 
 class HookSet:

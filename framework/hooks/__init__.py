@@ -1,6 +1,6 @@
 """What a hook is, is told, may ask for and may keep."""
 
-from .base import DebugInterventionHook, InterventionHook, TrainingHook, treatments
+from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .commits import CommitRecord, StatePart, UndeclaredCommitError
 from .contexts import (
     ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table,
@@ -10,7 +10,6 @@ from .hook_points import (
 )
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
-from .remembered import Remembered, Remembering
 from .selection import (
     GROUPS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks, bulk_hooks,
     hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
-from ..state import Vector, gradients, is_partial, joint_norm, live_gradients, local_shards, overwrite
+from ..state import Vector, gradients, joint_norm, live_gradients, local_shards, overwrite
 
 Values = TypeVarTuple("Values")
 
@@ -169,17 +169,6 @@ def check_factors(model: nn.Module, factors: Mapping[str, float | Tensor]) -> No
                 f"The factor of {name!r} has shape {tuple(factor.shape)}; a factor is a number or a zero-dimensional "
                 "tensor."
             )
-
-
-def check_clamping(parameters: Iterable[nn.Parameter], max_value: float) -> None:
-    """Raise unless the gradients can be clamped to ``max_value``: it is positive, and no rank holds partial sums."""
-    if not max_value > 0:
-        raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
-    if any(map(is_partial, live_gradients(parameters))):
-        raise LoopscopeError(
-            "clamp_gradients needs gradients that are whole or sharded, but a DTensor's are partial sums over ranks: "
-            "the sum of clamped parts is not the clamped sum."
-        )
 
 
 def check_vector(model: nn.Module, vector: Vector) -> None:

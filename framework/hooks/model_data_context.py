@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..state import TrainingState, Vector, copied, live_gradients
+from ..errors import LoopscopeError
+from ..state import TrainingState, Vector, copied, is_partial, live_gradients
 from ..training import LossProbe, Profiler, TrainingTask
 from . import commits
 from .commits import Clipping, CommitRecord, StatePart
@@ -73,7 +74,13 @@ class ModelDataContext(Experimenting):
 
         The arithmetic is that of ``torch.nn.utils.clip_grad_value_``.
         """
-        commits.check_clamping(self._parameters, max_value)
+        if not max_value > 0:
+            raise LoopscopeError(f"max_value is {max_value}; the largest magnitude of an element must be positive.")
+        if any(map(is_partial, live_gradients(self._parameters))):
+            raise LoopscopeError(
+                "clamp_gradients needs gradients that are whole or sharded, but a DTensor's are partial sums over "
+                "ranks: the sum of clamped parts is not the clamped sum."
+            )
         self._commits.record(StatePart.GRADIENTS, "clamp_gradients", commits.clamp, self._parameters, max_value)
 
     def clip_gradients(self, max_norm: float) -> Clipping:

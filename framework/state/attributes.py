@@ -37,10 +37,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
 _ABSENT: Any = object()
-
-
-class _Plain:
-    """An object as a class statement makes it; larger ones keep something in C beside their ``__dict__``."""
+_PLAIN_SIZE = type("Plain", (), {}).__basicsize__  # larger objects keep something in C beside their __dict__
 
 
 class Transient(ABC):  # noqa: B024 - it marks, and asks for nothing
@@ -88,7 +85,7 @@ def _space(value: Any) -> dict[str, Any] | None:
         return {item.name: getattr(value, item.name) for item in fields(value)}
     if not hasattr(value, "__dict__"):
         return None
-    return vars(value) if type(value).__basicsize__ <= _Plain.__basicsize__ else None
+    return vars(value) if type(value).__basicsize__ <= _PLAIN_SIZE else None
 
 
 def _is_data(values: Iterable[Any], seen: set[int]) -> bool:

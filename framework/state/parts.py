@@ -77,10 +77,6 @@ class LoopState:
             name: value for name, value in vars(self).items() if name not in ("batch", "pre_epoch", "batch_idx", "loss")
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
-        vars(self).update(state)
-
 
 def nested(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested dicts and lists with their paths."""

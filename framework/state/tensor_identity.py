@@ -144,8 +144,12 @@ class TensorIdentities:
 
     def is_current(self) -> bool:
         """Return whether every tensor is what it was, its bytes aside."""
+        if self._guards is None:
+            same = self._marks == self._read_marks()
+        else:
+            same = self._marks[1] == [*map(self._read_pointer, self._tensors)] and self._guards.check(*self._tensors)
         return (
-            self._marks_are_current()
+            same
             and self._implementations == [*map(_implementation, self.owners)]
             and self._addresses == addresses(self._read_attachments())
             and (self._uses == [*map(_use_count, self.owners)] or not self._newly_used())
@@ -154,11 +158,6 @@ class TensorIdentities:
     def _newly_used(self) -> list[Tensor]:
         """List the owners that autograd did not use and now does, because somebody keeps a graph alive."""
         return [owner for owner, uses in zip(self.owners, self._uses, strict=True) if uses == 1 < _use_count(owner)]
-
-    def _marks_are_current(self) -> bool:
-        if self._guards is None:
-            return self._marks == self._read_marks()
-        return self._marks[1] == [*map(self._read_pointer, self._tensors)] and self._guards.check(*self._tensors)
 
     def changed(self) -> list[Tensor]:
         """List the tensors that are not what they were, leaving aside their bytes and where these lie."""

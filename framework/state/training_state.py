@@ -129,7 +129,7 @@ def _watch_loop(state: StateObjects) -> Watched:
 
 def _load_loop(state: StateObjects, stored: Any) -> None:
     device = device_of(state)
-    state.loop.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
+    vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
 
 
 def _generator_leaves(state: StateObjects) -> Leaves:
