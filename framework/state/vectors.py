@@ -25,13 +25,13 @@ def dtensor_class() -> Any:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     dtensor = dtensor_class()
     return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor whose value is a sum over ranks that nobody has taken yet."""
+    """Return whether a tensor is a DTensor whose value is a sum over ranks that nobody has taken yet."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 

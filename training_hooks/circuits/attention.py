@@ -101,7 +101,7 @@ CIRCUIT = """
     {kind}_leading_share/<parameter> | σ₁²/Σσ² of {product} (SNAPSHOT) | [1/head_dim, 1]
         | 1: a single direction is the whole circuit.
     mean_{kind}_effective_rank | mean over all heads, NaNs left out, of {kind}_effective_rank (SNAPSHOT) | [1, ∞)
-        | The same for the whole model.
+        | In how many directions the heads work on average.
 """
 """What is told of a circuit of kind qk or ov, a product of projections."""
 COPYING = """

@@ -131,15 +131,16 @@ class Counterfactual(InterventionHook):
         shuffle_coherence | mean over pairs i < j of cos(c_i, c_j) | [−1, 1]
             | How well one shuffled epoch determines the gradient: about 1/(1+r). Near 0: K is too small to tell.
         observed_coherence | mean over k of cos(g, c_k) | [−1, 1]
-            | The same for the observed epoch; below shuffle_coherence: its order is unlike a shuffled one.
+            | How well shuffled epochs determine the observed one; below shuffle_coherence: its order is unlike theirs.
         observed_norm | ‖g‖₂ | [0, ∞) | The norm of the observed epoch's mean gradient.
         shuffled_norm | mean over k of ‖c_k‖₂ | [0, ∞)
             | Above observed_norm: the observed order makes steps cancel that otherwise add up.
         solution_cosine | cos(−g, d), d = θ_ref − θ₀, θ₀ the parameters before the epoch | [−1, 1]
             | Only with a reference solution, as the four below. Positive: the observed epoch leads to it.
-        content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1] | The same for what the data give in any order.
+        content_solution_cosine | cos(−(g·c̄ / ‖c̄‖²) c̄, d) | [−1, 1]
+            | Positive: what the data give in any order leads to it.
         ordering_solution_cosine | cos(−(g − (g·c̄ / ‖c̄‖²) c̄), d) | [−1, 1]
-            | The same for the rest, order and chance; near 0: what the order adds leads neither way. NaN: there is no
+            | Positive: the rest, order and chance, leads to it; near 0: it leads neither way. NaN: there is no
             rest (ordering_fraction below {NO_ORDERING:.0e}).
         shuffled_solution_cosine | mean over k of cos(−c_k, d) | [−1, 1] | What a random order gives.
         solution_excess | solution_cosine − shuffled_solution_cosine | [−2, 2]

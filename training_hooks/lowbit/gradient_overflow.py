@@ -116,10 +116,11 @@ class GradientOverflow(TrainingHook):
     rule, asked what if, remembers the steps at which it was asked, not all steps.
 
     Args:
-        interval: steps from one what-if to the next.
+        interval: steps from one round of hypothetical casts to the next.
         count_interval: steps from one step whose quantisers are counted to the next.
-        formats: what-if formats, separated by commas; empty: e2m1 in a model without quantised layers, else none.
-        rules: what-if scaling rules, separated by commas.
+        formats: formats of the hypothetical casts, separated by commas; empty: e2m1 in a model without quantised
+            layers, else none.
+        rules: scaling rules of the hypothetical casts, separated by commas.
         of: what is asked about, separated by commas: gradients, weights, activations.
         top_k: layers to report by name in each role, those with the worst overflow and noise.
         overflow_threshold: warn of a layer and role if more than this share of its elements overflows.

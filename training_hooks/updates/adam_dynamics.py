@@ -223,7 +223,7 @@ SOLUTION = """
     update_solution_cosine | cos(Δθ, d), d = θ_ref − θ₋ | [−1, 1]
         | Only with a reference solution. Positive: the step goes towards it.
     gradient_solution_cosine | cos(−g, d) | [−1, 1]
-        | The same for a step of plain gradient descent; below update_solution_cosine: Adam finds the better way.
+        | Positive: plain gradient descent would go towards it; below update_solution_cosine: Adam finds the better way.
     solution_gain | Δθ·d / ‖d‖² | (−∞, ∞)
         | The share of the distance to the reference that the step covers; its inverse counts the steps that remain at
         this pace.

@@ -138,7 +138,7 @@ class WeightTracking(TrainingHook):
             matrix is zero.
         stable_rank/<parameter> | ‖W‖_F²/‖W‖₂² = Σσ²/σ₁² (SNAPSHOT) | [1, n]
             | How many directions are as strong as the strongest; unlike the effective rank blind to small values.
-        mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | The same for the whole model.
+        mean_spectral_norm | mean over the matrices of ‖W‖₂ (SNAPSHOT) | [0, ∞) | Whether the matrices grow.
         mean_effective_rank | mean over the matrices, NaNs left out, of effective_rank (SNAPSHOT) | [1, ∞)
             | Whether the model as a whole becomes simpler.
         mean_stable_rank | mean over the matrices, NaNs left out, of stable_rank (SNAPSHOT) | [1, ∞)
