@@ -143,13 +143,11 @@ def read_csv(path: Path) -> Iterator[Record]:
         epoch, step, point = (cells.pop(field) for field in POSITION)
         values = {name: _value(cell) for name, cell in cells.items() if cell}
         metrics = values.pop(OTHER, {}) | values
-        steps = _value(step)
+        at = _value(step)
+        steps = at if isinstance(at, list) else [at]
         if HookPoint[point] in STEP_POINTS:
-            steps = steps if isinstance(steps, list) else [steps]
             metrics = {name: _series(value, steps) for name, value in metrics.items()}
-            yield Record(int(epoch), steps[-1], HookPoint[point], metrics)
-        else:
-            yield Record(int(epoch), steps, HookPoint[point], metrics)
+        yield Record(int(epoch), steps[-1], HookPoint[point], metrics)
 
 
 def _rows(path: Path) -> Iterator[list[str]]:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+import yaml
+
 from ..checkpoints import StoppedError
 from ..console import Label, Mode, RunConsole, experiment_list, hook_list, hook_page, make_console, show_warnings
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
-from .options import Experiment, Options, config_of, config_text, parse_recorded, parse_run, run_options, wanted_sinks
+from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed
 from .plot import plot
 
@@ -99,7 +101,7 @@ def _run(words: Sequence[str]) -> None:
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
         config_of(experiment, options)
-        sys.stdout.write(config_text(options))
+        yaml.safe_dump(plain(options), sys.stdout, sort_keys=False)
     else:
         _start(experiment, options)
 

@@ -32,10 +32,13 @@ def diff(words: Sequence[str]) -> None:
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    for line in [*_other_options(*records), *compared]:
-        sys.stdout.write(
-            line.encode(errors="backslashreplace").decode() + "\n"
-        )  # a file may hold what no terminal shows
+    lines: list[str] = []
+    for part, may_differ in COMPARED.items():
+        old_and_new = differences(vars(records[0])[part], vars(records[1])[part], may_differ)
+        lines += [f"{part}: {name}: {old} / {new}" for name, old, new in old_and_new]
+    for line in [*lines, *compared]:
+        shown = line.encode(errors="backslashreplace").decode()  # a file may hold what no terminal shows
+        sys.stdout.write(f"{shown}\n")
     require(
         bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
     )
@@ -43,15 +46,6 @@ def diff(words: Sequence[str]) -> None:
     if parted:
         raise LoopscopeError(f"The runs part {parted[0]}.")
     sys.stdout.write("The runs are the same.\n")
-
-
-def _other_options(a: RunRecord, b: RunRecord) -> list[str]:
-    """Say in which options and surroundings two runs differ."""
-    return [
-        f"{part}: {name}: {old} / {new}"
-        for part, leave_out in COMPARED.items()
-        for name, old, new in differences(vars(a)[part], vars(b)[part], leave_out)
-    ]
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:

@@ -162,11 +162,6 @@ def plain(options: Mapping[str, Any]) -> Options:
     return {name: value for name, value in shown.items() if value is not None}
 
 
-def config_text(options: Mapping[str, Any]) -> str:
-    """Return the options as the text of a config file."""
-    return yaml.safe_dump(plain(options), sort_keys=False)
-
-
 def parse_hook_options(assignments: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the options of ``--hook-config hook.option=value`` by hook, typed by the hook's constructor.
 

@@ -91,8 +91,16 @@ class RunConsole(Display):
         if self._mode == "none":
             return NoProgress()
         self._stop_progress()
+        view: View
+        if self._live is not None:
+            self._live.open()
+            view = self._live
+        elif self.console.is_interactive:
+            view = BarView(self.console, run.strategy, transient=self._mode == "normal")
+        else:
+            view = LineView(self.console, run.strategy, transient=self._mode == "normal", clock=self._clock)
         self._progress = TrainingProgress(
-            self._view(run.strategy),
+            view,
             unit=run.loop,
             length=task.length,
             steps_per_epoch=len(task.loader),
@@ -120,14 +128,6 @@ class RunConsole(Display):
             rows = tables.comparison_rows(summaries, self._compared_to)
             self._print(tables.comparison_table(rows, self.console.width))
         self._print(tables.results_line(summaries))
-
-    def _view(self, label: str) -> View:
-        if self._live is not None:
-            self._live.open()
-            return self._live
-        if self.console.is_interactive:
-            return BarView(self.console, label, transient=self._mode == "normal")
-        return LineView(self.console, label, transient=self._mode == "normal", clock=self._clock)
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:
