@@ -68,6 +68,7 @@ def _header(length: int) -> bytes:
 
 
 def _masked(data: bytes) -> bytes:
+    # Masked as in LevelDB's crc32c.h: the checksum of data that itself holds checksums is a poor one.
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 

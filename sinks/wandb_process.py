@@ -318,7 +318,7 @@ def main() -> int:
     listener = Listener(sys.stdin, job.patience)
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     with suppress(OSError):
-        os.nice(NICENESS)
+        os.nice(NICENESS)  # the run that trains goes first
     try:
         with alone(job) as note:
             outcome = send(job, listener, note)

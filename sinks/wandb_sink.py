@@ -55,6 +55,7 @@ class Client:
         description.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
+                # -P, or sinks/csv.py would stand for the module of the standard library
                 [sys.executable, "-P", wandb_process.__file__, str(description)],
                 stdin=subprocess.PIPE,  # tells the end of the run, or by its own end that of this process
                 stdout=subprocess.PIPE,

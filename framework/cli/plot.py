@@ -44,7 +44,7 @@ def plot(words: Sequence[str]) -> None:
             bool(given["metrics"]), f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
         )
         picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
-    path = given["out"] or default_name(picture)
+    path = given["out"] or _default_path(picture)
     _check_writable(path)
     save_picture(picture, Look(given["smooth"], given["log_x"], log_y), path)
     sys.stdout.write("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
@@ -68,8 +68,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def default_name(picture: Picture) -> Path:
-    """Return a name in the present folder that says what is drawn, and of what."""
+def _default_path(picture: Picture) -> Path:
     words = [re.sub(r"[^\w.-]+", "_", part).strip("_") for part in (*picture.title.split("/"), picture.subject) if part]
     return Path("_".join(words)[:LONGEST_STEM] + SUFFIXES[0])
 

@@ -92,7 +92,7 @@ class LiveDisplay(MetricSink):
         begin = self.clock()
         if not self.is_on or begin < self._due:
             return
-        self._due = math.inf
+        self._due = math.inf  # where drawing fails it stays so, and nothing is due again
         try:
             self._draw()
             end = self.clock()

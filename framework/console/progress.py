@@ -190,7 +190,7 @@ class TrainingProgress:
         self._tell(lambda: self.view.finish(last))
 
     def _tell(self, action: Callable[[], None]) -> None:
-        self._due = math.inf
+        self._due = math.inf  # where the view fails it stays so, and nothing is due again
         try:
             action()
             self._due = self.clock() + SECONDS_BETWEEN_UPDATES
