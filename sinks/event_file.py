@@ -78,21 +78,15 @@ class EventFile:
 
     def __init__(self, path: Path, *, size: int | None = None) -> None:
         """Write over the file, or go on behind its first ``size`` bytes; raise :class:`UsageError` for another."""
-        self.path = path
         if size is not None:
-            self._file = reopened(path, size, lambda file: _fault(file, size))
+            self.file = reopened(path, size, lambda file: _fault(file, size))
             return
-        self._file = FileIO(path, "w")
+        self.file = FileIO(path, "w")
         try:
             self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except BaseException:
-            self.close()
+            self.file.close()
             raise
-
-    @property
-    def size(self) -> int:
-        """How many bytes were written, all of which the operating system has."""
-        return self._file.tell()
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Write the options of a run: as a row of the HPARAMS tab, and as a table in the TEXT tab."""
@@ -128,11 +122,7 @@ class EventFile:
     def _append(self, *events: Any) -> None:
         """Write events in TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
         records = [event.SerializeToString() for event in events]
-        write_all(self._file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        write_all(self.file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
 
 
 def _fault(file: FileIO, size: int) -> str:

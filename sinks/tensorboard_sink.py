@@ -20,12 +20,12 @@ FOLDER = "tensorboard"
 
 @SinkRegistry.register
 class TensorBoardSink(ReplaySink):
-    """Write every metric to tensorboard/, for TensorBoard; needs the package tensorboard, and no TensorFlow.
+    """Write every metric to tensorboard/, for TensorBoard.
 
     Numbers are scalars at their step, series scalars at the step of each value, ``key: value`` pairs scalars named
     ``metric/key``, lists histograms of their finite values, all in float32. The HPARAMS and TEXT tabs have the options
-    of the experiment, the strategy and the treatments. The file is written without a thread and without a random
-    number; every emit has reached the operating system when it returns.
+    of the experiment, the strategy and the treatments. The file is written without a thread, without a random number
+    and without TensorFlow; every emit has reached the operating system when it returns.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -33,7 +33,7 @@ class TensorBoardSink(ReplaySink):
 
     def __init__(self) -> None:
         self.check_installed()
-        self._file: EventFile | None = None
+        self._events: EventFile | None = None
         self._step = 0
 
     @classmethod
@@ -52,11 +52,11 @@ class TensorBoardSink(ReplaySink):
 
     def position(self) -> dict[str, Any]:
         """Return the size of the event file and the newest step."""
-        return {"size": self._opened().size, "step": self._step}
+        return {"size": self._opened().file.tell(), "step": self._step}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's event file."""
-        return [] if self._file is None else [self._file.path]
+        return [] if self._events is None else [Path(str(self._events.file.name))]
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Go on in the strategy's event file, cut back to the position."""
@@ -71,12 +71,12 @@ class TensorBoardSink(ReplaySink):
         from .event_file import EventFile
 
         self._release()
-        self._file, self._step = EventFile(folder / FOLDER / f"events.out.tfevents.{strategy}", size=size), step
-        return self._file
+        self._events, self._step = EventFile(folder / FOLDER / f"events.out.tfevents.{strategy}", size=size), step
+        return self._events
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Write the metrics at their steps."""
-        file = self._opened()
+        events = self._opened()
         by_step: dict[int, list[tuple[str, Any]]] = {}
         for name, value in metrics.items():
             if isinstance(value, Series) and hook_point in STEP_POINTS:
@@ -85,27 +85,27 @@ class TensorBoardSink(ReplaySink):
             else:
                 by_step.setdefault(step, []).append((name, value))
         self._step = max(self._step, step)
-        file.write(by_step)
+        events.write(by_step)
 
     def _opened(self) -> "EventFile":
-        if self._file is None:
+        if self._events is None:
             raise RuntimeError(
                 "No event file is open: emit and position are called after set_run_context(run) and before close."
             )
-        return self._file
+        return self._events
 
     def close(self, status: str) -> None:
         """Write how the strategy ended and close its file."""
         try:
-            if self._file is not None:
-                self._file.end(status, self._step)
+            if self._events is not None:
+                self._events.end(status, self._step)
         finally:
             self._release()
 
     def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        events, self._events = self._events, None
+        if events is not None:
+            events.file.close()
 
     @classmethod
     def replay(cls, folder: Path, **options: str) -> Callable[[], str]:

@@ -54,7 +54,7 @@ class Client:
         description = folder / "client.json"
         description.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 # -P, or sinks/csv.py would stand for the module of the standard library
                 [sys.executable, "-P", wandb_process.__file__, str(description)],
                 stdin=subprocess.PIPE,  # tells the end of the run, or by its own end that of this process
@@ -63,29 +63,24 @@ class Client:
                 start_new_session=True,  # Ctrl-C in the terminal ends the run and not the sending
             )
 
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of the process, ``None`` as long as it runs."""
-        return self._process.poll()
-
     def end(self, ending: Ending, *, wait: float | None) -> str | None:
         """Tell the client how the run ended, wait so many seconds for it, and return the sentence that it left.
 
         The sentence may be empty, and is ``None`` as long as the client is not done.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         # The client may be dead; a line is far less than a pipe holds, so writing it never blocks.
-        with suppress(BrokenPipeError), self._process.stdin as pipe:
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
             pipe.write(json.dumps(asdict(ending)).encode() + b"\n")
         try:
-            self._process.wait(wait)
+            self.process.wait(wait)
         except subprocess.TimeoutExpired:
-            self._process.stdout.close()
-            _left_alone.append(self._process)
-            atexit.register(setattr, self._process, "returncode", 0)  # or Popen warns that it goes on, as it shall
+            self.process.stdout.close()
+            _left_alone.append(self.process)
+            atexit.register(setattr, self.process, "returncode", 0)  # or Popen warns that it goes on, as it shall
             return None
-        with self._process.stdout as pipe:
+        with self.process.stdout as pipe:
             os.set_blocking(pipe.fileno(), False)  # a process of W&B may still hold the other end
             return (pipe.read() or b"").decode(errors="replace").strip()
 
@@ -161,7 +156,7 @@ class WandbSink(ReplaySink):
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Append one line to the record."""
         self._record.emit(metrics, epoch, hook_point, step=step)
-        if self._client is not None and self._client.exit_status is not None:
+        if self._client is not None and self._client.process.poll() is not None:
             self._part("failed")
 
     def flush(self) -> None:
@@ -184,8 +179,8 @@ class WandbSink(ReplaySink):
         outcome = client.end(Ending(status, size), wait=LONGEST_WAIT)
         if outcome is None:
             outcome = f"W&B is still taking the metrics of {self._path.parent}; if it fails, {self._remedy()}."
-        elif client.exit_status:
-            reason = outcome.rstrip(".") or f"exit status {client.exit_status}"
+        elif client.process.returncode:
+            reason = outcome.rstrip(".") or f"exit status {client.process.returncode}"
             self._warn(f"The W&B client failed: {reason}; {client.log} has more.")
             return
         warnings.warn(outcome, RunNotice, stacklevel=2)
@@ -209,7 +204,7 @@ class WandbSink(ReplaySink):
         def send() -> str:
             client = Client(run, record, project, patience=None)
             outcome = client.end(Ending(status, record.stat().st_size), wait=None) or ""
-            if client.exit_status:
+            if client.process.returncode:
                 raise LoopscopeError(f"{folder} was not sent: {outcome.rstrip('.')}; {client.log} has more.")
             return outcome
 

@@ -165,7 +165,7 @@ def test_writing_imports_no_tensorflow(tmp_path):
     code = (
         "import sys; sys.modules['tensorflow'] = None; from pathlib import Path; "
         "from loopscope.sinks import event_file as e;"
-        "f = e.EventFile(Path(sys.argv[1])); f.write({1: [('a', [0.5])]}); f.close()"
+        "f = e.EventFile(Path(sys.argv[1])); f.write({1: [('a', [0.5])]}); f.file.close()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "tfevents")], check=True)
     assert accumulated(tmp_path / "tfevents").Histograms("a")[0].step == 1

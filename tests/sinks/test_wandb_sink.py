@@ -66,7 +66,7 @@ def alive(pid):
 
 
 def client_of(sink):
-    return sink._client._process
+    return sink._client.process
 
 
 @dataclass
@@ -231,7 +231,7 @@ import sys, time
 from pathlib import Path
 from tests.sinks.test_wandb_sink import fed, started
 sink = fed(started(Path(sys.argv[1])))
-print(sink._client._process.pid, flush=True)
+print(sink._client.process.pid, flush=True)
 time.sleep(60)
 """
 
