@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import UsageError, unknown
@@ -47,21 +47,19 @@ class Registry(Generic[Entry]):
         What cannot be loaded is left out with a warning, and refused by :meth:`get`: one broken package must not
         stop the runs that do without it.
         """
-        if not self._discovered:
-            self._discovered = True
-            for point in entry_points(group=self._group):
-                self._load(point)
-
-    def _load(self, point: EntryPoint) -> None:
-        try:
-            self.register(point.load())
-        except NameTakenError:
-            self._discovered = False
-            raise
-        except Exception as error:
-            reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
-            self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
-            warnings.warn(self._broken[point.name], stacklevel=4)
+        if self._discovered:
+            return
+        self._discovered = True
+        for point in entry_points(group=self._group):
+            try:
+                self.register(point.load())
+            except NameTakenError:
+                self._discovered = False  # so that whoever asks next is told as well
+                raise
+            except Exception as error:
+                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
+                self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
+                warnings.warn(self._broken[point.name], stacklevel=3)
 
     def get(self, name: str, *, keywords: Sequence[str] = ()) -> Entry:
         """Return the class called ``name``; raises :class:`UsageError` with the nearest name or keyword."""

@@ -71,6 +71,7 @@ def refusals(content: Any) -> list[str]:
 def _can_be_read(value: Any) -> bool:
     file = BytesIO()
     try:
+        # Tried out, since the list of classes that torch reads safely grows from version to version.
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True)
@@ -94,8 +95,7 @@ def load_checkpoint(folder: Path, state: TrainingState) -> dict[str, Any]:
     """Put back what :func:`save_checkpoint` wrote, and return the states of the hooks."""
     content = open_checkpoint(folder).content()
     put_back(content["state"], state, folder)
-    hooks: dict[str, Any] = content["hooks"]
-    return hooks
+    return dict(content["hooks"])
 
 
 class RunState:
@@ -147,8 +147,7 @@ class RunState:
     def _take_pre_epoch(self) -> Mapping[str, Any]:
         state = self._manager.state
         state.loop.pre_epoch.restore(state)
-        staged: Mapping[str, Any] = self._pre_epoch_staging.copy(captured(state, self._manager.isolation.run_streams))
-        return staged
+        return dict(self._pre_epoch_staging.copy(captured(state, self._manager.isolation.run_streams)))
 
     def put_back(self, content: Mapping[str, Any], where: Path) -> None:
         """Make the run what it was; raises :class:`UsageError`, naming ``where`` the content comes from."""

@@ -65,6 +65,7 @@ class Checkpoint:
         self.check()
         path = self.folder / STATE
         try:
+            # On the CPU, since the run may go on with fewer devices than it had.
             content = torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:
             reason = " ".join(str(error).split(".")[0].split())
@@ -168,6 +169,7 @@ def write_checkpoint(
             with (partial / STATE).open("r+b" if (partial / STATE).is_file() else "wb") as file:
                 digesting = _Digesting(file)
                 _save(content, digesting)
+                # A spare file may have been longer.
                 file.truncate()
                 _sync(file)
             full = {**plain_json(manifest), "format": FORMAT, "files": {STATE: digesting.summary()}}
@@ -177,6 +179,7 @@ def write_checkpoint(
             for path in (*before, *{path.parent for path in before}, partial):
                 sync_path(path)
             removed = set_aside(folder)
+            # A rename happens wholly or not at all, so that a crash leaves no checkpoint that is half there.
             partial.rename(folder)
             sync_path(folder.parent)
             shutil.rmtree(removed, ignore_errors=True)

@@ -52,6 +52,7 @@ class Staging:
         """Copy the containers, and note which tensor is to be copied into which buffer."""
         if isinstance(value, Tensor):
             value = value.detach()
+            # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
             key = (value.shape, value.stride(), value.dtype)
             spare = self._spare.get(key)
             buffer = spare.pop() if spare else torch.empty_like(value, device="cpu")
@@ -123,6 +124,7 @@ class CheckpointWriter:
     def write(self, step: int, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]) -> None:
         """Begin to write, and return; ``before`` are files that must be on the disk before."""
         folder, self.step = self._folder / checkpoint_name(step), step
+        # No daemon: the interpreter waits at its end until the checkpoint is written.
         self._thread = threading.Thread(
             target=self._write, args=(folder, staged, manifest, before), name="loopscope checkpoint"
         )

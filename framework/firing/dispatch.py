@@ -157,11 +157,13 @@ class MetricDispatch:
     def end(self, status: str) -> None:
         """Close the sinks."""
         self._each(0, lambda sink: sink.flush())
+        # A closed sink cannot tell its position, which is still asked for after the end.
         self._at_end = self.positions() if self._started else {}
         self._each(0, lambda sink: sink.close(status))
 
     def snapshot(self, epoch: int, step: int) -> None:
         """Tell the sinks that SNAPSHOT has fired, whether or not a hook listened there."""
+        # A visit takes the baseline of every check, which would be in vain where no sink listens.
         if self._follow_snapshots:
             with self._isolation.visit():
                 self._each(step, lambda sink: sink.snapshot(epoch, step))

@@ -33,6 +33,7 @@ from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
 from .hook_set import HookSet, Listener
 
+# Doubled whenever it is full, so that over a run each column is copied about once.
 ROOM = 128  # steps
 
 
@@ -88,6 +89,7 @@ class Firing:
 
     def _observe(self, listener: Listener, context: RunDataContext) -> None:
         hook, point, step = listener.hook, listener.point, self._state.loop.step
+        # Metrics are taken within the call, where tensors of a wrong shape are the hook's own error.
         add = self._dispatch.add
         self._hooks.call(hook, point.name, step, lambda: add(hook, point, step, hook.compute(context)))
 
@@ -123,6 +125,7 @@ class Firing:
             return None
 
         def compute() -> dict[str, Tensor] | None:
+            # The experiment's code may set modes and buffers as it likes, and need not clean up.
             modes = borrowed_modes(model, train=None)
             with borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
                 return self._task.target_grad(model)
@@ -191,6 +194,7 @@ def forward_pass(state: TrainingState, inputs: Any, capture: Sequence[str], trai
     its last output.
     """
     model = state.model
+    # With duplicates, so that a module is found by each of its names.
     modules = dict(model.named_modules(remove_duplicate=False))
     captured: dict[str, Any] = {}
     for name in capture:
@@ -269,6 +273,7 @@ def _append(loop: LoopState, gradients: list[Tensor]) -> None:
     if loop.loss is None:
         return
     if series is None:
+        # float64 holds losses and norms of all dtypes exactly.
         series = whole(loop.loss).new_zeros(2, ROOM, dtype=torch.float64)
     elif count == series.shape[1]:
         series = torch.cat([series, torch.zeros_like(series)], dim=1)

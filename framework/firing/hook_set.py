@@ -287,6 +287,7 @@ class HookSet:
 
     def end(self, status: str) -> None:
         """Tell every hook that the strategy is over, whatever others raise there, and take its table."""
+        # An ExitStack calls all of its callbacks, the last one first, whatever some of them raise.
         with ExitStack() as one_after_another:
             for hook in reversed(self._hooks):
                 one_after_another.callback(self._end, hook, status)
@@ -305,6 +306,7 @@ class HookSet:
         """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
         states: dict[str, Any] = {}
         for hook in list(self._hooks):
+            # A hook that raised may have stopped half way through an update of what it remembers.
             if all(error["hook"] != hook.name for error in self.failures.errors):
                 try:
                     states[hook.name] = hook.state_dict()

@@ -124,6 +124,7 @@ class HookManager:
             return
         self._ended = True
         self._taps.remove()
+        # The stack closes the sinks last, after the hooks, and also if a hook or the flush raises.
         with self.isolation.visit(), ExitStack() as whatever_happens:
             whatever_happens.callback(self.dispatch.end, status)
             whatever_happens.callback(self.hooks.end, status)

@@ -112,6 +112,7 @@ def add_scaled(model: nn.Module, values: Vector, factor: Tensor) -> None:
         local_shards([live[name] for name in names]), local_shards([values[name] for name in names]), strict=True
     )
     for gradient, value in pairs:
+        # One kernel, and the factor stays on its device: as a Python number it would have to be waited for.
         gradient.addcmul_(value.to(gradient.dtype), factor.to(gradient))
 
 
@@ -129,12 +130,14 @@ def replace_gradients(model: nn.Module, values: Vector) -> None:
 def blend(model: nn.Module, target: Vector, weight: float) -> None:
     """Move the named parameters to (1 − weight)·θ + weight·target, computed in the wider of the two dtypes."""
     parameters = dict(model.named_parameters())
+    # One call for all tensors; and lerp would make NaN of a θ that is infinite.
     if weight == 1:
         overwrite(parameters, target)
         return
     names = list(target)
     shards = zip(local_shards([parameters[name] for name in names]), local_shards(target.values()), strict=True)
     for parameter, aim in shards:
+        # lerp takes two tensors of one dtype only.
         wide = torch.promote_types(parameter.dtype, aim.dtype)
         parameter.copy_(parameter.to(wide).lerp(aim.to(wide), weight))
 
@@ -148,6 +151,7 @@ def thaw(parameters: Mapping[str, nn.Parameter]) -> None:
 def forget(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Take out of the optimizer what it remembers of the parameters, which are new to it at its next step."""
     for parameter in parameters.values():
+        # Optimizers make the state of a parameter at its first step, so that a missing one is as good as new.
         optimizer.state.pop(parameter, None)
 
 

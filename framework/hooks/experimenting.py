@@ -81,6 +81,7 @@ class Experimenting(Measuring):
         """
         if step:
             self._must_mutate("run_training_epoch(step=True)")
+        # A forward pass in train mode moves the statistics of batch norms, which only a step may keep.
         buffers = nullcontext() if step else borrowed_buffers(self.model)
         with borrowed_gradients(self.model), borrowed_scaler(self._task), buffers, torch.enable_grad():
             return self._train(loader, step=step)
@@ -147,5 +148,6 @@ class Experimenting(Measuring):
             reason = "the gradients of all its batches left float16" if skips else "it has no batches"
             raise LoopscopeError(f"The loader has no epoch to run: {reason}.")
         with torch.no_grad():
+            # Divided once at the end, as the loop does it, so that the bits are those of accumulated_grads.
             torch._foreach_div_(local_shards(total.values()), steps)
         return total

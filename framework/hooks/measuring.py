@@ -47,6 +47,7 @@ class Measuring:
         """The optimizer's state by parameter name: the live tensors, for reading."""
         state = self._task.optimizer.state
         named = self.model.named_parameters()
+        # The state is a defaultdict: looking up a parameter that is not in it would add an empty entry.
         return {name: MappingProxyType(state[parameter]) for name, parameter in named if parameter in state}
 
     def compute_batch_loss(self, batch: Batch | None = None) -> Tensor:
@@ -102,6 +103,7 @@ class Measuring:
         chosen = self._batch(batch)
         if method == "finite_difference":
             return partial(self.hessian_vector_product, batch=chosen, method=method, epsilon=epsilon)
+        # One graph for all products; differences need the parameters to move, so they make a new one each time.
         product = self._probe.hessian(chosen)
 
         def times(vector: Vector) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class ModelDataContext(Experimenting):
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, each)
         else:
             kept = self._lasting_factor(factor)
+            # Looked up when the change is made, since an earlier commit may give a parameter its first gradient.
             change = lambda: commits.scale(live_gradients(self._parameters), kept)
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
 
@@ -91,6 +92,7 @@ class ModelDataContext(Experimenting):
         """
         live = live_gradients(self._parameters)
         clipping = Clipping.of(live, max_norm)
+        # With a rollback or an earlier commit in between, the gradients may be others by the time of this change.
         if self._mutates or self._commits.changes:
             self._commits.record(StatePart.GRADIENTS, "clip_gradients", commits.clip, self._parameters, max_norm)
         else:

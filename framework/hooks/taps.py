@@ -171,6 +171,7 @@ class TapSet:
 
     def __exit__(self, *error: object) -> None:
         self._silent -= 1
+        # Nested, where a call in a silenced body silences again: only the outermost lets compiled code run.
         if not self._silent:
             self._stances.close()
 
@@ -226,6 +227,7 @@ def _forward_on_the_alias(module: nn.Module, around: Around) -> Iterator[None]:
         finally:
             after(module, inputs, None)
 
+    # As an instance attribute, which hides the method of the class until it is removed.
     module.forward = _uncompiled(eagerly_on_the_alias)
     try:
         yield
@@ -248,6 +250,7 @@ def _around_output(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
         first = next((leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor)), None)
         if first is not None and first.requires_grad and is_heard():
+            # A hook on an output goes with the graph of this pass, so there is nothing to remove.
             first.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     return None, after
@@ -271,6 +274,7 @@ def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Aro
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if torch.is_grad_enabled() and is_heard():
             weight: Any = module.weight
+            # A view has a gradient of its own in the graph: the part of the weight's that comes through this module.
             alias = weight.view_as(weight)
             alias.register_hook(on_gradient)
             vars(module)["weight"] = alias  # found before the parameter, which stays; setattr refuses what is none

@@ -30,6 +30,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
             for module in modules:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
+                        # Into the table, since a module may override setattr(); buffers that are shared stay so.
                         module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
         yield
     finally:
@@ -43,6 +44,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
     """Put every module into train or eval mode for the body (``None``: leave the modes, but put them back)."""
+    # Attributes are set one by one, since a model may override train() to keep parts of it in eval mode.
     modes = [(module, module.training) for module in model.modules()]
     try:
         if train is not None:
@@ -85,6 +87,7 @@ def borrowed_learning_rates(groups: Sequence[dict[str, Any]], rates: Sequence[fl
     before = [group["lr"] for group in groups]
     try:
         for group, held, rate in zip(groups, before, rates, strict=True):
+            # A capturable or compiled optimizer keeps its rate in a tensor.
             group["lr"] = torch.full_like(held, rate) if isinstance(held, torch.Tensor) else rate
         yield
     finally:
@@ -139,5 +142,6 @@ def _replacements(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, 
                 f"The weight lent for {name!r} has shape {tuple(value.shape)}, but the model's has {tuple(own.shape)}."
             )
         lent = value.detach().to(device=own.device, dtype=own.dtype)
+        # Parameters stand for parameters, since modules may ask isinstance() before they use one.
         found[id(own)] = nn.Parameter(lent, own.requires_grad) if isinstance(own, nn.Parameter) else lent
     return found

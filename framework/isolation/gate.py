@@ -13,6 +13,7 @@ from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
+# What goes wrong mostly does so at first; later calls share one complete check at the end of the visit.
 CALLS_CHECKED_ALONE = 3
 
 
@@ -71,6 +72,7 @@ class Isolation:
 
     def end(self) -> None:
         """Settle what was checked quickly, also when something was raised, and put the run's streams back."""
+        # Cleared first, so that the next visit begins anew whatever is raised below.
         saved, self._saved_streams = self._saved_streams, None
         self._guardian.release()
         try:
@@ -129,6 +131,7 @@ class Isolation:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
         self.settle()
         self._rebase_after_commit()
+        # One copy serves all interventions of a visit, since each ends where it began; a commit makes it stale.
         if mutates and not self._guarded:
             self._guardian.save(self._state)
             self._guarded = True

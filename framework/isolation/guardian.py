@@ -58,6 +58,7 @@ class Buffers:
         if formats == self._formats:
             return
         self._formats = formats
+        # A few gradients that come or go between two saves are no reason to allocate the rest anew.
         spare: dict[tuple[Any, ...], list[Tensor]] = {}
         for buffer in reversed(self.tensors):
             spare.setdefault((buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
@@ -121,6 +122,7 @@ class Snapshot(Transient):
         lasting = self._lasting
         if lasting is None or addresses(roots) != addresses(self._roots) or not lasting.is_current():
             self._sharded = fully_sharded_modules(state.model)
+            # Before the walk, so that what FSDP2 sets up late belongs to the copy.
             finish_sharding(self._sharded)
             apart = {*map(id, chain.from_iterable([part.apart(state) for part in parts]))}
             self._roots, self._lasting = roots, (lasting := Objects(roots, apart=apart, lasting=True))
@@ -134,6 +136,7 @@ class Snapshot(Transient):
             raise RuntimeError("restore() without save(): this snapshot holds nothing.")
         owners = lasting.identities.owners
         for part, kept in self._kept:
+            # Settings, such as inference mode, under which tensors could not be put back.
             if part.first:
                 part.put_back(state, owners, kept)
         with torch.no_grad():
@@ -144,6 +147,7 @@ class Snapshot(Transient):
         for part, kept in self._kept:
             if not part.first:
                 part.put_back(state, owners, kept)
+        # The bytes last, into the storages that the tensors have again.
         _copy(lasting.identities.bytes + passing[1].bytes, self._copies)
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ from ..errors import StateMutationError, listed
 from ..state import ATOMS, TrainingState, addresses, differing, is_sharded, local_shards, nested
 from .guardian import Objects
 
+# Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
 _version = attrgetter("_version")
 _pointer = Tensor.data_ptr
 _PASSING_BY = (*ATOMS, Tensor)
@@ -35,6 +36,7 @@ class WatchList:
         tables = [table for _, part in watched for table in part.tables]
         containers = [container for _, part in watched for container in part.attributes]
         self.empty = [container for container in (*tables, *containers) if not container]
+        # Their values go into the flat list by one C call, without a look at each.
         self.pure = [table for table in tables if table and all(isinstance(item, Tensor) for item in table.values())]
         pure = {*map(id, self.pure)}
         self.mixed = [table for table in tables if table and id(table) not in pure]
@@ -70,6 +72,7 @@ class WatchList:
             return False
         if any([look() != before for look, before in self._settled]):
             return False
+        # Plain values are other objects at most steps, so that only a difference is worth a closer look.
         now = addresses(attributes)
         if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
             return False
@@ -181,6 +184,7 @@ class Tripwire:
         glanced = [glance() for glance in watch.glances]
         passing = [tensor for found in glanced for tensor in found if tensor is not None]
         tensors = [*pure, *watch.buried, *passing]
+        # A DTensor has a version of its own, which writes to its local shard do not move.
         if watch.sharded:
             tensors = local_shards(tensors)
         return (pure, mixed, *glanced, _column(_version, tensors)), tensors

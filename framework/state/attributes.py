@@ -33,6 +33,7 @@ _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 _MUTABLE = (dict, list, set, deque)
 _LARGEST = 10_000  # values in one object; what holds more is a data set or somebody's whole program
+# nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
@@ -63,6 +64,7 @@ def is_code(value: Any) -> bool:
 
 def is_frozen(value: Any) -> bool:
     """Return whether a value is a frozen dataclass, which is another object when it holds something else."""
+    # dataclasses tells in public that a class is one, but not whether it is frozen.
     kind: Any = type(value)
     return is_dataclass(value) and bool(kind.__dataclass_params__.frozen)
 
@@ -116,6 +118,7 @@ class PlainForms:
 
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
         """Take the names, by id, of what is stored elsewhere: modules, parameters and buffers of the model."""
+        # By id, which is safe as long as the training state holds what is written.
         self._names: dict[int, str | int] = {**elsewhere}
         self._numbers = count()
 
@@ -150,6 +153,7 @@ class PlainForms:
 
     def _items(self, value: Any) -> list[Any]:
         """Return the forms of a container's items, those of a set by description: its order differs by process."""
+        # Strings hash differently in every process, unless PYTHONHASHSEED is set.
         in_order = sorted(value, key=described) if isinstance(value, (set, frozenset)) else value
         return [self.of(item) for item in in_order]
 
@@ -233,6 +237,7 @@ class FromPlainForms:
         }
         if described(found) == described(before):
             return present
+        # Neither __init__, which may check or compute, nor setattr, which a frozen dataclass refuses.
         made = object.__new__(type(present))
         for name, value in found.items():
             object.__setattr__(made, name, value)

@@ -23,6 +23,7 @@ def digest(leaf: Any) -> int:
         return _digest_of_frequent(leaf)
     if not isinstance(leaf, Tensor):
         return xxhash.xxh3_64_intdigest(described(leaf).encode())
+    # Not the index of the device, which may differ from one process to the next.
     summary = xxhash.xxh3_64(f"{leaf.dtype}{leaf.device.type}{tuple(leaf.shape)}".encode())
     for part in byte_tensors(leaf.detach()):
         _add_bytes(summary, part)
@@ -38,11 +39,13 @@ def _digest_of_frequent(value: str | int | None) -> int:
 
 def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
     """Add shape and bytes, read where they lie: ``Tensor.numpy`` would forbid the storage to be resized ever after."""
+    # A meta tensor has a shape and no bytes.
     if tensor.is_meta:
         return
     if tensor.layout is torch.strided and is_cut_off(tensor):
         summary.update(f"{tuple(tensor.shape)} without memory".encode())
         return
+    # conj(), and imag of what it returns, only set a bit on a view: the bytes below would be those of the original.
     host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     summary.update(f"{tuple(host.shape)}".encode())
     if host.nbytes:

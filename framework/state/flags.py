@@ -15,18 +15,27 @@ from torch.utils import _device as default_device
 from ..errors import LoopscopeError
 from .random_streams import accelerator_devices
 
+# Any, since the stubs of torch._C lack most of the functions that are used here.
 _C: Any = torch._C
+# torch/optim/__init__.py deletes the module's name after its imports; only sys.modules still has it.
 _optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]
+# Parents before children: a setting that is "none" inherits the one above it, so setting one may change others.
 _PRECISIONS = [("generic", "all"), *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn"))]
 _CUDA_PRECISIONS = [("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")]
+# Hooks on all modules or optimizers lie in private dicts of two modules of torch, which has no list of them. The names
+# of those in torch.nn begin with _global_ in torch 2.9 to 2.15.
 _HOOKS_OF_ALL: list[dict[Any, Any]] = [
     *(table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)),
     _optimizer_hooks._global_optimizer_pre_hooks,
     _optimizer_hooks._global_optimizer_post_hooks,
 ]
+# The smallest positive double, which is denormal.
 _SMALLEST = 5e-324
+# cuBLAS repeats its results only with a workspace of its own: ":4096:8" is eight buffers of 4 MiB for each handle.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+# torch raises a plain RuntimeError (alertNotDeterministic in ATen/Context.cpp), which only its text tells apart.
 MISSING = " does not have a deterministic implementation"
+# Guards in C++ undo their setting when they are freed: those that set one for good are never let go.
 _guards: list[Any] = []
 
 
@@ -99,6 +108,7 @@ def _autocast_nesting() -> int:  # torch counts, but tells the count only where 
 
 
 def _set_autocast_nesting(depth: int) -> None:
+    # autocast empties its cache of cast weights when the count falls to 0: from a wrong one, stale casts would be used.
     while _autocast_nesting() > depth:
         torch.autocast_decrement_nesting()
     while _autocast_nesting() < depth:
@@ -118,6 +128,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 def set_deterministic_algorithms(on: bool, warn_only: bool = False) -> None:
     """Do what torch's function of that name does, without importing its compiler for it, which takes seconds."""
+    # torch's function also sets an option of the compiler, which matters only where that has been imported.
     if "torch._inductor" in sys.modules:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
     else:
@@ -137,8 +148,7 @@ def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
 def _matmul_precision() -> str | None:
     """Return the legacy setting; it has no value while the settings by backend say something else."""
     try:
-        precision: str = _C._get_float32_matmul_precision()
-        return precision
+        return str(_C._get_float32_matmul_precision())
     except RuntimeError:
         return None
 
@@ -159,10 +169,12 @@ def _set_saved_tensor_hooks(saved: Any) -> None:
 
 
 def _hooks_of_all() -> list[list[tuple[Any, Any]]]:
+    # Nearly always all of them are empty, and then nothing is built.
     return [[*table.items()] for table in _HOOKS_OF_ALL] if any(_HOOKS_OF_ALL) else []
 
 
 def _set_hooks_of_all(saved: list[list[tuple[Any, Any]]]) -> None:
+    # In place: torch's handles and its calls of the hooks refer to the very dicts.
     for table in _HOOKS_OF_ALL:
         table.clear()
     for table, items in zip(_HOOKS_OF_ALL, saved, strict=False):
@@ -240,6 +252,7 @@ class GlobalFlags:
             # torch 2.9 warns, once in a process, of a setting that newer ones replace, and it is read at each call
             warnings.simplefilter("ignore")
             _matmul_precision()
+        # Modes come first and so are left first: one that is still entered could answer the other calls.
         flags = {**_QUICK, **_accelerator_flags(), **_SLOW}
         self.names = tuple(flags)
         self._setters = tuple([flag.put for flag in flags.values()])
@@ -286,6 +299,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
         return
     flags = GlobalFlags()
     saved, workspace = flags.read_all(), os.environ.get(CUBLAS)
+    # Beside the flags, which have cuDNN's only once an accelerator has been used; that may happen within the body.
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     try:
         set_deterministic_algorithms(True)
@@ -294,8 +308,7 @@ def deterministic(*, on: bool) -> Iterator[None]:
         os.environ.setdefault(CUBLAS, ":4096:8")  # read by CUDA's matrix products when they are first used
         yield
     except RuntimeError as error:
-        told = explained(error)
-        if told is error:
+        if (told := explained(error)) is error:
             raise
         raise told from error
     finally:

@@ -16,6 +16,7 @@ from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
+# What register_hook and register_post_accumulate_grad_hook fill; torch has no public way to list hooks.
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
 _parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
@@ -78,10 +79,12 @@ def _of_another_model(what: str, names: Sequence[str]) -> str:
 
 
 def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
+    # Checkpoints are read to the CPU, and a gradient must lie on the device of its parameter.
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _give_gradients_back(state: StateObjects, owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
+    # Compared first, since setting a gradient checks its device, dtype and layout anew.
     if addresses(kept) != addresses((*map(_grad, owners),)):
         for owner, gradient in zip(owners, kept, strict=True):
             owner.grad = gradient
@@ -192,6 +195,7 @@ def _watch_modules(state: StateObjects) -> Watched:
         (space, (*TABLES, "training", *(key for key in own_attributes(module) if key not in NATIVE)))
         for module, space in zip(modules, spaces, strict=True)
     ]
+    # Objects that hang on modules, such as a list of past losses, whose contents can change in place.
     held = [space[key] for space, keys in own for key in keys if key not in TABLES]
     return Watched(
         [space[name] for space in spaces for name in TABLES],

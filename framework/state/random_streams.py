@@ -27,6 +27,7 @@ from ..errors import UsageError
 
 MT19937_BYTES = 625 * 4  # 624 words of key and the position
 _NUMPY: Any = np.random  # whose stubs leave out set_bit_generator
+# Asked once, since torch may ask the driver each time and this is read several times a fire.
 _there_is_an_accelerator = cache(torch.accelerator.is_available)
 
 
@@ -48,6 +49,7 @@ class NumpyState:
 
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # the object behind the module's functions
+# The C method that random.Random.seed comes to for an integer, after it has tried the other kinds of seed.
 _SEED_PYTHON: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 _PYTHON_ADDRESS = id(_PYTHON) + object.__basicsize__
 
@@ -98,6 +100,7 @@ def _take_numpy_state() -> NumpyState:
         )
     address = bits.ctypes.state_address
     key = ctypes.string_at(address, MT19937_BYTES)
+    # The polar method draws two Gaussians at a time and keeps the second for the next call.
     drawn = float(np.random.standard_normal())
     was_cached = ctypes.string_at(address, MT19937_BYTES) == key
     return NumpyState(bits, key, drawn if was_cached else None)
@@ -109,6 +112,7 @@ def accelerator_devices() -> list[torch.device]:
         return []
     kind = torch.accelerator.current_accelerator()
     module = torch.get_device_module(kind)
+    # A device that nobody has used has no generator; asking for one would start a context of hundreds of MiB on it.
     if kind is None or not module.is_initialized():
         return []
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
@@ -223,6 +227,7 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     _SEED_PYTHON(_PYTHON, seed)  # random.seed of an integer, but for the detour through Python
     _PYTHON.gauss_next = None
+    # NumPy takes seeds of 32 bits; the lower half of a hash is as good as the whole.
     np.random.seed(seed & 0xFFFFFFFF)
     if devices := accelerator_devices():
         torch.get_device_module(devices[0]).manual_seed_all(seed)

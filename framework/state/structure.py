@@ -45,6 +45,7 @@ class Structure:
         for value in values:
             kind = type(value)
             if kind not in _ATOMS and id(value) not in seen and id(value) not in apart:
+                # A test of exact type, since isinstance() with Tensor or Parameter asks a metaclass.
                 if kind is Tensor and not value.requires_grad:  # most of them; nothing can hang on one
                     seen.add(id(value))
                     self.tensors.append(value)
@@ -54,6 +55,7 @@ class Structure:
     def _visit(self, value: Any) -> None:
         if isinstance(value, dict):
             self._note(self._tables, value, value.values())
+        # A tuple cannot change, but what it holds can.
         elif isinstance(value, tuple):
             self._visit_all(value)
         elif isinstance(value, (list, deque, set)):

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 PLAIN = frozenset({Tensor, nn.Parameter})
+# Autograd keeps the hooks of a tensor in dicts that are None until the first one is registered.
 ATTACHED = {name: attrgetter(name) for name in ("__dict__", "_backward_hooks", "_post_accumulate_grad_hooks")}
 _ADDRESS_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _shape = attrgetter("shape")
 _dtype = attrgetter("dtype")
 _requires_grad = attrgetter("requires_grad")
+# The address of the TensorImpl, the C++ object behind a tensor.
 _implementation = attrgetter("_cdata")
 _use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
@@ -49,6 +51,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 def inner_by_name(wrapper: Any) -> dict[str, Tensor]:
     """Return a wrapper's inner tensors by the names of its attributes."""
+    # The protocol by which torch.compile looks into subclasses of Tensor: the names come first, then what is no tensor.
     parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
     return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
@@ -60,6 +63,7 @@ def byte_tensors(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
+        # The public indices() and values() refuse a tensor that is not coalesced; coalescing it would change its bytes.
         return [tensor._indices(), tensor._values()]
     raise TypeError(f"A tensor of layout {tensor.layout} cannot be part of a training state.")
 
@@ -83,6 +87,7 @@ def addresses(objects: tuple[Any, ...]) -> bytes:
     CPython keeps them end to end behind the tuple's header; comparing them so takes 1 µs for 600 objects, one by
     one 12 µs.
     """
+    # tuple.__basicsize__ is the size of the header, whatever a version of Python keeps there; items are counted apart.
     return ctypes.string_at(id(objects) + tuple.__basicsize__, len(objects) * _ADDRESS_BYTES)
 
 
@@ -120,6 +125,7 @@ class TensorIdentities:
         self._uses = [*map(_use_count, self.owners)]
         self._attachments = self._read_attachments()
         self._addresses = addresses(self._attachments)
+        # detach() shares the storage, and stays on it when somebody exchanges the original's by ``.data`` or set_().
         self._aliases = [*map(Tensor.detach, tensors)]
         simple = plain and self._read_pointer is Tensor.data_ptr
         self.bytes = self._aliases if simple else [part for alias in self._aliases for part in byte_tensors(alias)]
@@ -214,6 +220,7 @@ class BriefIdentities:
 
     def put_back(self) -> None:
         """Make every tensor what it was, its bytes aside."""
+        # FSDP and offloading free memory by resizing a storage to 0; the pointer of every tensor on it then differs.
         shrunk = self._pointers != [*map(Tensor.data_ptr, self._aliases)]
         for tensor, alias in zip(self._tensors, self._aliases, strict=True):
             if shrunk:
@@ -262,6 +269,7 @@ def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:
             _regrow(alias)
         tensor.data = alias
     if tensor.requires_grad != before.requires_grad:
+        # Last, since a tensor that is no leaf, or of an integer type, refuses it.
         tensor.requires_grad_(before.requires_grad)
 
 
@@ -283,6 +291,7 @@ def _regrow(alias: Tensor) -> None:
 def _attach(owner: Any, name: str, table: dict[Any, Any] | None) -> None:
     """Set a dict of attributes or hooks; hooks also when it is there, since another implementation forgot them."""
     present = getattr(owner, name)
+    # A tensor's __dict__ can be exchanged like any attribute; the setters of the hooks also tell the C++ side.
     if name == "__dict__":
         if present is not table:
             setattr(owner, name, table)

@@ -128,6 +128,7 @@ def _watch_loop(state: StateObjects) -> Watched:
 
 
 def _load_loop(state: StateObjects, stored: Any) -> None:
+    # Checkpoints are read to the CPU; the loop goes on with these tensors themselves.
     device = device_of(state)
     vars(state.loop).update(tree_map_only(Tensor, lambda tensor: tensor.to(device), stored))
 
@@ -173,6 +174,7 @@ def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Ten
 
 @torch.no_grad()
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    # Copied in place, since the optimizer's groups hold the very tensors.
     present = _of_the_optimizer_alone(state)
     if len(stored) != len(present):
         raise ValueError(f"{len(stored)} parameters of the optimizer alone were stored, and {len(present)} are there")
@@ -260,6 +262,7 @@ class TrainingState(StateObjects):
         """Count generators that modules hold, for stochastic rounding say, among those of the run."""
         forms = attribute_forms(self).items()
         found = [leaf for name, form in forms for _, leaf in nested(name, form) if isinstance(leaf, torch.Generator)]
+        # dict.fromkeys keeps each once, in order, where modules share one.
         self.streams.owned += tuple(dict.fromkeys(found))
 
     @property

@@ -20,6 +20,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 
 def dtensor_class() -> Any:
     """Return the DTensor class if this process has loaded it: a tensor of it cannot exist before."""
+    # Looked up, since importing it takes a second and most runs never need it.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return None if module is None else module.DTensor
 
@@ -98,6 +99,7 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return the Euclidean norms of plain tensors, those of lower precision than float32 reduced in float32."""
     if any(tensor.dtype not in WIDE for tensor in tensors):
         tensors = [_wide(tensor) for tensor in tensors]
+    # torch has no public foreach functions; its optimizers and clip_grad_norm_ are built on these.
     return list(torch._foreach_norm(tensors))
 
 
@@ -188,6 +190,7 @@ def _sharded_dot(pairs: Iterable[tuple[Tensor, Tensor]], dtensor: Any) -> Tensor
 def _aligned(a: Any, b: Any) -> tuple[Tensor, Tensor, Layout]:
     """Return the local shards of two DTensors in one layout, and that layout."""
     mesh, replicate = a.device_mesh, sys.modules["torch.distributed.tensor"].Replicate
+    # A partial sum must be completed before it is multiplied: a product of sums is no sum of products.
     placements = [replicate() if placement.is_partial() else placement for placement in a.placements]
     sharded = tuple(index for index, placement in enumerate(placements) if placement.is_shard())
     local_a, local_b = (tensor.redistribute(mesh, placements).to_local() for tensor in (a, b))
@@ -216,6 +219,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def fully_sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules that FSDP2 (``fully_shard``) gathers before their forward and scatters after backward."""
+    # A model can only have been wrapped where this has been imported.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -223,6 +227,7 @@ def fully_sharded_modules(model: nn.Module) -> list[Any]:
 def finish_sharding(modules: list[Any]) -> None:
     """Let FSDP2 register now what it registers on modules at their first forward, so that no rollback undoes it."""
     for module in modules:
+        # Private: FSDPModule has no public way to do this before the first forward. A second call does nothing.
         module._get_fsdp_state()._lazy_init()
 
 
