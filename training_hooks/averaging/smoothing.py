@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
+from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart, StepSchedule
 from loopscope.errors import UsageError, listed
-from loopscope.hooks import Metrics, ModelDataContext, RunInfo, StatePart
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, trainable
 from torch import Tensor, nn
 
