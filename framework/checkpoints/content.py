@@ -57,7 +57,7 @@ def unstorable(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refusals(content: Any) -> list[str]:
-    """Say of every value that checkpoints cannot hold what it is and what to do, in a sentence each."""
+    """Return a sentence for each value that checkpoints cannot hold: what it is, and what to do."""
     remedy = (
         "since reading it would execute code from the file: keep tensors, numbers, strings, or lists and dicts of "
         "these there, or, if no later step reads what it holds, call loopscope.state.Transient.register on its class."
@@ -106,12 +106,12 @@ class RunState:
         self._staging, self._pre_epoch_staging = Staging(), Staging()
 
     def refusals(self) -> list[str]:
-        """Say in a sentence each what of the present state no checkpoint can hold."""
+        """Return a sentence for each value of the present state that no checkpoint can hold."""
         with self._manager.between_steps():
             return refusals(self._content())
 
     def refusals_of_the_last(self) -> list[str]:
-        """Say in a sentence each what :meth:`take` could not copy and no checkpoint can hold."""
+        """Return a sentence for each value that :meth:`take` could not copy and no checkpoint can hold."""
         return self.refusals() if self._staging.foreign or self._pre_epoch_staging.foreign else []
 
     def take(self) -> Mapping[str, Any]:

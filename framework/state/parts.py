@@ -22,7 +22,7 @@ class Stateful(Protocol):
         """Return the state as tensors and plain values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back."""
+        """Resume from what ``state_dict`` returned."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Vectors over dicts of parameters: dot products, norms, cosines, linear combinations, and what FSDP2 does to them.
+"""Vectors over dicts of parameters: dot products, norms, cosines, linear combinations, and their shards.
 
 A name that a vector lacks stands for zeros. Everything returned is detached. Reductions are in float32 or wider, and
 over the mesh where tensors are DTensors, so that every rank holds the same number.
@@ -32,7 +32,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_partial(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor whose value is a sum over ranks that nobody has taken yet."""
+    """Return whether a tensor is a DTensor whose value is a sum over ranks that has not been taken yet."""
     return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 
