@@ -171,7 +171,7 @@ class TapSet:
 
     def __exit__(self, *error: object) -> None:
         self._silent -= 1
-        # Nested, where a call in a silenced body silences again: only the outermost lets compiled code run.
+        # Silenced bodies may nest: only the end of the outermost lets compiled code run again.
         if not self._silent:
             self._stances.close()
 

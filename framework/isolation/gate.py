@@ -13,7 +13,7 @@ from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# What goes wrong mostly does so at first; later calls share one complete check at the end of the visit.
+# Most faults show in the first calls; later ones share one complete check at the end of the visit.
 CALLS_CHECKED_ALONE = 3
 
 

@@ -72,7 +72,7 @@ class WatchList:
             return False
         if any([look() != before for look, before in self._settled]):
             return False
-        # Plain values are other objects at most steps, so that only a difference is worth a closer look.
+        # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
         now = addresses(attributes)
         if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
             return False

@@ -64,7 +64,7 @@ def is_code(value: Any) -> bool:
 
 def is_frozen(value: Any) -> bool:
     """Return whether a value is a frozen dataclass, which is another object when it holds something else."""
-    # dataclasses tells in public that a class is one, but not whether it is frozen.
+    # dataclasses has no public way to ask whether a class is frozen.
     kind: Any = type(value)
     return is_dataclass(value) and bool(kind.__dataclass_params__.frozen)
 
@@ -118,7 +118,7 @@ class PlainForms:
 
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
         """Take the names, by id, of what is stored elsewhere: modules, parameters and buffers of the model."""
-        # By id, which is safe as long as the training state holds what is written.
+        # Ids stay unique here, since the training state keeps alive whatever is written.
         self._names: dict[int, str | int] = {**elsewhere}
         self._numbers = count()
 
@@ -237,7 +237,7 @@ class FromPlainForms:
         }
         if described(found) == described(before):
             return present
-        # Neither __init__, which may check or compute, nor setattr, which a frozen dataclass refuses.
+        # Without __init__, which may check or compute, and without setattr, which a frozen dataclass refuses.
         made = object.__new__(type(present))
         for name, value in found.items():
             object.__setattr__(made, name, value)

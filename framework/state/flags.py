@@ -108,7 +108,7 @@ def _autocast_nesting() -> int:  # torch counts, but tells the count only where 
 
 
 def _set_autocast_nesting(depth: int) -> None:
-    # autocast empties its cache of cast weights when the count falls to 0: from a wrong one, stale casts would be used.
+    # autocast empties its cache of cast weights when this count reaches 0; were it wrong, stale casts would be used.
     while _autocast_nesting() > depth:
         torch.autocast_decrement_nesting()
     while _autocast_nesting() < depth:
@@ -145,10 +145,10 @@ def _set_precisions(keys: list[tuple[str, str]], saved: list[str]) -> None:
             _C._set_fp32_precision_setter(*key, value)
 
 
-def _matmul_precision() -> str | None:
+def _matmul_precision() -> Any:
     """Return the legacy setting; it has no value while the settings by backend say something else."""
     try:
-        return str(_C._get_float32_matmul_precision())
+        return _C._get_float32_matmul_precision()
     except RuntimeError:
         return None
 

@@ -51,7 +51,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 def inner_by_name(wrapper: Any) -> dict[str, Tensor]:
     """Return a wrapper's inner tensors by the names of its attributes."""
-    # The protocol by which torch.compile looks into subclasses of Tensor: the names come first, then what is no tensor.
+    # torch.compile's protocol for looking into subclasses of Tensor; item 0 names the attributes that hold tensors.
     parts = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
     return {name: part for name, part in parts.items() if isinstance(part, Tensor)}
 
