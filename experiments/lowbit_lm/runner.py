@@ -1,7 +1,7 @@
 """The experiment ``lowbit_lm`` and its configuration."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from loopscope.data import derived_seed
@@ -89,10 +89,21 @@ class LowbitLMConfig(LanguageModelConfig):
             recipe = recipe.with_every(q_scalar=self.q_scalar)
         if recipe.output_grad is not None and self.stochastic_output_grad:
             recipe = replace(recipe, output_grad=replace(recipe.output_grad, rounding="stochastic"))
-        if recipe.metis is None:
-            return recipe
-        same = {field.name: vars(self)[field.name] for field in fields(MetisOptions) if field.name in vars(self)}
-        return replace(recipe, metis=MetisOptions(**same, forward=self.metis_forward, backward=self.metis_backward))
+        return replace(recipe, metis=self.metis) if recipe.metis is not None else recipe
+
+    @property
+    def metis(self) -> MetisOptions:
+        """How fp4_metis decomposes; raises :class:`UsageError` for what cannot be."""
+        return MetisOptions(
+            rank=self.rank,
+            gains=self.gains,
+            niter=self.niter,
+            compensated=self.compensated,
+            forward=self.metis_forward,
+            backward=self.metis_backward,
+            forward_warmup_steps=self.forward_warmup_steps,
+            merge_steps=self.merge_steps,
+        )
 
     @property
     def range_penalty(self) -> RangePenalty:
@@ -109,18 +120,42 @@ def patterns(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-PUBLISHED: dict[str, Any] = dict(batch_size=512, steps=20_000, amp="bf16", merge_steps=2000)
-"""What the published runs have in common."""
-GPT2: dict[str, Any] = (
-    PUBLISHED
-    | dict(vocabulary=50_257, context=1024, width=768, layers=12, heads=12, accumulation_steps=32)
-    | dict(lr=6e-4, min_lr=6e-5, warmup_steps=700, rank=60, forward_warmup_steps=700, max_norm=2.0)
-)
-LLAMA: dict[str, Any] = (
-    PUBLISHED
-    | dict(vocabulary=32_000, context=2048, width=2048, layers=16, heads=16, accumulation_steps=64)
-    | dict(lr=4e-4, min_lr=4e-5, warmup_steps=2000, rank=64, forward_warmup_steps=2000, max_norm=1.0)
-)
+GPT2 = {
+    "vocabulary": 50_257,
+    "context": 1024,
+    "width": 768,
+    "layers": 12,
+    "heads": 12,
+    "batch_size": 512,
+    "accumulation_steps": 32,
+    "steps": 20_000,
+    "lr": 6e-4,
+    "min_lr": 6e-5,
+    "warmup_steps": 700,
+    "amp": "bf16",
+    "rank": 60,
+    "forward_warmup_steps": 700,
+    "merge_steps": 2000,
+    "max_norm": 2.0,
+}
+LLAMA = {
+    "vocabulary": 32_000,
+    "context": 2048,
+    "width": 2048,
+    "layers": 16,
+    "heads": 16,
+    "batch_size": 512,
+    "accumulation_steps": 64,
+    "steps": 20_000,
+    "lr": 4e-4,
+    "min_lr": 4e-5,
+    "warmup_steps": 2000,
+    "amp": "bf16",
+    "rank": 64,
+    "forward_warmup_steps": 2000,
+    "merge_steps": 2000,
+    "max_norm": 1.0,
+}
 
 
 @ExperimentRegistry.register
