@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
+from torch.utils import _python_dispatch
 
 from ..errors import LoopscopeError
 from .random_streams import accelerator_devices
 
 # Any, since the stubs of torch._C lack most of the functions that are used here.
 _C: Any = torch._C
+_dispatch: Any = _python_dispatch
 # torch/optim/__init__.py deletes the module's name after its imports; only sys.modules still has it.
 _optimizer_hooks: Any = sys.modules["torch.optim.optimizer"]
 # Parents before children: a setting that is "none" inherits the one above it, so setting one may change others.
@@ -85,6 +87,12 @@ def _set_dispatch_modes(modes: tuple[Any, ...]) -> None:
         _C._pop_torch_dispatch_stack(None)
     for mode in modes:
         _C._push_on_torch_dispatch_stack(mode)
+    # torch.compile looks at these, which otherwise only a mode's own __enter__ and __exit__ set.
+    _dispatch._is_in_torch_dispatch_mode = bool(modes)
+    _dispatch._is_in_non_infra_torch_dispatch_mode = not all(mode.is_infra_mode() for mode in modes)
+    _dispatch._is_in_any_mode_without_ignore_compile_internals = not all(
+        mode.ignore_compile_internals() for mode in modes
+    )
 
 
 def _set_inference_mode(enabled: bool) -> None:

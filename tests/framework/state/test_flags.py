@@ -4,7 +4,11 @@ from loopscope.state import entered_modes, leave_modes
 from loopscope.state.flags import GlobalFlags
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_in_any_mode_without_ignore_compile_internals,
+    is_in_torch_dispatch_mode,
+)
 
 from tests.support.vandals import Refusing, Spoiling
 
@@ -70,6 +74,16 @@ def test_torch_still_tells_the_default_device_after_one_was_set_and_put_back():
     torch.set_default_device("meta")
     flags.restore(before)
     assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_torch_knows_that_a_dispatch_mode_was_left():
+    flags = GlobalFlags()
+    before = flags.read_all()
+    Refusing().__enter__()
+    flags.restore(before)
+    assert not is_in_torch_dispatch_mode(include_infra_modes=True)
+    assert not is_in_torch_dispatch_mode(include_infra_modes=False)
+    assert not is_in_any_mode_without_ignore_compile_internals()
 
 
 def test_every_setting_is_tried():
