@@ -90,6 +90,7 @@ class Snapshot(Transient):
         self._lasting_bytes = Buffers(device)
         self._passing_bytes = Buffers(device)
         self._kept: list[tuple[Guarded, Any]] = []
+        self._natives: list[list[Any]] = []
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -114,6 +115,7 @@ class Snapshot(Transient):
             identities = BriefIdentities(tensors) if brief else TensorIdentities(tensors, lasting=False)
             self._passing = structure, identities
             self._passing_bytes.fit(identities.bytes)
+        self._natives = [lasting.structure.read_natives(), structure.read_natives()]
         _copy(self._copies, lasting.identities.bytes + identities.bytes)
         return self
 
@@ -147,6 +149,8 @@ class Snapshot(Transient):
         for part, kept in self._kept:
             if not part.first:
                 part.put_back(state, owners, kept)
+        for structure, states in zip((lasting.structure, passing[0]), self._natives, strict=True):
+            structure.write_natives(states)
         # The bytes last, into the storages that the tensors have again.
         _copy(lasting.identities.bytes + passing[1].bytes, self._copies)
 
@@ -154,6 +158,7 @@ class Snapshot(Transient):
         """Let go of the gradients and accumulators of the moment, so that their memory can be freed."""
         self._passing = None
         self._kept = []
+        self._natives = []
 
 
 @torch.no_grad()

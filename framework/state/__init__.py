@@ -1,6 +1,7 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .attributes import ATOMS, NATIVE, Transient
+from .attributes import NATIVE
+from .objects import ATOMS, Transient
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
