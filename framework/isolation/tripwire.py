@@ -56,7 +56,7 @@ class WatchList:
         self._tensors, self._others = addresses(self.tensors), addresses(self.others)
         self._containers = _containers(self.read_attributes())
         self._seen = addresses(self.read_attributes())
-        self._places = _places_of_tensors(self.read_attributes())
+        self._placed_at, self._places = b"", list[int]()
         found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
         direct = {*map(id, self.tensors)}
         self.buried = [leaf for leaf in found if id(leaf) not in direct]
@@ -75,17 +75,18 @@ class WatchList:
             return False
         # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
         now = addresses(attributes)
-        if now != self._seen:
-            if addresses(_containers(attributes)) != addresses(self._containers):
-                return False
-            self._places = _places_of_tensors(attributes)
+        if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
+            return False
         self._seen = now
         return True
 
     def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
-        """Return the tensors in what :meth:`read_attributes` returned, where there were some when a fire began."""
-        found = [attributes[place] for place in self._places if place < len(attributes)]
-        return [item for item in found if isinstance(item, Tensor)]
+        """Return the tensors in what :meth:`read_attributes` returned."""
+        now = addresses(attributes)
+        if now != self._placed_at:
+            self._placed_at, self._places = now, _places_of_tensors(attributes)
+        # asked again, since an address may be that of another object by now
+        return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
 
     def name(self, container: Any, names: dict[int, str]) -> str:
         """Name a container: by the object that it belongs to, or else by its part."""
@@ -241,7 +242,7 @@ class Tripwire:
         self, before: tuple[int, ...], now: tuple[int, ...], beside: Sequence[Tensor] = ()
     ) -> list[str]:
         """Name the tensors of which a number differs: those of a quick sweep, then those on attributes."""
-        return [] if before == now else self._named(zip([*self._sweep()[1], *beside], before, now, strict=True))
+        return [] if before == now else self._named(zip([*self._sweep()[1], *beside], before, now, strict=False))
 
     def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
         names = {id(tensor): name for name, tensor in self._state.tensors().items()}

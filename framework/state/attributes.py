@@ -31,6 +31,7 @@ DEEPEST = 100
 TABLES = ("_parameters", "_buffers", "_modules")
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
+HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
 
 
 class PlainForms:
@@ -213,7 +214,8 @@ class FromPlainForms:
         self._filled.add(id(present))
         if isinstance(present, dict):
             before = {**present}
-            keys = [self.of(key, ABSENT) for key, _ in content]
+            code = {described(key): key for key in present if is_code(key)}
+            keys = [self.of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content]
             pairs = zip(keys, content, strict=True)
             refill(present, keys, [self._item(form, before.get(key)) for key, (_, form) in pairs])
         else:
@@ -232,6 +234,10 @@ class FromPlainForms:
         if (found := self.of(form, present)) is ABSENT:
             raise ValueError(f"the model built anew does not have {form['code']} where it was")
         return found
+
+
+def _is_form_of_code(form: Any) -> bool:
+    return isinstance(form, Mapping) and "code" in form
 
 
 def _of_kind(present: Any, name: str) -> Any:

@@ -19,6 +19,7 @@ _requires_grad = attrgetter("requires_grad")
 # What register_hook and register_post_accumulate_grad_hook fill; torch has no public way to list hooks.
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
+GRADIENT_HOOKS = (_hooks_on_gradient, _hooks_after_gradient)
 _parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
 
 

@@ -58,7 +58,17 @@ _IMMUTABLE = (
 )
 _CODE = (
     *(BuiltinFunctionType, type, ModuleType, property, PurePath, logging.Logger, logging.Handler),
-    *(weakref.ref, type(threading.Lock()), type(threading.RLock()), torch.device, torch.layout, torch.memory_format),
+    *(
+        weakref.ref,
+        weakref.WeakSet,
+        weakref.WeakKeyDictionary,
+        weakref.WeakValueDictionary,
+        type(threading.Lock()),
+        type(threading.RLock()),
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    ),
     Transient,
 )
 # Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs

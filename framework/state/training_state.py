@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .digest import digest
+from ..errors import listed
+from ..registry import qualified
+from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .random_streams import from_plain, plain
@@ -57,6 +59,24 @@ def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any
 def _load_extras(state: StateObjects, stored: Mapping[str, Any]) -> None:
     for name, extra in state.extras.items():
         extra.load_state_dict(stored[name])
+
+
+def _extra_leaves(state: StateObjects) -> Leaves:
+    return chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items())
+
+
+def _watch_extras(state: StateObjects) -> Watched:
+    if not any(_extra_states(state).values()):
+        return Watched()
+    twice = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
+    are_copies = twice[0] != twice[1]  # of which each call makes new ones; only the audit compares their bytes
+
+    def look() -> tuple[Any, ...]:
+        leaves = [leaf for _, leaf in _extra_leaves(state)]
+        tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
+
+    return Watched(look=look, label="the state that experiment or strategy declare")
 
 
 def _loop_leaves(state: StateObjects) -> Leaves:
@@ -127,6 +147,16 @@ def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
         tensor.copy_(stored[name])
 
 
+EXTRAS = Part(
+    "extras",
+    _extra_leaves,
+    Guarded(
+        keep=lambda state, owners: deepcopy(_extra_states(state)),
+        put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
+    ),
+    _watch_extras,
+    stored=Stored(_extra_states, _load_extras),
+)
 _NAMED = (
     Part(
         "flags",  # not stored: they are the process's, and a run that goes on in another one has that one's
@@ -148,15 +178,7 @@ _NAMED = (
         _watch_scaler,
         Stored(_scaler_state, _load_scaler),
     ),
-    Part(
-        "extras",
-        lambda state: chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items()),
-        Guarded(
-            keep=lambda state, owners: deepcopy(_extra_states(state)),
-            put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
-        ),
-        stored=Stored(_extra_states, _load_extras),
-    ),
+    EXTRAS,
     Part(
         "loop",
         _loop_leaves,
@@ -218,9 +240,28 @@ class TrainingState(StateObjects):
                 found |= {id(owner): label, id(space): label}
         return found
 
+    def out_of_reach(self) -> str:
+        """Return a sentence that names what keeps a state that nobody can ask for; empty if nothing does."""
+        found = Structure(self.roots).opaque
+        if not found:
+            return ""
+        names = {id(item): inner for name, leaf in self._leaves() for inner, item in _throughout(name, leaf)}
+        objects = [f"{names.get(id(item), 'what a hook holds')} is a {qualified(type(item))}" for item in found]
+        return (
+            f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
+            "watched. Keep tensors, arrays, numbers or objects of these there, or, if no later step reads what it "
+            "holds, call loopscope.state.Transient.register on its class."
+        )
+
     def digest(self) -> dict[str, int]:
         """Return a 64-bit digest of every byte of the state, entry by entry."""
         return {name: digest(leaf) for name, leaf in self._leaves()}
+
+
+def _throughout(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    yield name, leaf
+    for index, item in enumerate(leaf) if isinstance(leaf, (list, tuple)) else ():
+        yield from _throughout(f"{name}/{index}", item)
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

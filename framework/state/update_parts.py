@@ -1,6 +1,6 @@
 """The parts of a training state that hang on the optimizer and the scheduler, hooks, and the objects that all hold."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .attributes import TABLES, is_hook_table, without_hooks
-from .model_parts import OwnHook, from_plain_forms, hook_tables, plain_forms
+from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
+from .model_parts import GRADIENT_HOOKS, OwnHook, from_plain_forms, hook_tables, plain_forms
 from .objects import ATOMS, attributes_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .structure import Structure
@@ -129,38 +129,41 @@ def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> No
         forms.items(held, present.get(name, []))
 
 
-def hanging(state: StateObjects) -> Structure:
-    """Walk what modules, hooks, optimizer and scheduler hold beside the tensors and tables that other parts name."""
-    modules, optimizer = [*state.model.modules()], state.optimizer
+def hanging_on_modules(model: torch.nn.Module, beside: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Structure:
+    """Walk what modules, hooks on them and on their parameters, and what is ``beside`` them hold beside the tables."""
+    modules, parameters = [*model.modules()], [*model.parameters()]
     roots = [value for module in modules for value in beside_tables(module)]
-    roots += [hook for _, hooks in _hooks(state) for hook in hooks]
-    roots.append(attributes_of(optimizer) or {})
-    if has_own_state(optimizer):
-        remembered = [held for held in optimizer.state.values() if isinstance(held, dict)]
-        roots += [value for held in remembered for value in held.values() if _is_object(value)]
-    # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
-    roots += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
-    apart = [*modules, *state.model.parameters(), optimizer, state.scheduler, *_unwatched_of(optimizer)]
-    return Structure(roots, apart={*map(id, apart)})
+    on_modules = [table for module in modules for table in filter(None, map(vars(module).get, HOOK_TABLES))]
+    on_parameters = [hooks for read in GRADIENT_HOOKS for hooks in map(read, parameters) if hooks]
+    roots += [hook for table in chain(on_modules, on_parameters) for hook in table.values()]
+    return Structure([*roots, *beside], apart={*map(id, modules), *map(id, parameters), *map(id, apart)})
 
 
 def beside_tables(module: torch.nn.Module) -> list[Any]:
-    """Return what a module holds beside its tables of tensors and modules, hooks and numbers."""
-    held = without_hooks(vars(module)).items()
-    return [value for key, value in held if key not in TABLES and type(value) not in ATOMS]
+    """Return what a module holds beside its tables of tensors, modules and hooks, and numbers."""
+    return [value for key, value in vars(module).items() if key not in NATIVE and type(value) not in ATOMS]
+
+
+def _hanging(state: StateObjects) -> Structure:
+    """Walk what modules, hooks, optimizer and scheduler hold beside the tensors and tables that other parts name."""
+    optimizer = state.optimizer
+    beside: list[Any] = [attributes_of(optimizer) or {}]
+    apart: list[Any] = [optimizer, state.scheduler]
+    if has_own_state(optimizer):
+        apart += [optimizer.state, optimizer.param_groups]  # which its own part watches
+        remembered = [held for held in optimizer.state.values() if isinstance(held, dict)]
+        beside += [value for held in remembered for value in held.values() if _is_object(value)]
+    # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
+    beside += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
+    return hanging_on_modules(state.model, beside, apart)
 
 
 def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in ATOMS or isinstance(item, Tensor) for item in value)
 
 
-def _unwatched_of(optimizer: Any) -> list[Any]:
-    """Return what the optimizer's own part watches."""
-    return [optimizer.state, optimizer.param_groups] if has_own_state(optimizer) else []
-
-
 def _watch_hanging(state: StateObjects) -> Watched:
-    found = hanging(state)
+    found = _hanging(state)
     owned = {*map(id, state.streams.owned)}
     found.natives = [value for value in found.natives if id(value) not in owned]
     return Watched(
