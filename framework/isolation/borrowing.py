@@ -16,7 +16,6 @@ from ..state import (
     EXTRAS,
     TensorIdentities,
     TrainingState,
-    digest,
     fully_sharded_modules,
     gathered_for_a_while,
     hanging_on_modules,
@@ -117,7 +116,7 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
     if not any(states.values()):
         yield
         return
-    before, tensors = _digests(state), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
+    before, tensors = state.digest([EXTRAS]), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
     copies = [tensor.detach().clone() for tensor in tensors]
     # The tensors stay the ones they are, for those that load_state_dict takes over.
     kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
@@ -125,14 +124,10 @@ def borrowed_extras(state: TrainingState) -> Iterator[None]:
         try:
             yield
         finally:
-            if _digests(state) != before:
+            if state.digest([EXTRAS]) != before:
                 copy_each(tensors, copies)
                 for name, extra in state.extras.items():
                     extra.load_state_dict(kept[name])
-
-
-def _digests(state: TrainingState) -> dict[str, int]:
-    return {name: digest(leaf) for name, leaf in EXTRAS.leaves(state)}
 
 
 @contextmanager

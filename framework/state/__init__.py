@@ -1,9 +1,8 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .digest import digest
-from .objects import ATOMS, Transient
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
+from .objects import ATOMS, Transient
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .structure import Structure
@@ -20,7 +19,7 @@ __all__ = [
     "ATOMS", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "WIDE", "BriefIdentities", "Guarded", "LoopState",
     "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure", "TensorIdentities",
     "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "copied", "cosine",
-    "deterministic", "differing", "digest", "dot", "entered_modes", "explained", "finish_sharding",
+    "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding",
     "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial", "is_sharded",
     "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
     "norm_of_each", "of_the_run", "overwrite", "scaled", "seed_everything", "settings", "trainable", "whole",

@@ -253,9 +253,10 @@ class TrainingState(StateObjects):
             "holds, call loopscope.state.Transient.register on its class."
         )
 
-    def digest(self) -> dict[str, int]:
-        """Return a 64-bit digest of every byte of the state, entry by entry."""
-        return {name: digest(leaf) for name, leaf in self._leaves()}
+    def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
+        """Return a 64-bit digest of every byte of the state, or of some parts, entry by entry."""
+        leaves = chain.from_iterable([part.leaves(self) for part in parts or self.parts])
+        return {name: digest(leaf) for name, leaf in leaves}
 
 
 def _throughout(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
