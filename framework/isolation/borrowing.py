@@ -37,7 +37,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
     tables = [table for module in modules for table in (vars(module), module._buffers)]
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
-    with _borrowed_objects(model):
+    with _borrowed_objects(modules):
         try:
             with torch.no_grad():
                 for module in modules:
@@ -54,9 +54,9 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _borrowed_objects(model: nn.Module) -> Iterator[None]:
+def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
     """Put back, after the body, whatever hangs on modules beside their tables."""
-    held = hanging_on_modules(model)
+    held = hanging_on_modules(modules)
     if not (held.tensors or held.natives):
         try:
             yield

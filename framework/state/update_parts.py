@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attributes import HOOK_TABLES, NATIVE, is_hook_table, without_hooks
@@ -129,17 +128,18 @@ def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> No
         forms.items(held, present.get(name, []))
 
 
-def hanging_on_modules(model: torch.nn.Module, beside: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Structure:
-    """Walk what modules, hooks on them and on their parameters, and what is ``beside`` them hold beside the tables."""
-    modules, parameters = [*model.modules()], [*model.parameters()]
+def hanging_on_modules(modules: list[nn.Module], beside: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Structure:
+    """Walk what all modules of a model, hooks on them and on parameters, and what is ``beside`` them hold."""
+    tables = [module._parameters for module in modules if module._parameters]
+    parameters = [parameter for table in tables for parameter in table.values() if parameter is not None]
     roots = [value for module in modules for value in beside_tables(module)]
-    on_modules = [table for module in modules for table in filter(None, map(vars(module).get, HOOK_TABLES))]
-    on_parameters = [hooks for read in GRADIENT_HOOKS for hooks in map(read, parameters) if hooks]
+    on_modules = filter(None, chain.from_iterable([map(vars(module).get, HOOK_TABLES) for module in modules]))
+    on_parameters = filter(None, chain.from_iterable([map(read, parameters) for read in GRADIENT_HOOKS]))
     roots += [hook for table in chain(on_modules, on_parameters) for hook in table.values()]
     return Structure([*roots, *beside], apart={*map(id, modules), *map(id, parameters), *map(id, apart)})
 
 
-def beside_tables(module: torch.nn.Module) -> list[Any]:
+def beside_tables(module: nn.Module) -> list[Any]:
     """Return what a module holds beside its tables of tensors, modules and hooks, and numbers."""
     return [value for key, value in vars(module).items() if key not in NATIVE and type(value) not in ATOMS]
 
@@ -155,7 +155,7 @@ def _hanging(state: StateObjects) -> Structure:
         beside += [value for held in remembered for value in held.values() if _is_object(value)]
     # a scheduler's lists of numbers are others after each step, and compared by value elsewhere
     beside += [value for value in (attributes_of(state.scheduler) or {}).values() if not _is_plain_list(value)]
-    return hanging_on_modules(state.model, beside, apart)
+    return hanging_on_modules([*state.model.modules()], beside, apart)
 
 
 def _is_plain_list(value: Any) -> bool:
@@ -168,7 +168,7 @@ def _watch_hanging(state: StateObjects) -> Watched:
     found.natives = [value for value in found.natives if id(value) not in owned]
     return Watched(
         attributes=found.containers(),
-        look=found.read_natives,
+        look=found.read_natives if found.natives else None,
         label="an array or a generator that a module, the optimizer or the scheduler holds",
     )
 
