@@ -10,19 +10,23 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
 from enum import Enum
 from functools import cache, partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     EllipsisType,
     FunctionType,
+    GenericAlias,
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
+    UnionType,
 )
 from typing import Any
 
@@ -51,13 +55,25 @@ class Transient(ABC):  # noqa: B024 - it marks, and asks for nothing
 
 
 # what only stands before something else, that lies in what reached_from returns
-_FUNCTIONS = (FunctionType, MethodType, partial, MappingProxyType)
+_VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_FUNCTIONS = (FunctionType, MethodType, partial, *_VIEWS)
 _IMMUTABLE = (
-    *(int, float, complex, str, bytes, range, slice, EllipsisType, re.Pattern, date, time, timedelta, tzinfo),
+    *(int, float, complex, str, bytes, range, slice, EllipsisType, re.Pattern, date, time, timedelta, tzinfo, Decimal),
     *(Enum, BaseException, np.generic, np.dtype, torch.finfo, torch.iinfo),
 )
 _CODE = (
-    *(BuiltinFunctionType, type, ModuleType, property, PurePath, logging.Logger, logging.Handler),
+    *(
+        BuiltinFunctionType,
+        type,
+        UnionType,
+        GenericAlias,
+        CodeType,
+        ModuleType,
+        property,
+        PurePath,
+        logging.Logger,
+        logging.Handler,
+    ),
     *(
         weakref.ref,
         weakref.WeakSet,
@@ -72,7 +88,8 @@ _CODE = (
     Transient,
 )
 # Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs
-# the hooks, whose own attributes are their memory.
+# the hooks, whose own attributes are their memory. A tokenizer sets anew at each call what it is set to; tables of Arrow
+# never change.
 _MACHINERY = (
     *(
         "torch._",
@@ -84,7 +101,7 @@ _MACHINERY = (
         "loopscope.checkpoints",
     ),
     *("loopscope.console", "loopscope.data", "loopscope.firing", "loopscope.hooks", "loopscope.isolation"),
-    *("loopscope.state", "loopscope.training."),
+    *("loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
 )
 # what has only this method of a container tells it something, as to a log, and reads nothing of it
 _ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})
@@ -205,14 +222,14 @@ class Slots:
 def reached_from(value: Any) -> tuple[Any, ...]:
     """Return what a function closes over and keeps as defaults or attributes, a method's object, a partial's arguments.
 
-    Of a view of a dict that only reads it is that dict.
+    Of a view of a dict it is that dict.
     Functions of torch and of loopscope count as having none.
     """
     if isinstance(value, MethodType):
         return (value.__self__, value.__func__)
     if isinstance(value, partial):
         return (value.func, value.args, value.keywords)
-    if isinstance(value, MappingProxyType):
+    if isinstance(value, _VIEWS):
         return tuple(gc.get_referents(value))  # the dict behind it, which its owner may change
     if isinstance(value, BuiltinFunctionType):
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES

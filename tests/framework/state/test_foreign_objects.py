@@ -343,6 +343,14 @@ class Lightningish(nn.Module):
         )
         self.log_to, self.kinds = logging.getLogger("lightningish"), {nn.Linear: nn.Conv1d}
         self.watchers = weakref.WeakSet([self.layer])
+        self.keys, self.hints = self.kinds.keys(), {"a": int | str, "b": list[int]}
+
+
+def with_tokenizer() -> nn.Module:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    model, words = nn.Linear(2, 2), tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    model.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
+    return model
 
 
 def plateau(optimizer: Any) -> Any:
@@ -366,6 +374,7 @@ def made_by_transformers(kind: str) -> nn.Module:
 
 COMMON = {
     "lightning": Lightningish,
+    "tokenizer": with_tokenizer,
     "lstm": lambda: nn.LSTM(2, 2, 2),
     "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
@@ -396,3 +405,33 @@ def test_common_models_and_schedulers_pass_and_come_back(name: str, tmp_path: Pa
     save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
     load_checkpoint(tmp_path / "a", fresh := made())
     assert differing(before, fresh.digest()) == []
+
+
+class Wrapped(TwoOptimizers):
+    """Two optimizers behind one face for a model of any shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first, *others = model.parameters()
+        self.parts = [torch.optim.SGD([first], 0.1, momentum=0.9), torch.optim.Adam(others)]
+
+
+def with_odd_update(task: Any, state: TrainingState) -> None:
+    task.optimizer = state.optimizer = Wrapped(state.model)
+    task.scheduler = state.scheduler = Warmup(task.optimizer)
+    state.model.register_forward_hook(counting_hook())
+    state.optimizer.parts[0].register_step_post_hook(Average(state.model).update)
+
+
+def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
+    model_ctx.take_step(run_ctx.batch_data)
+    model_ctx.run_training_epoch(model_ctx.loader)
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_run_with_odd_optimizer_and_scheduler_keeps_its_bytes_whatever_hooks_do(audit: bool) -> None:
+    bare = train(Case(), steps=4, audit=False, introduce=with_odd_update, scheduler_interval="step")
+    observer = SpyHook(lambda ctx: {"groups": len(ctx.optimizer_groups)})
+    hooks = [observer, at(ActingHook, HookPoint.POST_STEP, HookPoint.POST_BACKWARD)(train_and_undo)]
+    run = train(Case(), hooks, steps=4, audit=audit, introduce=with_odd_update, scheduler_interval="step")
+    assert run.digests == bare.digests
+    assert run.final == bare.final
