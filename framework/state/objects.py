@@ -88,8 +88,8 @@ _CODE = (
     Transient,
 )
 # Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs
-# the hooks, whose own attributes are their memory. A tokenizer sets anew at each call what it is set to; tables of Arrow
-# never change.
+# the hooks, whose own attributes are their memory. A tokenizer sets anew at each call what it is set to, and tables
+# of Arrow never change.
 _MACHINERY = (
     *(
         "torch._",
