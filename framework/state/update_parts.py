@@ -45,11 +45,18 @@ def _is_object(value: Any) -> bool:
 
 
 def _own(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes of an optimizer that its ``state_dict`` leaves out; all of one that is not of torch's."""
-    held = attributes_of(optimizer) or {}
-    if not has_own_state(optimizer):
-        return held
-    return {key: value for key, value in without_hooks(held).items() if key not in ("state", "param_groups")}
+    """Return the attributes of an optimizer that its ``state_dict`` leaves out; all of one before others.
+
+    The groups of one that stands before others are often theirs, and ``load_state_dict`` would give it its own.
+    """
+    held = without_hooks(attributes_of(optimizer) or {})
+    left_out = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
+    stands_alone = has_own_state(optimizer) and not Structure([left_out], apart={id(optimizer)}).of_kind(Optimizer)
+    return left_out if stands_alone else held
+
+
+def _state_of(optimizer: Any) -> dict[str, Any]:
+    return optimizer.state_dict() if has_own_state(optimizer) else {}
 
 
 def _watch_optimizer(state: StateObjects) -> Watched:
@@ -185,8 +192,8 @@ UPDATE_PARTS = (
         ),
         _watch_optimizer,
         Stored(
-            lambda state, streams: state.optimizer.state_dict() if has_own_state(state.optimizer) else {},
-            lambda state, stored: state.optimizer.load_state_dict(stored) if has_own_state(state.optimizer) else None,
+            lambda state, streams: {} if "state" in _own(state.optimizer) else _state_of(state.optimizer),
+            lambda state, stored: state.optimizer.load_state_dict(stored) if stored else None,
         ),
     ),
     Part(

@@ -97,6 +97,18 @@ class TwoOptimizers:
             part.step()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer before another, whose groups it shares."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, dict(base.defaults))
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.steps = getattr(self, "steps", 0) + 1
+
+
 class Warmup:
     """A scheduler of nobody's kind, as timm makes them."""
 
@@ -203,6 +215,9 @@ PLACES = {
     "average by a method": on_optimizer(lambda average: average.update),
     "average by a closure": on_optimizer(lambda average: lambda *_: average.update()),
     "two optimizers": Place(lambda state: setattr(state, "optimizer", TwoOptimizers(state.model)), a_step_of_two),
+    "optimizer before another": Place(
+        lambda state: setattr(state, "optimizer", Lookahead(state.optimizer)), a_step_of_two
+    ),
     "timm's way": with_scheduler(Warmup),
     "method of an object": with_scheduler(
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Schedule().factor)
@@ -261,6 +276,10 @@ def test_checkpoints_hold_what_is_there(place: Place, tmp_path: Path) -> None:
     fresh = made(place)
     load_checkpoint(tmp_path / "a", fresh)
     assert differing(before, fresh.digest()) == []
+    groups = [
+        optimizer.param_groups for optimizer in (fresh.optimizer, getattr(fresh.optimizer, "base", fresh.optimizer))
+    ]
+    assert groups[0][0] is groups[1][0]
 
 
 class Wrapped(TwoOptimizers):
