@@ -27,7 +27,14 @@ from ..hooks import (
     OptimizerGroup,
     RunDataContext,
 )
-from ..isolation import borrowed_buffers, borrowed_for_evaluation, borrowed_gradients, borrowed_modes, borrowed_weights
+from ..isolation import (
+    borrowed_buffers,
+    borrowed_extras,
+    borrowed_for_evaluation,
+    borrowed_gradients,
+    borrowed_modes,
+    borrowed_weights,
+)
 from ..state import LoopState, TrainingState, Vector, accumulate, gathered_for_a_while, joint_norm, whole
 from ..training import LossProbe, TrainingTask
 from .dispatch import MetricDispatch
@@ -126,8 +133,8 @@ class Firing:
 
         def compute() -> dict[str, Tensor] | None:
             # The experiment's code may set modes and buffers as it likes, and need not clean up.
-            modes = borrowed_modes(model, train=None)
-            with borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
+            modes, extras = borrowed_modes(model, train=None), borrowed_extras(self._state)
+            with extras, borrowed_buffers(model), modes, borrowed_gradients(model), torch.enable_grad():
                 return self._task.target_grad(model)
 
         return self._hooks.isolated("target_grad", point.name, compute)

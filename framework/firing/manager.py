@@ -1,5 +1,6 @@
 """The hook manager: what a loop asks of the hooks of one strategy's run."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from ..errors import RunNotice, UsageError
 from ..hooks import (
     HookPoint,
     InterventionHook,
@@ -93,7 +95,14 @@ class HookManager:
         self.dispatch.start(run)
 
     def start_hooks(self, run: RunInfo) -> None:
-        """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start."""
+        """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start.
+
+        Raises :class:`UsageError` where an intervention could change what cannot be rolled back.
+        """
+        if any(True for _ in self.hooks) and (sentence := self.state.out_of_reach()):
+            if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
+                raise UsageError(sentence)
+            warnings.warn(sentence, RunNotice, stacklevel=2)
         self.hooks.start(run)
         self._attach_taps()
 

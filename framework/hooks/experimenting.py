@@ -8,7 +8,14 @@ from torch import Tensor
 
 from ..data import Batch, Loader, derived_seed
 from ..errors import LoopscopeError
-from ..isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
+from ..isolation import (
+    LightSnapshot,
+    Snapshot,
+    borrowed_buffers,
+    borrowed_extras,
+    borrowed_gradients,
+    borrowed_learning_rates,
+)
 from ..state import Vector, accumulate, local_shards
 from ..training import Profiler, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
 from .commits import check_vector
@@ -82,8 +89,10 @@ class Experimenting(Measuring):
         if step:
             self._must_mutate("run_training_epoch(step=True)")
         # A forward pass in train mode moves the statistics of batch norms, which only a step may keep.
-        buffers = nullcontext() if step else borrowed_buffers(self.model)
-        with borrowed_gradients(self.model), borrowed_scaler(self._task), buffers, torch.enable_grad():
+        buffers, extras = (
+            (nullcontext(), nullcontext()) if step else (borrowed_buffers(self.model), borrowed_extras(self._state))
+        )
+        with borrowed_gradients(self.model), borrowed_scaler(self._task), extras, buffers, torch.enable_grad():
             return self._train(loader, step=step)
 
     def take_step(self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None) -> Tensor:

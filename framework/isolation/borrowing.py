@@ -1,44 +1,83 @@
 """Borrowing from the training state: buffers, modes and gradients that are lent and put back, whatever happens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad_mode
 
 from ..errors import LoopscopeError, unknown
-from ..state import ATOMS, NATIVE, Structure, fully_sharded_modules, gathered_for_a_while
+from ..state import (
+    EXTRAS,
+    TensorIdentities,
+    TrainingState,
+    fully_sharded_modules,
+    gathered_for_a_while,
+    hanging_on_modules,
+    nested,
+)
+from .guardian import copy_each
+
+_NOTHING = nn.Module()
 
 
 @contextmanager
 def borrowed_buffers(model: nn.Module) -> Iterator[None]:
     """Let the body write to clones of the buffers; the true ones are put back, untouched, afterwards.
 
-    What the body sets on modules, or puts into containers that hang on them, as a forward pass that keeps its attention
-    weights does, is put back as well.
+    What else modules and hooks on them hold is put back as well: attributes, what containers and objects on them hold,
+    the bytes of their tensors and of modules that are no children, arrays, generators.
     """
     modules = list(model.modules())
     tables = [table for module in modules for table in (vars(module), module._buffers)]
-    own = [item for module in modules for key, item in vars(module).items() if key not in NATIVE]
-    inside = Structure([item for item in own if type(item) not in ATOMS], apart={*map(id, modules)})
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
-    try:
-        with torch.no_grad():
-            for module in modules:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        # Into the table, since a module may override setattr(); buffers that are shared stay so.
-                        module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
-        yield
-    finally:
-        for table, before in zip(tables, contents, strict=True):
-            if len(table) != len(before) or any(map(is_not, table.values(), before.values())):
-                table.clear()
-                table.update(before)
-        inside.put_back()
+    with _borrowed_objects(modules):
+        try:
+            with torch.no_grad():
+                for module in modules:
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None:
+                            # Into the table, since a module may override setattr(); buffers that are shared stay so.
+                            module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
+            yield
+        finally:
+            for table, before in zip(tables, contents, strict=True):
+                if len(table) != len(before) or any(map(is_not, table.values(), before.values())):
+                    table.clear()
+                    table.update(before)
+
+
+@contextmanager
+def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
+    """Put back, after the body, whatever hangs on modules beside their tables."""
+    held = hanging_on_modules(modules)
+    if not (held.tensors or held.natives):
+        try:
+            yield
+        finally:
+            held.put_back()
+        return
+    # A tensor without a version is one of inference mode, which nothing can write to outside of it.
+    tensors = [tensor for tensor in held.tensors if not tensor.is_inference()]
+    identities, natives = TensorIdentities(tensors, lasting=False), held.read_natives()
+    copies = [tensor.detach().clone() for tensor in identities.bytes]
+    # Copying back counts as a write, though nothing is changed in the end: the counts are put back with the bytes.
+    # torch keeps this for its own wrappers; there is no public way.
+    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)), borrowed_gradients(_NOTHING, identities.owners):
+        try:
+            yield
+        finally:
+            held.put_back()
+            held.write_natives(natives)
+            with torch.no_grad():
+                identities.put_back()
+            copy_each(identities.bytes, copies)
 
 
 @contextmanager
@@ -58,9 +97,9 @@ def borrowed_modes(model: nn.Module, *, train: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_gradients(model: nn.Module) -> Iterator[None]:
-    """Start the body without gradients; the true ones are put back afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+def borrowed_gradients(model: nn.Module, others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Start the body without gradients; the true ones, those of other tensors too, are put back afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in chain(model.parameters(), others)]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -68,6 +107,27 @@ def borrowed_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def borrowed_extras(state: TrainingState) -> Iterator[None]:
+    """Put back, after the body, what strategy and experiment declare as their state, if it is another then."""
+    states = {name: extra.state_dict() for name, extra in state.extras.items()}
+    if not any(states.values()):
+        yield
+        return
+    before, tensors = state.digest([EXTRAS]), [leaf for _, leaf in nested("", states) if isinstance(leaf, Tensor)]
+    copies = [tensor.detach().clone() for tensor in tensors]
+    # The tensors stay the ones they are, for those that load_state_dict takes over.
+    kept = deepcopy(states, {id(tensor): tensor for tensor in tensors})
+    with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            yield
+        finally:
+            if state.digest([EXTRAS]) != before:
+                copy_each(tensors, copies)
+                for name, extra in state.extras.items():
+                    extra.load_state_dict(kept[name])
 
 
 @contextmanager

@@ -4,7 +4,7 @@ It is a signal of change and never a proof of none: fused optimizers, ``.data`` 
 moving a version. The audit is the proof: a digest of every byte before and after every call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, call, itemgetter
 from typing import Any
@@ -56,6 +56,7 @@ class WatchList:
         self._tensors, self._others = addresses(self.tensors), addresses(self.others)
         self._containers = _containers(self.read_attributes())
         self._seen = addresses(self.read_attributes())
+        self._placed_at, self._places = b"", list[int]()
         found = [leaf for item in self.others for _, leaf in nested("", item) if isinstance(leaf, Tensor)]
         direct = {*map(id, self.tensors)}
         self.buried = [leaf for leaf in found if id(leaf) not in direct]
@@ -78,6 +79,14 @@ class WatchList:
             return False
         self._seen = now
         return True
+
+    def tensors_of(self, attributes: tuple[Any, ...]) -> list[Tensor]:
+        """Return the tensors in what :meth:`read_attributes` returned."""
+        now = addresses(attributes)
+        if now != self._placed_at:
+            self._placed_at, self._places = now, _places_of_tensors(attributes)
+        # asked again, since an address may be that of another object by now
+        return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
 
     def name(self, container: Any, names: dict[int, str]) -> str:
         """Name a container: by the object that it belongs to, or else by its part."""
@@ -113,6 +122,10 @@ def _first_difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> int:
 
 def _views(containers: list[Any]) -> list[Any]:
     return [container.values() if isinstance(container, dict) else container for container in containers]
+
+
+def _places_of_tensors(values: tuple[Any, ...]) -> list[int]:
+    return [place for place, value in enumerate(values) if type(value) not in ATOMS and isinstance(value, Tensor)]
 
 
 def _containers(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -192,7 +205,12 @@ class Tripwire:
     def _sweep_rest(self, tensors: list[Tensor]) -> Sweep:
         """Return what attributes hold, what was looked at, and pointers."""
         watch = self.watch
-        return (watch.read_attributes(), *[look() for look in watch.looks], _column(_pointer, tensors))
+        attributes = watch.read_attributes()
+        beside = watch.tensors_of(attributes)
+        if watch.sharded:
+            beside = local_shards(beside)
+        pointers = _column(_pointer, [*tensors, *beside])
+        return (attributes, *[look() for look in watch.looks], _column(_version, beside), pointers)
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name what differs from the baseline in a quick sweep."""
@@ -215,15 +233,19 @@ class Tripwire:
         for part, was, is_now in zip(watch.looked, before[1:], now[1:], strict=False):
             if not _equal(was, is_now):
                 changes += part.differences(was) if part.differences is not None else [part.label]
-        changes += self._differing_tensors(before[-1], now[-1])
+        beside = watch.tensors_of(now[0])
+        changes += self._differing_tensors(before[-1], now[-1], beside)
+        changes += [] if changes else self._named(zip(beside, before[-2], now[-2], strict=False))
         return changes + [watch.name(container, self._state.names()) for container in watch.empty if container]
 
-    def _differing_tensors(self, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
-        if before == now:
-            return []
+    def _differing_tensors(
+        self, before: tuple[int, ...], now: tuple[int, ...], beside: Sequence[Tensor] = ()
+    ) -> list[str]:
+        """Name the tensors of which a number differs: those of a quick sweep, then those on attributes."""
+        return [] if before == now else self._named(zip([*self._sweep()[1], *beside], before, now, strict=False))
+
+    def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
         names = {id(tensor): name for name, tensor in self._state.tensors().items()}
-        _, tensors = self._sweep()
-        triples = zip(tensors, before, now, strict=True)
         return [names.get(id(tensor), "a tensor of the batch") for tensor, was, is_now in triples if was != is_now]
 
 

@@ -1,13 +1,14 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .attributes import ATOMS, NATIVE, Transient
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
+from .objects import ATOMS, Transient
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities, addresses
-from .training_state import GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
+from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
+from .update_parts import hanging_on_modules
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, finish_sharding, fully_sharded_modules, gathered_for_a_while,
     gradients, is_partial, is_sharded, joint_norm, live_gradients, local_shards, max_abs, minus, norm, norm_of_each,
@@ -15,11 +16,12 @@ from .vectors import (
 )
 
 __all__ = [
-    "ATOMS", "GENERATORS", "NATIVE", "ON_DEMAND", "PARTS", "WIDE", "BriefIdentities", "Guarded", "LoopState",
+    "ATOMS", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "WIDE", "BriefIdentities", "Guarded", "LoopState",
     "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure", "TensorIdentities",
     "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "copied", "cosine",
-    "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding", "fully_sharded_modules",
-    "gathered_for_a_while", "gradients", "is_partial", "is_sharded", "joint_norm", "leave_modes", "live_gradients",
-    "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "of_the_run", "overwrite",
-    "scaled", "seed_everything", "settings", "trainable", "whole", "widened",
+    "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding",
+    "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial", "is_sharded",
+    "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
+    "norm_of_each", "of_the_run", "overwrite", "scaled", "seed_everything", "settings", "trainable", "whole",
+    "widened",
 ]

@@ -4,109 +4,34 @@ A counter, a history or a configuration that a module keeps is as much a part of
 plain form of an attribute is what is digested and what checkpoints store; reading it executes no code.
 """
 
-import logging
-import threading
-import weakref
-from abc import ABC
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from functools import partial
-from itertools import chain, count
-from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..registry import qualified
 from .digest import described
+from .natives import native_of, read_native, write_native
+from .objects import ABSENT, ATOMS, attributes_of, beside_items, is_code, is_frozen, reached_from, write_attributes
 
-ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, dict, OrderedDict, Counter)},
     "deque": lambda found: deque(found[1:], maxlen=found[0]),
 }
 _MUTABLE = (dict, list, set, deque)
-_LARGEST = 10_000  # values in one object; what holds more is a data set or somebody's whole program
+DEEPEST = 100
+"""How many objects deep a walk goes: what lies deeper counts as out of reach."""
 # nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
-_ABSENT: Any = object()
-_PLAIN_SIZE = type("Plain", (), {}).__basicsize__  # larger objects keep something in C beside their __dict__
-
-
-class Transient(ABC):  # noqa: B024 - it marks, and asks for nothing
-    """Base of objects on a module that are no part of the training state: no later step reads what they hold.
-
-    They are not digested, rolled back, watched or stored. For a class that somebody else wrote:
-    ``Transient.register(TheirClass)``.
-    """
-
-
-_CODE = (
-    *(FunctionType, BuiltinFunctionType, MethodType, partial, type, ModuleType, property, PurePath, logging.Logger),
-    *(weakref.ref, type(threading.Lock()), type(threading.RLock()), torch.device, torch.layout, torch.memory_format),
-    Transient,
-)
-_WITHOUT_SPACE = (*CONTAINERS, Tensor, nn.Module, Enum, *_CODE)
-
-
-def is_code(value: Any) -> bool:
-    """Return whether building the model anew makes this value again: functions, classes, paths, locks, loggers."""
-    return isinstance(value, _CODE) or (callable(value) and not isinstance(value, nn.Module))
-
-
-def is_frozen(value: Any) -> bool:
-    """Return whether a value is a frozen dataclass, which is another object when it holds something else."""
-    # dataclasses has no public way to ask whether a class is frozen.
-    kind: Any = type(value)
-    return is_dataclass(value) and bool(kind.__dataclass_params__.frozen)
-
-
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object that holds data and nothing else, ``None`` for any other value.
-
-    Data is plain values, tensors, containers of both, code, and objects like this one. An object that reaches further
-    (a trainer, a file, a process group) is not looked into: putting it back would reach beyond the training state.
-    """
-    space = _space(value)
-    return space if space is not None and _is_data([space], set()) else None
-
-
-def _space(value: Any) -> dict[str, Any] | None:
-    """Return the ``__dict__`` of an object whose whole state it is, the fields of a frozen dataclass."""
-    if isinstance(value, _WITHOUT_SPACE):
-        return None
-    if is_frozen(value):  # what else is in its __dict__ are cached properties
-        return {item.name: getattr(value, item.name) for item in fields(value)}
-    if not hasattr(value, "__dict__"):
-        return None
-    return vars(value) if type(value).__basicsize__ <= _PLAIN_SIZE else None
-
-
-def _is_data(values: Iterable[Any], seen: set[int]) -> bool:
-    for value in values:
-        if type(value) in ATOMS or isinstance(value, (Tensor, Enum, np.generic)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        space = _space(value)
-        if isinstance(value, dict):
-            inner: Iterable[Any] = chain(value.keys(), value.values())
-        elif isinstance(value, CONTAINERS) or space is not None:
-            inner = value if space is None else space.values()
-        elif is_code(value):
-            continue
-        else:
-            return False
-        if len(seen) > _LARGEST or not _is_data(inner, seen):
-            return False
-    return True
+HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
 
 
 class PlainForms:
@@ -121,6 +46,7 @@ class PlainForms:
         # Ids stay unique here, since the training state keeps alive whatever is written.
         self._names: dict[int, str | int] = {**elsewhere}
         self._numbers = count()
+        self._depth = 0
 
     def table(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the plain forms of named values."""
@@ -128,28 +54,47 @@ class PlainForms:
 
     def of(self, value: Any) -> Any:
         """Return the plain form of a value."""
-        if type(value) in ATOMS:
+        if type(value) in ATOMS or self._depth > DEEPEST:
             return value
         if id(value) in self._names:
             return {"again": self._names[id(value)]}
+        self._depth += 1
+        try:
+            return self._of_one(value)
+        finally:
+            self._depth -= 1
+
+    def _of_one(self, value: Any) -> Any:
         if isinstance(value, (tuple, frozenset)):  # never numbered: equal constants may or may not be one object
             return {type(value).__name__: self._items(value)}
         if isinstance(value, Enum):
             return {"enum": qualified(type(value)), "member": value.name}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
             return {"numpy": value.dtype.str, "value": value.item()}
-        space = _outside_the_tree(value) if isinstance(value, nn.Module) else attributes_of(value)
-        if space is None and not isinstance(value, (Tensor, *_MUTABLE)):
-            return {"code": described(value)} if is_code(value) else value
+        if not isinstance(value, (Tensor, nn.Module, *_MUTABLE)) and attributes_of(value) is None:
+            return self._of_native(value) if native_of(value) is not None else self._of_code(value)
         self._names[id(value)] = next(self._numbers)
         if isinstance(value, Tensor):
             return {"parameter": value} if isinstance(value, nn.Parameter) else value
+        if isinstance(value, _MUTABLE):
+            extra = beside_items(value)  # an OrderedDict has a place for attributes, and none there
+            return {type(value).__name__: self._content(value)} | ({"attributes": self.table(extra)} if extra else {})
+        return {"object": qualified(type(value)), "attributes": self.table(_space(value))}
+
+    def _of_code(self, value: Any) -> Any:
+        if not is_code(value):
+            return value
+        held = [self.of(item) for item in reached_from(value)]
+        return {"code": described(value)} | ({"holds": held} if held else {})
+
+    def _of_native(self, value: Any) -> Any:
+        self._names[id(value)] = next(self._numbers)
+        return {"native": qualified(type(value)), "state": read_native(value)}
+
+    def _content(self, value: Any) -> list[Any]:
         if isinstance(value, dict):
-            return {type(value).__name__: [[self.of(key), self.of(item)] for key, item in value.items()]}
-        if space is None:
-            head = [value.maxlen] if isinstance(value, deque) else []
-            return {type(value).__name__: head + self._items(value)}
-        return {"object": qualified(type(value)), "attributes": self.table(space)}
+            return [[self.of(key), self.of(item)] for key, item in value.items()]
+        return ([value.maxlen] if isinstance(value, deque) else []) + self._items(value)
 
     def _items(self, value: Any) -> list[Any]:
         """Return the forms of a container's items, those of a set by description: its order differs by process."""
@@ -177,8 +122,8 @@ class FromPlainForms:
             if name not in table and not is_code(attributes[name]):
                 del attributes[name]
         for name, form in table.items():
-            value = self.of(form, attributes.get(name, _ABSENT))
-            if value is not _ABSENT:
+            value = self.of(form, attributes.get(name, ABSENT))
+            if value is not ABSENT:
                 attributes[name] = value
 
     def of(self, form: Any, present: Any) -> Any:
@@ -194,6 +139,7 @@ class FromPlainForms:
         if kind == "again":
             return self._found[content]
         if kind == "code":
+            self.items(form.get("holds", []), [*reached_from(present)])
             return present
         if kind == "numpy":
             return np.dtype(content).type(form["value"])
@@ -202,9 +148,9 @@ class FromPlainForms:
             return found if isinstance(found, nn.Parameter) else nn.Parameter(found, content.requires_grad)
         if kind == "enum":
             return type(_of_kind(present, content))[form["member"]]
-        if kind == "object":
-            return self._object(content, form["attributes"], present)
-        return self._container(kind, content, present)
+        if kind in ("object", "native"):
+            return self._object(content, form, present)
+        return self._container(kind, form, present)
 
     def _tensor(self, form: Tensor, present: Any) -> Tensor:
         number = next(self._numbers)
@@ -219,13 +165,20 @@ class FromPlainForms:
         self._found[number] = found
         return found
 
-    def _object(self, kind: str, table: Mapping[str, Any], present: Any) -> Any:
+    def _object(self, kind: str, form: Mapping[str, Any], present: Any) -> Any:
         number = next(self._numbers)
         found = self._found[number] = _of_kind(present, kind)
+        if "native" in form:
+            write_native(found, form["state"])
+            return found
+        table = form["attributes"]
         if is_frozen(found):
             found = self._found[number] = self._frozen(table, found)
             return found
-        self.fill(vars(found), table, [*(_outside_the_tree(found) if isinstance(found, nn.Module) else vars(found))])
+        space = attributes_of(found)
+        space = vars(found) if space is None else space
+        self.fill(space, table, [*_space(found)])
+        write_attributes(found, space)
         return found
 
     def _frozen(self, table: Mapping[str, Any], present: Any) -> Any:
@@ -243,14 +196,15 @@ class FromPlainForms:
             object.__setattr__(made, name, value)
         return made
 
-    def _container(self, kind: str, content: list[Any], present: Any) -> Any:
+    def _container(self, kind: str, form: Mapping[str, Any], present: Any) -> Any:
         """Fill the container that is there if it is of the kind, or make another."""
+        content = form[kind]
         if type(present).__name__ != kind or id(present) in self._filled:
             present = None
         if present is None and kind not in _BUILDERS:
             raise ValueError(f"the model built anew has no {kind} where there was one")
         if isinstance(present, (tuple, frozenset)) or kind in ("tuple", "frozenset", "Size"):
-            items = self._items(content, present)
+            items = self.items(content, present)
             named = isinstance(present, tuple) and hasattr(present, "_fields")
             return type(present)(*items) if named else _BUILDERS[kind](items)
         number, content, head = next(self._numbers), content[kind == "deque" :], content[: kind == "deque"]
@@ -260,22 +214,30 @@ class FromPlainForms:
         self._filled.add(id(present))
         if isinstance(present, dict):
             before = {**present}
-            keys = [self.of(key, _ABSENT) for key, _ in content]
+            code = {described(key): key for key in present if is_code(key)}
+            keys = [self.of(key, code.get(key["code"]) if _is_form_of_code(key) else ABSENT) for key, _ in content]
             pairs = zip(keys, content, strict=True)
             refill(present, keys, [self._item(form, before.get(key)) for key, (_, form) in pairs])
         else:
-            refill(present, (), self._items(content, present))
+            refill(present, (), self.items(content, present))
+        if "attributes" in form:
+            self.fill(vars(present), form["attributes"], [*vars(present)])
         return present
 
-    def _items(self, forms: list[Any], present: Any) -> list[Any]:
+    def items(self, forms: list[Any], present: Any) -> list[Any]:
+        """Return the values of forms; ``present`` has what stands in their places now."""
         there = [*present] if isinstance(present, (list, tuple, deque)) else []
-        there += [_ABSENT] * (len(forms) - len(there))
+        there += [ABSENT] * (len(forms) - len(there))
         return [self._item(form, item) for form, item in zip(forms, there, strict=False)]
 
     def _item(self, form: Any, present: Any) -> Any:
-        if (found := self.of(form, present)) is _ABSENT:
+        if (found := self.of(form, present)) is ABSENT:
             raise ValueError(f"the model built anew does not have {form['code']} where it was")
         return found
+
+
+def _is_form_of_code(form: Any) -> bool:
+    return isinstance(form, Mapping) and "code" in form
 
 
 def _of_kind(present: Any, name: str) -> Any:
@@ -296,14 +258,22 @@ def refill(container: Any, keys: Collection[Any], values: Collection[Any]) -> No
         container.extend(values)
 
 
-def _outside_the_tree(module: nn.Module) -> dict[str, Any]:
-    """Return all that a module holds that is no child of the model, but of an attribute."""
-    return {**own_attributes(module), **{key: vars(module)[key] for key in TABLES}}
+def _space(value: Any) -> dict[str, Any]:
+    """Return what an object holds: a module all but its hooks, an optimizer too."""
+    if isinstance(value, nn.Module):  # one that is no child of the model, but hangs on an attribute
+        return {**own_attributes(value), **{key: vars(value)[key] for key in TABLES}}
+    held = attributes_of(value) or {}
+    return without_hooks(held) if isinstance(value, Optimizer) else held
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES and not is_hook_table(key, value)}
+    return {key: value for key, value in without_hooks(vars(module)).items() if key not in TABLES}
+
+
+def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes without those that hold hooks."""
+    return {key: value for key, value in attributes.items() if not is_hook_table(key, value)}
 
 
 def is_hook_table(key: str, value: Any) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.backends import mha
 from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
@@ -31,6 +32,15 @@ _HOOKS_OF_ALL: list[dict[Any, Any]] = [
     _optimizer_hooks._global_optimizer_pre_hooks,
     _optimizer_hooks._global_optimizer_post_hooks,
 ]
+# What matrix products on CUDA are computed with, by the end of the names of torch's getter and setter. All versions
+# from 2.9 to 2.15 have them; others are left out.
+_CUDA_CHOICES = {
+    "CUDA float16 reductions": "cublas_allow_fp16_reduced_precision_reduction",
+    "CUDA bfloat16 reductions": "cublas_allow_bf16_reduced_precision_reduction",
+    "CUDA float16 accumulation": "cublas_allow_fp16_accumulation",
+    "preferred linear algebra of CUDA": "linalg_preferred_backend",
+    "preferred BLAS of CUDA": "blas_preferred_backend",
+}
 # The smallest positive double, which is denormal.
 _SMALLEST = 5e-324
 # cuBLAS repeats its results only with a workspace of its own: ":4096:8" is eight buffers of 4 MiB for each handle.
@@ -197,6 +207,15 @@ def _anomaly() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
+def _choice(name: str) -> Flag:
+    return Flag(getattr(_C, f"_get_{name}"), _put(getattr(_C, f"_set_{name}")))
+
+
+def _put(setter: Callable[..., None]) -> Callable[[Any], None]:
+    # torch 2.9 has one value where newer ones have two, and sets what its getter returns
+    return lambda saved: setter(*saved) if isinstance(saved, tuple) else setter(saved)
+
+
 # getters that take about 0.1 µs each and are read twice a fire
 _QUICK = {
     "function modes": Flag(_function_modes, _set_function_modes),
@@ -232,6 +251,9 @@ _SLOW = {
     "multithreaded backward": Flag(_C._is_multithreading_enabled, _C._set_multithreading_enabled),
     "saved-tensor hooks": Flag(_saved_tensor_hooks, _set_saved_tensor_hooks),
     "hooks on all modules or optimizers": Flag(_hooks_of_all, _set_hooks_of_all),
+    "fast path of multi-head attention": Flag(mha.get_fastpath_enabled, mha.set_fastpath_enabled),
+    "NNPACK": Flag(_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    "quantised engine": Flag(_C._get_qengine, _C._set_qengine),
 }
 if (opt_einsum := torch.backends.opt_einsum).is_available():
     _SLOW["opt_einsum"] = Flag(partial(getattr, opt_einsum, "enabled"), partial(setattr, opt_einsum, "enabled"))
@@ -253,6 +275,7 @@ def _accelerator_flags() -> dict[str, Flag]:
         "cuDNN benchmark": Flag(_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
         "cuDNN deterministic": Flag(_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         "cuDNN attention": Flag(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+        **{label: _choice(name) for label, name in _CUDA_CHOICES.items() if hasattr(_C, f"_get_{name}")},
     }
 
 

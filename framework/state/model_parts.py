@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, Transient, is_hook_table, own_attributes
+from .attributes import NATIVE, TABLES, FromPlainForms, PlainForms, is_hook_table, own_attributes
+from .objects import Transient
 from .parts import NOT_KEPT, Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
-from .structure import Structure
 from .tensor_identity import addresses
 
 _grad = attrgetter("grad")
@@ -19,6 +19,7 @@ _requires_grad = attrgetter("requires_grad")
 # What register_hook and register_post_accumulate_grad_hook fill; torch has no public way to list hooks.
 _hooks_on_gradient = attrgetter("_backward_hooks")
 _hooks_after_gradient = attrgetter("_post_accumulate_grad_hooks")
+GRADIENT_HOOKS = (_hooks_on_gradient, _hooks_after_gradient)
 _parameters, _buffers = methodcaller("named_parameters"), methodcaller("named_buffers")
 
 
@@ -100,12 +101,6 @@ def _watch_gradients(state: StateObjects) -> Watched:
     return Watched(glance=lambda: (*map(_grad, parameters),), label="a gradient was replaced")
 
 
-def _gradient_hooks(state: StateObjects) -> Leaves:
-    for name, parameter in state.model.named_parameters():
-        yield f"gradient hooks/{name}", _without_taps(parameter._backward_hooks)
-        yield f"gradient hooks/{name}/after", _without_taps(parameter._post_accumulate_grad_hooks)
-
-
 def _watch_gradient_hooks(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
     tables = lambda: chain(map(_hooks_on_gradient, parameters), map(_hooks_after_gradient, parameters))
@@ -127,17 +122,13 @@ class HookCounts:
         return self._counts
 
 
-def _without_taps(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Return the hooks that are there without loopscope's own, which change nothing they do not declare."""
-    return [hook for hook in (hooks or {}).values() if not isinstance(hook, OwnHook)]
-
-
 def _elsewhere(state: StateObjects) -> dict[str, Any]:
     """Return by name what attributes may refer to and other parts store: modules, parameters, buffers, generators."""
     found: dict[str, Any] = {f"modules/{name}": module for name, module in state.model.named_modules()}
     found |= {f"parameters/{name}": parameter for name, parameter in state.model.named_parameters()}
     found |= {f"buffers/{name}": buffer for name, buffer in state.model.named_buffers()}
-    return found | {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
+    found |= {f"generators/{index}": generator for index, generator in enumerate(state.streams.owned)}
+    return found | {"optimizer": state.optimizer, "scheduler": state.scheduler}
 
 
 def plain_forms(state: StateObjects) -> PlainForms:
@@ -195,18 +186,23 @@ def _watch_modules(state: StateObjects) -> Watched:
         (space, (*TABLES, "training", *(key for key in own_attributes(module) if key not in NATIVE)))
         for module, space in zip(modules, spaces, strict=True)
     ]
-    # Objects that hang on modules, such as a list of past losses, whose contents can change in place.
-    held = [space[key] for space, keys in own for key in keys if key not in TABLES]
     return Watched(
         [space[name] for space in spaces for name in TABLES],
         own=own,
-        attributes=Structure(held, apart={*map(id, modules), *map(id, state.model.parameters())}).containers(),
         look=lambda: (*map(type, modules),),
         label="the class of a module",
     )
 
 
-def _hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
+def hook_tables(state: StateObjects) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield the tables of hooks on parameters and modules, with their names."""
+    for name, parameter in state.model.named_parameters():
+        yield f"gradient hooks/{name}", _hooks_on_gradient(parameter) or {}
+        yield f"gradient hooks/{name}/after", _hooks_after_gradient(parameter) or {}
+    yield from _module_hook_tables(state)
+
+
+def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
     for name, module in state.model.named_modules():
         for key, value in vars(module).items():
             if is_hook_table(key, value):
@@ -214,7 +210,7 @@ def _hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _watch_module_hooks(state: StateObjects) -> Watched:
-    tables = [table for _, table in _hook_tables(state)]
+    tables = [table for _, table in _module_hook_tables(state)]
     filled = [table for table in tables if table]
     return Watched(filled, look=HookCounts(lambda: tables).read, label="a hook on a module", settled=True)
 
@@ -233,16 +229,12 @@ MODEL_PARTS = (
         ),
         _watch_gradients,
     ),
-    Part("gradient hooks", _gradient_hooks, watched=_watch_gradient_hooks),  # building the model makes them again
+    Part("gradient hooks", lambda state: (), watched=_watch_gradient_hooks),
     Part(
         "modules",
         _module_leaves,
         watched=_watch_modules,
         stored=Stored(attribute_forms, _load_attributes, _other_modules),
     ),
-    Part(
-        "module hooks",  # building the model makes them again
-        lambda state: ((name, _without_taps(table)) for name, table in _hook_tables(state)),
-        watched=_watch_module_hooks,
-    ),
+    Part("module hooks", lambda state: (), watched=_watch_module_hooks),
 )

@@ -1,24 +1,28 @@
-"""The containers of the training state: which objects they hold, remembered by identity and put back in place."""
+"""The objects of the training state: which containers and slots hold which, remembered and put back in place."""
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import attributes_of, is_frozen, refill
+from .attributes import DEEPEST, refill
+from .natives import native_of, read_native, write_native
+from .objects import Slots, attributes_of, beside_items, is_frozen, is_opaque, reached_from
 from .tensor_identity import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
-_ATOMS = frozenset({bool, int, float, str, type(None), type(lambda: 0), type([].append), torch.dtype, torch.device})
+_SUBCLASSED = (dict, list, deque, set, tuple, np.ndarray)
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 
 
 class Structure:
-    """Containers reachable from some objects, what they hold, and the tensors in them.
+    """Containers reachable from some objects, what they hold, and the tensors and objects with a state in C in them.
 
     Putting a structure back makes every container hold the very objects it held, and every object be of the class
     it was of. What makes a tensor that tensor, and its bytes, are in ``tensor_identity`` and ``guardian``.
@@ -27,7 +31,11 @@ class Structure:
     def __init__(self, roots: Iterable[Any], *, apart: Container[int] = ()) -> None:
         """Walk from ``roots`` (objects, containers or tensors), leaving out what has an id in ``apart``."""
         self.tensors: list[Tensor] = []
+        self.natives: list[Any] = []
+        self.opaque: list[Any] = []
+        """What keeps a state that is out of reach."""
         self.seen: set[int] = set()
+        self._depth = 0
         self._apart = apart
         self._tables: list[dict[Any, Any]] = []
         self._sequences: list[Any] = []
@@ -53,10 +61,14 @@ class Structure:
                     self._visit(value)
 
     def _visit(self, value: Any) -> None:
+        if self._depth > DEEPEST:
+            self.opaque.append(value)
+            return
+        self._depth += 1
         if isinstance(value, dict):
             self._note(self._tables, value, value.values())
         # A tuple cannot change, but what it holds can.
-        elif isinstance(value, tuple):
+        elif isinstance(value, (tuple, frozenset)):
             self._visit_all(value)
         elif isinstance(value, (list, deque, set)):
             self._note(self._sequences, value, value)
@@ -64,16 +76,41 @@ class Structure:
             self._note(self.tensors, value, attached(value))
         elif isinstance(value, OBJECTS):
             self._note(self._objects, value, (vars(value),))
-        elif (attributes := attributes_of(value)) is not None:
-            if is_frozen(value):
-                self._visit_all(attributes.values())
-            else:
-                self._note(self._objects, value, (attributes,))
+        else:
+            self._visit_object(value)
+        if isinstance(value, _SUBCLASSED) and (extra := beside_items(value)) is not None:
+            self._visit_all((extra,))
+        self._depth -= 1
+
+    def _visit_object(self, value: Any) -> None:
+        self.seen.add(id(value))
+        if native_of(value) is not None:
+            self.natives.append(value)
+        elif (attributes := attributes_of(value)) is None:
+            self._visit_all(reached_from(value))
+            self.opaque += [value] if is_opaque(value) else []
+        elif is_frozen(value):
+            self._visit_all(attributes.values())
+        else:
+            if (slots := Slots.of(value)) is not None:
+                self._sequences.append(slots)
+                self._visit_all(slots)
+            if hasattr(value, "__dict__"):
+                self._note(self._objects, value, (vars(value),))
 
     def _note(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:
         self.seen.add(id(value))
         found.append(value)
         self._visit_all(contents)
+
+    def read_natives(self) -> list[Any]:
+        """Return the states of the objects whose state lies in C."""
+        return [*map(read_native, self.natives)]
+
+    def write_natives(self, states: list[Any]) -> None:
+        """Put back what :meth:`read_natives` returned."""
+        for value, state in zip(self.natives, states, strict=True):
+            write_native(value, state)
 
     def _read(self) -> tuple[Any, ...]:
         """Return, end to end: values and keys of the tables, items of the sequences, what the objects are."""
@@ -83,6 +120,10 @@ class Structure:
 
     def _read_lengths(self) -> list[int]:
         return [*map(len, self._tables), *map(len, self._sequences)]
+
+    def of_kind(self, kind: type) -> list[Any]:
+        """List the objects of a class that were found."""
+        return [thing for thing in self._objects if isinstance(thing, kind)]
 
     def containers(self) -> list[Any]:
         """Return the containers, the empty ones too."""

@@ -4,7 +4,7 @@ The guardian copies the parts, the tripwire watches them, the audit and the test
 checkpoints store them. All walk :data:`PARTS` and know nothing else of a run: what is added here is known to all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -12,66 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .attributes import is_hook_table
-from .digest import digest
-from .model_parts import MODEL_PARTS, attribute_forms, device_of, from_plain_forms, plain_forms
+from ..errors import listed
+from ..registry import qualified
+from .digest import described, digest
+from .model_parts import MODEL_PARTS, device_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .random_streams import from_plain, plain
 from .structure import Structure
 from .tensor_identity import inner_tensors
-
-
-def _optimizer_leaves(state: StateObjects) -> Leaves:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    for parameter, held in state.optimizer.state.items():
-        yield from nested(f"optimizer/{names.get(parameter, 'unknown')}", held)
-    for index, group in enumerate(state.optimizer.param_groups):
-        yield f"optimizer/group {index}/params", [names.get(item, "unknown") for item in group["params"]]
-        for key, option in group.items():
-            if key != "params":
-                yield from nested(f"optimizer/group {index}/{key}", option)
-    for key, value in vars(state.optimizer).items():
-        if is_hook_table(key, value):
-            yield f"optimizer/{key}", [*value.values()]
-
-
-def _own(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that its ``state_dict`` leaves out."""
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups") and not is_hook_table(key, value)
-    }
-
-
-def _watch_optimizer(state: StateObjects) -> Watched:
-    optimizer = state.optimizer
-    apart = {id(optimizer.state), id(optimizer.param_groups), *map(id, state.model.parameters())}
-
-    def options() -> tuple[Any, ...]:
-        found: list[Any] = [optimizer.state, optimizer.param_groups]
-        for group in optimizer.param_groups:
-            found += group.values()
-            found += group["params"]
-        return (*found,)
-
-    return Watched(
-        [optimizer.state, *optimizer.state.values()],
-        attributes=Structure([vars(optimizer)], apart=apart).containers(),
-        look=options,
-        label="optimizer hyper-parameters or its groups",
-    )
-
-
-def _optimizer_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
-    return plain_forms(state).table(_own(state.optimizer))
-
-
-def _load_optimizer_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    from_plain_forms(state).fill(vars(state.optimizer), stored, [*_own(state.optimizer)])
+from .update_parts import UPDATE_PARTS, beside_tables
 
 
 def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
@@ -87,22 +38,18 @@ def _other_kinds(state: StateObjects, stored: Mapping[str, str]) -> str:
     return ""
 
 
-def _beside(name: str, owner: Callable[[StateObjects], Any]) -> Part:
-    """Make the part of the scheduler or the scaler, which may not be there."""
+def _scaler_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
+    return {} if state.scaler is None else state.scaler.state_dict()
 
-    def read(state: StateObjects, _: Any = None) -> dict[str, Any]:
-        return {} if owner(state) is None else owner(state).state_dict()
 
-    def load(state: StateObjects, stored: Mapping[str, Any]) -> None:
-        if owner(state) is not None:
-            owner(state).load_state_dict(stored)
+def _load_scaler(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    if state.scaler is not None:
+        state.scaler.load_state_dict(dict(stored))
 
-    def watch(state: StateObjects) -> Watched:
-        attributes = {} if owner(state) is None else vars(owner(state))
-        return Watched(look=lambda: (*attributes.values(),), label=f"the {name}")
 
-    guarded = Guarded(keep=lambda state, owners: owner(state), passing=lambda kept: (kept,))
-    return Part(name, lambda state: nested(name, read(state)), guarded, watch, Stored(read, load))
+def _watch_scaler(state: StateObjects) -> Watched:
+    attributes = {} if state.scaler is None else vars(state.scaler)
+    return Watched(look=lambda: (*attributes.values(),), label="the scaler")
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
@@ -112,6 +59,24 @@ def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any
 def _load_extras(state: StateObjects, stored: Mapping[str, Any]) -> None:
     for name, extra in state.extras.items():
         extra.load_state_dict(stored[name])
+
+
+def _extra_leaves(state: StateObjects) -> Leaves:
+    return chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items())
+
+
+def _watch_extras(state: StateObjects) -> Watched:
+    if not any(_extra_states(state).values()):
+        return Watched()
+    twice = [[id(leaf) for _, leaf in _extra_leaves(state) if isinstance(leaf, Tensor)] for _ in range(2)]
+    are_copies = twice[0] != twice[1]  # of which each call makes new ones; only the audit compares their bytes
+
+    def look() -> tuple[Any, ...]:
+        leaves = [leaf for _, leaf in _extra_leaves(state)]
+        tensors = () if are_copies else [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        return (*chain.from_iterable(tensors), *[described(leaf) for leaf in leaves if not isinstance(leaf, Tensor)])
+
+    return Watched(look=look, label="the state that experiment or strategy declare")
 
 
 def _loop_leaves(state: StateObjects) -> Leaves:
@@ -182,6 +147,16 @@ def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
         tensor.copy_(stored[name])
 
 
+EXTRAS = Part(
+    "extras",
+    _extra_leaves,
+    Guarded(
+        keep=lambda state, owners: deepcopy(_extra_states(state)),
+        put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
+    ),
+    _watch_extras,
+    stored=Stored(_extra_states, _load_extras),
+)
 _NAMED = (
     Part(
         "flags",  # not stored: they are the process's, and a run that goes on in another one has that one's
@@ -195,39 +170,15 @@ _NAMED = (
     ),
     Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _other_kinds)),
     *MODEL_PARTS,
+    *UPDATE_PARTS,
     Part(
-        "optimizer",
-        _optimizer_leaves,
-        Guarded(
-            lambda state: (state.optimizer, *[group["params"] for group in state.optimizer.param_groups]),
-            apart=lambda state: state.optimizer.param_groups,
-            keep=lambda state, owners: (*state.optimizer.param_groups,),
-            passing=lambda kept: kept,
-        ),
-        _watch_optimizer,
-        Stored(
-            lambda state, streams: state.optimizer.state_dict(),
-            lambda state, stored: state.optimizer.load_state_dict(stored),
-        ),
+        "scaler",
+        lambda state: nested("scaler", _scaler_state(state)),
+        Guarded(keep=lambda state, owners: state.scaler, passing=lambda kept: (kept,)),
+        _watch_scaler,
+        Stored(_scaler_state, _load_scaler),
     ),
-    Part(
-        "optimizer attributes",
-        lambda state: chain.from_iterable(
-            nested(f"optimizer/{key}", form) for key, form in _optimizer_forms(state).items()
-        ),
-        stored=Stored(_optimizer_forms, _load_optimizer_forms),
-    ),
-    _beside("scheduler", lambda state: state.scheduler),
-    _beside("scaler", lambda state: state.scaler),
-    Part(
-        "extras",
-        lambda state: chain.from_iterable(nested(name, held) for name, held in _extra_states(state).items()),
-        Guarded(
-            keep=lambda state, owners: deepcopy(_extra_states(state)),
-            put_back=lambda state, owners, kept: _load_extras(state, deepcopy(kept)),
-        ),
-        stored=Stored(_extra_states, _load_extras),
-    ),
+    EXTRAS,
     Part(
         "loop",
         _loop_leaves,
@@ -260,10 +211,10 @@ class TrainingState(StateObjects):
 
     def __post_init__(self) -> None:
         """Count generators that modules hold, for stochastic rounding say, among those of the run."""
-        forms = attribute_forms(self).items()
-        found = [leaf for name, form in forms for _, leaf in nested(name, form) if isinstance(leaf, torch.Generator)]
+        held = [value for module in self.model.modules() for value in beside_tables(module)]
+        found = Structure(held, apart={*map(id, self.model.parameters())}).natives
         # dict.fromkeys keeps each once, in order, where modules share one.
-        self.streams.owned += tuple(dict.fromkeys(found))
+        self.streams.owned += tuple(dict.fromkeys([item for item in found if isinstance(item, torch.Generator)]))
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -285,13 +236,33 @@ class TrainingState(StateObjects):
             found |= {id(module): f"modules/{name}", id(vars(module)): f"modules/{name}"}
             found |= {id(item): f"modules/{name}.{key}" for key, item in vars(module).items() if isinstance(item, dict)}
         for label, owner in (("optimizer", self.optimizer), ("scheduler", self.scheduler), ("loop", self.loop)):
-            if owner is not None:
-                found |= {id(owner): label, id(vars(owner)): label}
+            if (space := getattr(owner, "__dict__", None)) is not None:
+                found |= {id(owner): label, id(space): label}
         return found
 
-    def digest(self) -> dict[str, int]:
-        """Return a 64-bit digest of every byte of the state, entry by entry."""
-        return {name: digest(leaf) for name, leaf in self._leaves()}
+    def out_of_reach(self) -> str:
+        """Return a sentence that names what keeps a state that nobody can ask for; empty if nothing does."""
+        found = Structure(self.roots).opaque
+        if not found:
+            return ""
+        names = {id(item): inner for name, leaf in self._leaves() for inner, item in _throughout(name, leaf)}
+        objects = [f"{names.get(id(item), 'what a hook holds')} is a {qualified(type(item))}" for item in found]
+        return (
+            f"{listed(objects, 3)}: the state of such an object is out of reach, so it can neither be rolled back nor "
+            "watched. Keep tensors, arrays, numbers or objects of these there, or, if no later step reads what it "
+            "holds, call loopscope.state.Transient.register on its class."
+        )
+
+    def digest(self, parts: Sequence[Part] = ()) -> dict[str, int]:
+        """Return a 64-bit digest of every byte of the state, or of some parts, entry by entry."""
+        leaves = chain.from_iterable([part.leaves(self) for part in parts or self.parts])
+        return {name: digest(leaf) for name, leaf in leaves}
+
+
+def _throughout(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    yield name, leaf
+    for index, item in enumerate(leaf) if isinstance(leaf, (list, tuple)) else ():
+        yield from _throughout(f"{name}/{index}", item)
 
 
 def differing(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..data import Batch, micro_batches, rows
 from ..errors import LoopscopeError
-from ..isolation import borrowed_buffers, borrowed_gradients, borrowed_modes
+from ..isolation import borrowed_buffers, borrowed_extras, borrowed_gradients, borrowed_modes
 from ..state import (
     TrainingState,
     Vector,
@@ -104,14 +104,15 @@ def central_difference(
 class LossProbe:
     """Measures the mean loss of batches in the model's present modes.
 
-    Buffers, modes, gradients and random streams are borrowed, so that two measurements see one dropout mask and leave
-    nothing behind. A batch is split into the task's micro-batches, as in training.
+    Buffers, modes, gradients, random streams and what modules, hooks on them and the experiment keep beside are
+    borrowed, so that two measurements see one dropout mask and leave nothing behind. A batch is split into the task's
+    micro-batches, as in training.
     """
 
     def __init__(self, task: TrainingTask, state: TrainingState, profiler: Profiler) -> None:
         self._task = task
         self._model = task.model
-        self._streams = state.streams
+        self._state = state
         self._profiler = profiler
 
     def loss(self, batch: Batch) -> Tensor:
@@ -194,10 +195,12 @@ class LossProbe:
     @contextmanager
     def _borrowed(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._streams.isolated())
+            stack.enter_context(self._state.streams.isolated())
+            stack.enter_context(borrowed_extras(self._state))
             stack.enter_context(borrowed_buffers(self._model))
             stack.enter_context(borrowed_modes(self._model, train=None))
-            stack.enter_context(borrowed_gradients(self._model))
+            groups = self._task.optimizer.param_groups  # whose parameters need not be the model's
+            stack.enter_context(borrowed_gradients(self._model, [each for group in groups for each in group["params"]]))
             stack.enter_context(borrowed_scaler(self._task))
             stack.enter_context(gathered_for_a_while(self._model))
             stack.enter_context(torch.enable_grad())

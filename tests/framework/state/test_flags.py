@@ -1,7 +1,7 @@
 import pytest
 import torch
 from loopscope.state import entered_modes, leave_modes
-from loopscope.state.flags import GlobalFlags
+from loopscope.state.flags import _CUDA_CHOICES, GlobalFlags, _choice
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -23,6 +23,10 @@ def set_all_backends():
 
 def fill_memory():
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def another_engine():
+    return next(engine for engine in torch._C._supported_qengines() if engine != torch._C._get_qengine())
 
 
 CHANGES = {
@@ -53,6 +57,9 @@ CHANGES = {
     "multithreaded backward": lambda: torch._C._set_multithreading_enabled(False),
     "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(abs, abs).__enter__(),
     "hooks on all modules or optimizers": lambda: nn.modules.module.register_module_forward_pre_hook(print),
+    "fast path of multi-head attention": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "NNPACK": lambda: torch.backends.nnpack.set_flags(not torch._C._get_nnpack_enabled()),
+    "quantised engine": lambda: torch._C._set_qengine(another_engine()),
 }
 KEPT = []
 
@@ -84,6 +91,34 @@ def test_torch_knows_that_a_dispatch_mode_was_left():
     assert not is_in_torch_dispatch_mode(include_infra_modes=True)
     assert not is_in_torch_dispatch_mode(include_infra_modes=False)
     assert not is_in_any_mode_without_ignore_compile_internals()
+
+
+# Set without a device: they are settings of the process, which only matrix products on CUDA read.
+CHOSEN = {
+    "CUDA float16 reductions": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "CUDA bfloat16 reductions": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+    ),
+    "CUDA float16 accumulation": lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "preferred linear algebra of CUDA": lambda: torch.backends.cuda.preferred_linalg_library("cusolver"),
+    "preferred BLAS of CUDA": lambda: torch.backends.cuda.preferred_blas_library("cublaslt"),
+}
+
+
+@pytest.mark.parametrize("name", _CUDA_CHOICES)
+def test_what_matrix_products_on_cuda_are_computed_with_is_read_and_put_back(name):
+    if name.startswith("preferred") and torch.version.cuda is None:
+        pytest.skip("torch refuses to set it in a build without CUDA")
+    choice = _choice(_CUDA_CHOICES[name])
+    before = choice.get()
+    try:
+        CHOSEN[name]()
+        assert choice.get() != before
+    finally:
+        choice.put(before)
+    assert choice.get() == before
 
 
 def test_every_setting_is_tried():

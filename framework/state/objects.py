@@ -1,0 +1,247 @@
+"""What foreign Python objects hold: their attributes and slots, what functions close over, and what is out of reach."""
+
+import gc
+import logging
+import re
+import threading
+import weakref
+from abc import ABC
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from enum import Enum
+from functools import cache, partial
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GenericAlias,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+    UnionType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .natives import kind_of, native_of
+
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+ABSENT: Any = object()
+"""Stands for what an attribute, a slot or a cell does not hold."""
+# Beside their slots, instances of a Python class hold a header and, unless the interpreter manages these, two
+# references: to __dict__ and to weak references. What is larger keeps something in C.
+_HEADER, _WORD = object.__basicsize__ + 16, 8
+_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the type was made at run time, by a class statement say
+
+
+class Transient(ABC):  # noqa: B024 - it marks, and asks for nothing
+    """Base of objects on a module that are no part of the training state: no later step reads what they hold.
+
+    They are not digested, rolled back, watched or stored. For a class that somebody else wrote:
+    ``Transient.register(TheirClass)``.
+    """
+
+
+# what only stands before something else, that lies in what reached_from returns
+_VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_FUNCTIONS = (FunctionType, MethodType, partial, *_VIEWS)
+_IMMUTABLE = (
+    *(int, float, complex, str, bytes, range, slice, EllipsisType, re.Pattern, date, time, timedelta, tzinfo, Decimal),
+    *(Enum, BaseException, np.generic, np.dtype, torch.finfo, torch.iinfo),
+)
+_CODE = (
+    *(
+        BuiltinFunctionType,
+        type,
+        UnionType,
+        GenericAlias,
+        CodeType,
+        ModuleType,
+        property,
+        PurePath,
+        logging.Logger,
+        logging.Handler,
+    ),
+    *(
+        weakref.ref,
+        weakref.WeakSet,
+        weakref.WeakKeyDictionary,
+        weakref.WeakValueDictionary,
+        type(threading.Lock()),
+        type(threading.RLock()),
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    ),
+    Transient,
+)
+# Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs
+# the hooks, whose own attributes are their memory. A tokenizer sets anew at each call what it is set to, and tables
+# of Arrow never change.
+_MACHINERY = (
+    *(
+        "torch._",
+        "torch.cuda",
+        "torch.distributed",
+        "torch.fx",
+        "torch.jit",
+        "torch.utils.hooks",
+        "loopscope.checkpoints",
+    ),
+    *("loopscope.console", "loopscope.data", "loopscope.firing", "loopscope.hooks", "loopscope.isolation"),
+    *("loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
+)
+# what has only this method of a container tells it something, as to a log, and reads nothing of it
+_ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})
+_WITHOUT_SPACE = (*CONTAINERS, *_FUNCTIONS, *_IMMUTABLE, *_CODE, Tensor, nn.Module)
+
+
+def is_code(value: Any) -> bool:
+    """Return whether building the model anew makes this value again: functions, classes, paths, locks, loggers."""
+    if isinstance(value, (*_FUNCTIONS, *_CODE)) or _is_machinery(kind_of(value)):
+        return not isinstance(value, nn.Module)
+    return callable(value) and not isinstance(value, nn.Module) and attributes_of(value) is None
+
+
+@cache
+def _is_machinery(kind: type) -> bool:
+    return any(str(base.__module__).startswith(_MACHINERY) for base in kind.__mro__)
+
+
+def is_frozen(value: Any) -> bool:
+    """Return whether a value is a frozen dataclass, which is another object when it holds something else."""
+    # dataclasses has no public way to ask whether a class is frozen.
+    kind: Any = type(value)
+    return is_dataclass(value) and bool(kind.__dataclass_params__.frozen)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return what an instance of a Python class holds in its ``__dict__`` and its slots; ``None`` for anything else.
+
+    The dict is the object's own where that is all it has. Of a frozen dataclass it has the fields: what else is in its
+    ``__dict__`` are cached properties.
+    """
+    if isinstance(value, _WITHOUT_SPACE) or _is_machinery(kind_of(value)):
+        return None
+    if is_frozen(value):
+        return {item.name: getattr(value, item.name) for item in fields(value)}
+    slots = _slots(kind_of(value))
+    if slots is None:
+        return None
+    space: dict[str, Any] | None = getattr(value, "__dict__", None)
+    if not slots:
+        return space
+    return {**(space or {}), **{name: held for name in slots if (held := _read(value, name)) is not ABSENT}}
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...] | None:
+    """Return the names of the slots of a Python class, ``None`` for a class that keeps something in C."""
+    if kind is CellType:
+        return ("cell_contents",)
+    bases = [base for base in kind.__mro__ if base not in (object, SimpleNamespace)]
+    slots = [(name, item) for base in bases for name, item in vars(base).items()]
+    names = tuple([name for name, item in slots if isinstance(item, MemberDescriptorType)])
+    made_by_class = all(base.__flags__ & _MADE_BY_CLASS for base in bases) and kind is not object
+    declares = any("__slots__" in vars(base) or "__dict__" in vars(base) for base in kind.__mro__)
+    return names if made_by_class and declares and kind.__basicsize__ <= _HEADER + _WORD * len(names) else None
+
+
+def _read(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # ValueError: of a cell that is empty
+        return ABSENT
+
+
+def beside_items(container: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of a subclass of a container's class; ``None`` where it can have none."""
+    return getattr(container, "__dict__", None)
+
+
+def write_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
+    """Make these the attributes and slots of an object, unless they are its ``__dict__`` itself."""
+    space = getattr(owner, "__dict__", None)
+    if attributes is space:
+        return
+    names = _slots(kind_of(owner)) or ()
+    _write_slots(owner, names, [attributes.get(name, ABSENT) for name in names])
+    if space is not None:
+        space.clear()
+        space.update({name: value for name, value in attributes.items() if name not in names})
+
+
+def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        present = _read(owner, name)
+        # past a __setattr__ of its own, which may refuse or convert
+        if value is ABSENT and present is not ABSENT:
+            object.__delattr__(owner, name)
+        elif value is not present:
+            object.__setattr__(owner, name, value)
+
+
+class Slots:
+    """The slots of an object, or the variable in a cell, as a sequence that can be refilled in place."""
+
+    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
+        self._owner, self._names = owner, names
+
+    @classmethod
+    def of(cls, value: Any) -> "Slots | None":
+        """Return the slots of an object that has any and is not frozen."""
+        names = None if isinstance(value, _WITHOUT_SPACE) or is_frozen(value) else _slots(kind_of(value))
+        return cls(value, names) if names else None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([_read(self._owner, name) for name in self._names])
+
+    def clear(self) -> None:
+        """Do nothing: to refill is to write."""
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Write the values, in order."""
+        _write_slots(self._owner, self._names, values)
+
+
+def reached_from(value: Any) -> tuple[Any, ...]:
+    """Return what a function closes over and keeps as defaults or attributes, a method's object, a partial's arguments.
+
+    Of a view of a dict it is that dict.
+    Functions of torch and of loopscope count as having none.
+    """
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, _VIEWS):
+        return tuple(gc.get_referents(value))  # the dict behind it, which its owner may change
+    if isinstance(value, BuiltinFunctionType):
+        inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES
+        return () if inert else (value.__self__,)
+    if isinstance(value, FunctionType) and not str(value.__module__).startswith(("torch.", "loopscope.")):
+        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return tuple([item for item in held if item])
+    return ()
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether a value keeps a state in C that nobody can ask for: an open stream, an iterator, a handle."""
+    if type(value) is object or isinstance(value, (*_WITHOUT_SPACE, type(None))):
+        return False
+    return attributes_of(value) is None and native_of(value) is None and not is_code(value)

@@ -1,0 +1,139 @@
+"""What observers and read-only interventions may call leaves models alone that keep state in odd places."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopscope.hooks import HookPoint
+from loopscope.isolation import borrowed_buffers
+from loopscope.state import TrainingState
+from loopscope.training import TrainingTask
+from torch import Tensor, nn
+
+from tests.support import Case, ReadOnlyHook, SpyHook, at, train
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a module remembers, in slots."""
+
+    count: int = 0
+    mean: Tensor = field(default_factory=lambda: torch.zeros(4))
+
+
+class Odd(nn.Sequential):
+    """A model whose outputs depend on all that its forward pass moves."""
+
+    def prepare(self) -> "Odd":
+        self.plain = torch.zeros(4)
+        self.listed, self.named, self.queue = [torch.zeros(4)], {"a": {"b": torch.zeros(4)}}, deque([torch.zeros(4)], 2)
+        self.aside = [nn.BatchNorm1d(4)]
+        self.prompt = torch.zeros(4, requires_grad=True)
+        self.calls, self.seen, self.array = 0, Seen(), np.zeros(4, np.float32)
+        self.draws, self.bits = np.random.default_rng(1), torch.Generator().manual_seed(3)
+        self.alias = [self[1].running_mean]
+        self.register_forward_pre_hook(shift())
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = inputs.detach().mean(0)
+        held = [self.plain, self.listed[0], self.named["a"]["b"], self.queue[-1], self.seen.mean, self.alias[0][:4]]
+        with torch.no_grad():
+            for place, tensor in enumerate(held):
+                tensor.mul_(0.9).add_(mean * (place + 1))
+            self.plain.data[0] += 0.5  # leaves no version behind
+        self.queue.append(mean.clone())
+        self.calls += 1
+        self.seen.count += 1
+        self.array += mean.numpy()
+        noise = torch.rand(4, generator=self.bits) + float(self.draws.random())
+        shift = sum(held) + torch.from_numpy(self.array) + noise + 0.1 * self.calls + 0.1 * self.seen.count
+        inputs = self.aside[0](inputs) if len(inputs) > 1 else inputs
+        return super().forward(inputs + 0.01 * shift + self.prompt)
+
+
+def shift() -> Any:
+    """Make a hook that keeps a number and a tensor in its closure."""
+    calls, total = 0, torch.zeros(4)
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        total.add_(inputs[0].detach().mean(0))
+        return (inputs[0] + 0.001 * calls + 0.001 * total,)
+
+    return hook
+
+
+class Meter:
+    """The declared state of an experiment, which its loss moves."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = torch.zeros(1), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.mean.copy_(state["mean"])
+        self.count = state["count"]
+
+
+def make_odd(task: TrainingTask, state: TrainingState) -> None:
+    task.model = state.model = Odd(*task.model).prepare()
+    state.streams.owned += (task.model.bits,)
+    state.extras["strategy"] = meter = Meter()
+    task.optimizer.add_param_group({"params": [task.model.prompt]})
+    plain = task.compute_loss
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        loss = plain(model, batch)
+        meter.mean.add_(loss.detach())
+        meter.count += 1
+        return loss * (1 + 0.01 * meter.mean.item())
+
+    task.compute_loss = compute_loss
+
+
+def product(run_ctx: Any, model_ctx: Any) -> Any:
+    return model_ctx.hessian_vector_product({"0.bias": torch.ones(8)}, run_ctx.batch_data)
+
+
+MEASUREMENTS = {
+    "forward in train mode": SpyHook(lambda ctx: ctx.forward(ctx.batch_data[0], train=True) and None),
+    "forward in eval mode": SpyHook(lambda ctx: ctx.forward(ctx.batch_data[0]) and None),
+    "gradients for an observer": SpyHook(lambda ctx: ctx.compute_batch_gradients(ctx.batch_data) and None),
+    "evaluation": SpyHook(lambda ctx: ctx.evaluate({}) and None),
+    "loss": ReadOnlyHook(lambda run_ctx, model_ctx: model_ctx.compute_batch_loss() and None),
+    "gradients": ReadOnlyHook(lambda run_ctx, model_ctx: model_ctx.compute_batch_gradients() and None),
+    "gradients of the data": ReadOnlyHook(lambda run_ctx, model_ctx: model_ctx.compute_gradients() and None),
+    "product": ReadOnlyHook(lambda run_ctx, model_ctx: product(run_ctx, model_ctx) and None),
+    "epoch without steps": ReadOnlyHook(
+        lambda run_ctx, model_ctx: model_ctx.run_training_epoch(model_ctx.loader, step=False) and None
+    ),
+}
+BARE: list[Any] = []
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_measuring_a_model_with_state_in_odd_places_changes_no_byte(name: str, audit: bool) -> None:
+    hook = MEASUREMENTS[name]
+    if not BARE:
+        BARE.append(train(Case(), steps=4, audit=False, introduce=make_odd))
+    points = [HookPoint.POST_STEP, HookPoint.POST_BACKWARD]
+    probe = at(type(hook), *points)(hook.probe if isinstance(hook, SpyHook) else hook.act)
+    run = train(Case(), [probe], steps=4, audit=audit, introduce=make_odd)
+    assert run.digests == BARE[0].digests
+    assert run.final == BARE[0].final
+
+
+def test_a_model_whose_state_is_all_in_buffers_lends_nothing_else() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    versions = [tensor._version for tensor in model.state_dict().values()]
+    with borrowed_buffers(model):
+        model(torch.ones(3, 2))
+    assert [tensor._version for tensor in model.state_dict().values()] == versions

@@ -1,0 +1,312 @@
+"""State in odd places of a model, an optimizer or a scheduler is rolled back, digested, watched and stored."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.errors import StateMutationError, UsageError
+from loopscope.hooks import HookPoint
+from loopscope.isolation import Call, Isolation, Snapshot
+from loopscope.isolation.tripwire import Audit
+from loopscope.state import RandomStreams, TrainingState, differing
+from torch import nn
+
+from tests.support import ActingHook, Case, SpyHook, at, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+CALL = Call("spy", "POST_STEP", 1)
+
+
+@dataclass
+class Record:
+    """A dataclass that holds more than data."""
+
+    total: float = 0.0
+    seen: list[Any] = field(default_factory=list)
+    owner: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A dataclass with slots."""
+
+    count: int = 0
+    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
+
+
+class Preconditioner:
+    """What an optimizer keeps of a parameter: an object with slots, a tensor and an array in them."""
+
+    __slots__ = ("factor", "history", "steps")
+
+    def __init__(self) -> None:
+        self.factor, self.history, self.steps = torch.eye(2), np.zeros(3), 0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.factor.mul_(0.5)
+        self.history[1] += 1
+        self.steps += 1
+        return gradient
+
+
+class Named(dict[str, Any]):
+    """A dict with attributes."""
+
+    hits = 0
+
+
+class Average:
+    """An exponential average of parameters that a hook keeps up to date."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.shadow, self.updates = model, [item.detach().clone() for item in model.parameters()], 0
+
+    def update(self, *_: Any) -> None:
+        self.updates += 1
+        for mine, theirs in zip(self.shadow, self.model.parameters(), strict=True):
+            mine.lerp_(theirs.detach() + 1, 0.5)
+
+
+class TwoOptimizers:
+    """Two optimizers behind one face, which is none itself."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.parts = [
+            torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9),
+            torch.optim.Adam(model[1].parameters()),
+        ]
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer before another, whose groups it shares."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, dict(base.defaults))
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.steps = getattr(self, "steps", 0) + 1
+
+
+class Warmup:
+    """A scheduler of nobody's kind, as timm makes them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.values, self.best = optimizer, {"lr": [0.1]}, SimpleNamespace(metric=0.0)
+        self.noise = np.random.default_rng(3)
+
+    def step(self) -> None:
+        self.values["lr"].append(float(self.noise.random()))
+        self.best.metric += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.values["lr"][-1]
+
+
+class Schedule:
+    """What a LambdaLR may be given: its state decides."""
+
+    def __init__(self) -> None:
+        self.calls = [0]
+
+    def factor(self, epoch: int) -> float:
+        self.calls[0] += 1
+        return 1 / self.calls[0]
+
+
+def counting_hook() -> Callable[..., None]:
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    return hook
+
+
+def call_hooks(state: TrainingState) -> None:
+    state.model(torch.ones(1, 2))
+
+
+@dataclass(frozen=True)
+class Place:
+    """An odd place: how it is set up, and how somebody changes it."""
+
+    prepare: Callable[[TrainingState], Any]
+    change: Callable[[TrainingState], Any]
+
+
+def on_model(make: Callable[[], Any], change: Callable[[Any], Any]) -> Place:
+    return Place(lambda state: setattr(state.model, "kept", make()), lambda state: change(state.model.kept))
+
+
+def remember(state: TrainingState) -> None:
+    for parameter in state.model.parameters():
+        state.optimizer.state[parameter]["preconditioner"] = Preconditioner()
+
+
+def with_scheduler(make: Callable[[Any], Any]) -> Place:
+    return Place(lambda state: setattr(state, "scheduler", make(state.optimizer)), lambda state: state.scheduler.step())
+
+
+def on_optimizer(make: Callable[[Average], Callable[..., Any]]) -> Place:
+    return Place(
+        lambda state: state.optimizer.register_step_post_hook(make(Average(state.model))),
+        lambda state: [hook(None, (), {}) for hook in state.optimizer._optimizer_step_post_hooks.values()],
+    )
+
+
+def a_step_of_two(state: TrainingState) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def hold_itself(record: Record) -> Record:
+    record.owner = [record, lambda: record]
+    return record
+
+
+PLACES = {
+    "dataclass": on_model(lambda: hold_itself(Record()), lambda kept: setattr(kept, "total", 3.0)),
+    "list in a dataclass": on_model(lambda: hold_itself(Record()), lambda kept: kept.seen.append(1)),
+    "slots": on_model(Slotted, lambda kept: setattr(kept, "count", 3)),
+    "tensor in slots": on_model(Slotted, lambda kept: kept.mean.add_(1)),
+    "callable": on_model(Preconditioner, lambda kept: kept(torch.ones(1))),
+    "namespace": on_model(lambda: SimpleNamespace(count=0), lambda kept: setattr(kept, "count", 1)),
+    "dict with attributes": on_model(lambda: Named(a=1), lambda kept: setattr(kept, "hits", 5)),
+    "mapping proxy": on_model(lambda: [MappingProxyType(TABLE), TABLE], lambda kept: kept[1].update(b=2)),
+    "deque of tensors": on_model(lambda: deque([torch.zeros(2)], 3), lambda kept: kept[0].add_(1)),
+    "tensor": on_model(lambda: torch.zeros(2), lambda kept: kept.add_(1)),
+    "module in a list": on_model(lambda: [nn.BatchNorm1d(2)], lambda kept: kept[0].running_mean.add_(1)),
+    "array": on_model(lambda: np.zeros((2, 3), np.float16), lambda kept: kept.__setitem__((0, 1), 7)),
+    "array that grows": on_model(lambda: np.zeros(3), lambda kept: kept.resize(5, refcheck=False)),
+    "NumPy generator": on_model(lambda: np.random.default_rng(1), lambda kept: kept.random()),
+    "NumPy MT19937": on_model(lambda: np.random.Generator(np.random.MT19937(1)), lambda kept: kept.standard_normal(3)),
+    "NumPy random state": on_model(lambda: np.random.RandomState(1), lambda kept: kept.standard_normal()),
+    "Python generator": on_model(lambda: random.Random(1), lambda kept: kept.random()),
+    "late torch generator": on_model(lambda: [torch.Generator().manual_seed(2)], lambda kept: kept[0].manual_seed(3)),
+    "bytes": on_model(lambda: bytearray(3), lambda kept: kept.append(1)),
+    "forward hook that counts": Place(lambda state: state.model.register_forward_hook(counting_hook()), call_hooks),
+    "optimizer state": Place(
+        remember, lambda state: [held["preconditioner"](None) for held in state.optimizer.state.values()]
+    ),
+    "average by a method": on_optimizer(lambda average: average.update),
+    "average by a closure": on_optimizer(lambda average: lambda *_: average.update()),
+    "two optimizers": Place(lambda state: setattr(state, "optimizer", TwoOptimizers(state.model)), a_step_of_two),
+    "optimizer before another": Place(
+        lambda state: setattr(state, "optimizer", Lookahead(state.optimizer)), a_step_of_two
+    ),
+    "timm's way": with_scheduler(Warmup),
+    "method of an object": with_scheduler(
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, Schedule().factor)
+    ),
+}
+TABLE = {"a": 1}
+
+
+def made(place: Place) -> TrainingState:
+    torch.manual_seed(1)
+    TABLE.clear()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), RandomStreams(1))
+    place.prepare(state)
+    return state
+
+
+@pytest.fixture(params=PLACES)
+def place(request: Any) -> Place:
+    return PLACES[request.param]
+
+
+def test_what_an_intervention_changes_there_is_digested_and_rolled_back(place: Place) -> None:
+    state = made(place)
+    before, snapshot = state.digest(), Snapshot().save(state)
+    for _ in range(2):
+        place.change(state)
+        place.change(state)
+        assert differing(before, state.digest()) != []
+        snapshot.restore(state)
+        assert differing(before, state.digest()) == []
+
+
+def test_what_an_observer_changes_there_is_caught_by_tripwire_and_audit(place: Place) -> None:
+    state = made(place)
+    isolation, audit = Isolation(state), Audit(state, enabled=True)
+    with isolation.visit():
+        isolation.observe(CALL, lambda: None)
+    audit.begin()
+    audit.check("Nobody")
+    with pytest.raises(StateMutationError, match=r"Hook 'spy' .* changed the training state: ."), isolation.visit():
+        isolation.observe(CALL, lambda: place.change(state))
+    with pytest.raises(StateMutationError, match="Somebody may only read"):
+        audit.check("Somebody")
+
+
+def test_checkpoints_hold_what_is_there(place: Place, tmp_path: Path) -> None:
+    state = made(place)
+    place.change(state)
+    if place is PLACES["optimizer state"]:
+        with pytest.raises(UsageError, match=r"preconditioner is a \S*Preconditioner, which no checkpoint can hold"):
+            save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+        return
+    before = state.digest()
+    save_checkpoint(tmp_path / "a", state, {}, state.streams.save())
+    fresh = made(place)
+    load_checkpoint(tmp_path / "a", fresh)
+    assert differing(before, fresh.digest()) == []
+    groups = [
+        optimizer.param_groups for optimizer in (fresh.optimizer, getattr(fresh.optimizer, "base", fresh.optimizer))
+    ]
+    assert groups[0][0] is groups[1][0]
+
+
+class Wrapped(TwoOptimizers):
+    """Two optimizers behind one face for a model of any shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first, *others = model.parameters()
+        self.parts = [torch.optim.SGD([first], 0.1, momentum=0.9), torch.optim.Adam(others)]
+
+
+def with_odd_update(task: Any, state: TrainingState) -> None:
+    task.optimizer = state.optimizer = Wrapped(state.model)
+    task.scheduler = state.scheduler = Warmup(task.optimizer)
+    state.model.register_forward_hook(counting_hook())
+    state.optimizer.parts[0].register_step_post_hook(Average(state.model).update)
+
+
+def train_and_undo(run_ctx: Any, model_ctx: Any) -> None:
+    model_ctx.take_step(run_ctx.batch_data)
+    model_ctx.run_training_epoch(model_ctx.loader)
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_run_with_odd_optimizer_and_scheduler_keeps_its_bytes_whatever_hooks_do(audit: bool) -> None:
+    bare = train(Case(), steps=4, audit=False, introduce=with_odd_update, scheduler_interval="step")
+    observer = SpyHook(lambda ctx: {"groups": len(ctx.optimizer_groups)})
+    hooks = [observer, at(ActingHook, HookPoint.POST_STEP, HookPoint.POST_BACKWARD)(train_and_undo)]
+    run = train(Case(), hooks, steps=4, audit=audit, introduce=with_odd_update, scheduler_interval="step")
+    assert run.digests == bare.digests
+    assert run.final == bare.final
