@@ -181,9 +181,9 @@ class MetricDispatch:
         for sink in list(self._sinks):
             try:
                 self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
-            except (StateMutationError, fatal):
+            except (StateMutationError, fatal, KeyboardInterrupt):
                 raise
-            except Exception as error:
+            except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
                 self._switch_off(sink)
                 self._close_failed(sink, step)
                 warnings.warn(
@@ -200,9 +200,9 @@ class MetricDispatch:
         """Let a failed sink release its files; that it may fail at this too is known."""
         try:
             self._isolation.observe(Call(sink.name, "its end", step, "Sink"), partial(sink.close, "failed"))
-        except StateMutationError:
+        except (StateMutationError, KeyboardInterrupt):
             raise
-        except Exception:
+        except BaseException:
             pass
 
 

@@ -125,7 +125,7 @@ class HookFailures:
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
     """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
 
-    def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
         if isinstance(error, UnsuitableError) and hook.name not in self.required:
             self.left_out[hook.name] = str(error)
@@ -211,18 +211,27 @@ class HookSet:
 
         Returns ``None`` if it raised and the run goes on for now, and always once the hooks were abandoned.
         """
-        if self._abandoned:
-            return None
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
         isolated = partial(self._isolated, Call(hook.name, where, step), function, intervention)
+        if self.profiler.enabled:
+            state_of = partial(self._isolated, Call(hook.name, "state_dict", step), hook.state_dict)
+            isolated = partial(self.profiler.call, hook.name, isolated, state_of)
+        return self._treated(hook, where, step, isolated)
+
+    def _treated(self, hook: TrainingHook, where: str, step: int, isolated: Callable[[], Result]) -> Result | None:
+        """Return what an isolated call returns; what a hook raises, an exit included, is a failure of the hook."""
+        if self._abandoned:
+            return None
         try:
-            return self.profiler.call(hook.name, isolated, hook.state_dict) if self.profiler.enabled else isolated()
+            return isolated()
         except StateMutationError:
             self.abandon()
             raise
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
             self._failed(hook, where, step, error)
             return None
 
@@ -233,7 +242,9 @@ class HookSet:
             with streams.isolated(), self.profiler.section(hook.name):
                 streams.derive(hook.name, where, step)
                 return function() if self._offload is None else self._offload.call(hook, function)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._failed(hook, where, step, error)
             return None
 
@@ -246,13 +257,15 @@ class HookSet:
         self._abandoned = True
         self.isolation.rebase()  # or the sinks, which are still to be closed, would be blamed for it
 
-    def _isolated(self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None) -> Result:
+    def _isolated(
+        self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
+    ) -> Result:
         with self._taps.silenced():
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
-    def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+    def _failed(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         self.failures.treat(hook, where, step, error)
         if self.failures.pending is None:
             self._drop(hook)

@@ -83,7 +83,12 @@ class Isolation:
                 saved.restore()
 
     def rebase(self) -> None:
-        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions."""
+        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions.
+
+        Outside of a visit there is none to renew.
+        """
+        if self._saved_streams is None:
+            return
         self._restore_streams_for_audit()
         self._tripwire.begin()
         self._audit.begin()
@@ -115,6 +120,9 @@ class Isolation:
         torch._C._set_grad_enabled(False)
         try:
             return function()
+        except BaseException:
+            _put_back(self._tripwire, self._modes)
+            raise
         finally:
             torch._C._set_grad_enabled(grad_mode)
             leave_modes(self._modes)
@@ -138,6 +146,10 @@ class Isolation:
         self._streams.derive(call.name, call.where, call.step)
         try:
             return function()
+        except BaseException:
+            if not mutates:
+                _put_back(self._tripwire, self._modes)
+            raise
         finally:
             leave_modes(self._modes)
             if mutates:
@@ -183,3 +195,9 @@ class Isolation:
     def _restore_streams_for_audit(self) -> None:
         if self._audit.enabled and self._saved_streams is not None:
             self._saved_streams.restore()
+
+
+def _put_back(tripwire: Tripwire, modes: tuple[int, int]) -> None:
+    """Undo what can be undone of a call that raised, so that its own error is what is told where that suffices."""
+    leave_modes(modes)  # first, since one that is still entered could answer the rest
+    tripwire.put_back()

@@ -24,6 +24,18 @@ from .structure import Structure
 from .tensor_identity import inner_tensors
 
 
+def _watch_flags(state: StateObjects) -> Watched:
+    flags = state.flags
+    known = flags.read_all()
+
+    def put_back(before: tuple[Any, ...]) -> None:
+        # With them may have changed what only the audit reads; then all stays, for the check to tell of it.
+        if flags.read_all()[len(before) :] == known[len(before) :]:
+            flags.restore(before)
+
+    return Watched(look=flags.read, differences=flags.differences, put_back=put_back)
+
+
 def _optimizer_leaves(state: StateObjects) -> Leaves:
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     for parameter, held in state.optimizer.state.items():
@@ -191,7 +203,7 @@ _NAMED = (
             put_back=lambda state, owners, kept: state.flags.restore(kept),
             first=True,
         ),
-        lambda state: Watched(look=state.flags.read, differences=state.flags.differences),
+        _watch_flags,
     ),
     Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _other_kinds)),
     *MODEL_PARTS,
