@@ -236,17 +236,16 @@ class HookSet:
             return None
 
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
-        """Call the function of a tap; amid the run's own backward pass only its random stream can be isolated."""
-        where, step, streams = f"tap on {target!r}", self._state.loop.step, self._state.streams
-        try:
-            with streams.isolated(), self.profiler.section(hook.name):
-                streams.derive(hook.name, where, step)
-                return function() if self._offload is None else self._offload.call(hook, function)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._failed(hook, where, step, error)
-            return None
+        """Call the function of a tap amid the run's own pass, where it is watched and can be rolled back by no copy."""
+        call = Call(hook.name, f"tap on {target!r}", self._state.loop.step)
+        if self._offload is not None:
+            function = partial(self._offload.call, hook, function)
+
+        def isolated() -> Result:
+            with self.profiler.section(hook.name):
+                return self.isolation.observe_amid(call, function)
+
+        return self._treated(hook, call.where, call.step, isolated)
 
     def isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""

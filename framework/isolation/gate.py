@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -134,6 +136,43 @@ class Isolation:
             else:
                 self._tripwire.check_quickly(call)
                 self._unsettled.append(call)
+
+    def observe_amid(self, call: Call, function: Callable[[], Result]) -> Result:
+        """Run ``function`` amid the run's own forward or backward pass, on the call's own random stream, and check.
+
+        The baseline is taken right before, since a pass changes the state on purpose from one such call to the next.
+        """
+        tripwire, audit = self._amid
+        modes, grad_mode = entered_modes(), torch.is_grad_enabled()
+        tripwire.begin()
+        audit.begin()
+        try:
+            with self._streams.isolated():
+                self._streams.derive(call.name, call.where, call.step)
+                try:
+                    return function()
+                except BaseException:
+                    _put_back(tripwire, modes)
+                    raise
+                finally:
+                    torch._C._set_grad_enabled(grad_mode)
+                    leave_modes(modes)
+        finally:
+            try:
+                tripwire.check_quickly(call)
+                tripwire.check_rest(call)
+                audit.check(call)
+            finally:
+                tripwire.release()
+
+    @cached_property
+    def _amid(self) -> tuple[Tripwire, Audit]:
+        """What watches calls amid a pass, apart from what watches a visit, in which such a pass may be under way."""
+        state = copy(self._state)
+        # Autograd has a thread for every device: with several, gradients arrive while a function is called in another.
+        if len({parameter.device for parameter in state.model.parameters()}) > 1:
+            state.parts = [part for part in state.parts if part.name != "gradients"]
+        return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
