@@ -30,6 +30,8 @@ from ..training import Profiler
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
+BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
+"""Where a :class:`UsageError` of a hook refuses the run."""
 
 
 class Listener:
@@ -134,7 +136,7 @@ class HookFailures:
         told = explained(error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
         self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
-        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
+        if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
             raise error
         if self.on_error == "skip":
             warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
@@ -235,6 +237,12 @@ class HookSet:
             self._failed(hook, where, step, error)
             return None
 
+    def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
+        """Ask a hook for what is no part of its work: isolated like a call, but neither profiled nor offloaded."""
+        step = self._state.loop.step
+        with self.isolation.visit():
+            return self._treated(hook, where, step, partial(self._isolated, Call(hook.name, where, step), function))
+
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
         """Call the function of a tap amid the run's own pass, where it is watched and can be rolled back by no copy."""
         call = Call(hook.name, f"tap on {target!r}", self._state.loop.step)
@@ -312,7 +320,11 @@ class HookSet:
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return every metric that the hooks describe, by full name."""
-        return {f"{hook.name}/{info.name}": info for hook in self._hooks for info in hook.describe_metrics()}
+        found: dict[str, MetricInfo] = {}
+        for hook in list(self._hooks):
+            described = self._gated(hook, "describe_metrics", partial(_described, hook))
+            found |= {f"{hook.name}/{info.name}": info for info in described or ()}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
@@ -320,19 +332,21 @@ class HookSet:
         for hook in list(self._hooks):
             # A hook that raised may have stopped half way through an update of what it remembers.
             if all(error["hook"] != hook.name for error in self.failures.errors):
-                try:
-                    states[hook.name] = hook.state_dict()
-                except Exception as error:
-                    self._failed(hook, "state_dict", self._state.loop.step, error)
+                state = self._gated(hook, "state_dict", hook.state_dict)
+                states |= {} if state is None else {hook.name: state}
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
         for hook in self._hooks:
             if hook.name in state:
+                call, load = Call(hook.name, "load_state_dict", 0), partial(hook.load_state_dict, state[hook.name])
                 try:
-                    hook.load_state_dict(state[hook.name])
-                except Exception as error:
+                    with self.isolation.visit():
+                        self._isolated(call, load)
+                except (StateMutationError, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
                     raise UsageError(
                         f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
                         "the options that it had, or without it."
@@ -342,6 +356,10 @@ class HookSet:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
         if table := self.call(hook, "table", self._state.loop.step, hook.table):
             self.tables[hook.name] = table
+
+
+def _described(hook: TrainingHook) -> list[MetricInfo]:
+    return list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
 
 
 def _start(hook: TrainingHook, run: RunInfo) -> None:

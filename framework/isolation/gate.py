@@ -50,7 +50,7 @@ class Isolation:
         self._saved_streams: StreamState | None = None
         self._guarded = False
         self._changed = False
-        self._modes = entered_modes()
+        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
 
@@ -69,7 +69,7 @@ class Isolation:
         self._saved_streams = self._streams.take()
         self._guarded = self._changed = False
         self._unsettled = []
-        self._modes = entered_modes()
+        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
         self.rebase()
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class Isolation:
             _put_back(self._tripwire, self._modes)
             raise
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            torch._C._set_grad_enabled(self._grad_mode)
             leave_modes(self._modes)
             key = (call.name, call.where)
             seen = self._calls.get(key, 0)
@@ -136,6 +136,8 @@ class Isolation:
             else:
                 self._tripwire.check_quickly(call)
                 self._unsettled.append(call)
+            if grad_mode is not self._grad_mode:  # this was a call within a call, which goes on without gradients
+                torch._C._set_grad_enabled(grad_mode)
 
     def observe_amid(self, call: Call, function: Callable[[], Result]) -> Result:
         """Run ``function`` amid the run's own forward or backward pass, on the call's own random stream, and check.

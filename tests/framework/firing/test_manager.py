@@ -37,6 +37,7 @@ from tests.support import (
     at,
     build,
     data_for,
+    differences,
     mean_loss,
     raising,
     run_info,
@@ -400,6 +401,48 @@ def test_states_of_hooks_are_kept_by_name_and_given_back():
     again, fresh = Counter(), named(Counter, "third")()
     HookManager([again, fresh], *build(Case())).hooks.load_state_dict(saved)
     assert (again.count, fresh.count) == (3, 0)
+
+
+class Loading(SpyHook):
+    """Does something of its own when it is given its state back, and when it is asked for it."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def state_dict(self):
+        self.act()
+        return {}
+
+    def load_state_dict(self, state):
+        self.act()
+
+
+def test_a_hook_that_draws_when_it_is_given_its_state_back_or_measured_leaves_the_streams_alone():
+    task, state = build(Case())
+    manager = HookManager([Loading(lambda: (torch.rand(3), np.random.rand(2)))], task, state, profile=True)
+    before = state.digest()
+    manager.hooks.load_state_dict({"spy": {}})
+    manager.fire(HookPoint.PRE_EPOCH)
+    assert differences(before, state.digest()) == []
+    assert "state_bytes" in manager.profiler.report()["spy"]
+
+
+def test_a_hook_that_changes_the_run_when_it_is_given_its_state_back_is_named():
+    task, state = build(Case())
+    manager = HookManager([Loading(lambda: task.optimizer.param_groups[0].update(lr=5.0))], task, state)
+    with pytest.raises(StateMutationError, match="Hook 'spy' at load_state_dict of step 0 may only read, but changed"):
+        manager.hooks.load_state_dict({"spy": {}})
+
+
+def test_a_hook_that_leaves_when_it_is_given_its_state_back_is_refused():
+    manager = HookManager([Loading(partial(raising_exit, 0))], *build(Case()))
+    with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0\\)"):
+        manager.hooks.load_state_dict({"spy": {}})
+
+
+def raising_exit(status):
+    raise SystemExit(status)
 
 
 def test_two_hooks_of_one_name_are_refused_before_the_run():
