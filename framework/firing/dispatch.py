@@ -115,11 +115,13 @@ class MetricDispatch:
 
     # Sinks
 
-    def start(self, run: RunInfo, positions: Positions | None = None) -> None:
+    def start(
+        self, run: RunInfo, positions: Positions | None = None, *, fatal: tuple[type[Exception], ...] = (UsageError,)
+    ) -> None:
         """Announce a strategy to the sinks; with the ``positions`` of a checkpoint, let each go on at its own.
 
-        A sink that the checkpoint does not know begins anew; one that had failed before it stays off. Raises
-        :class:`UsageError` for a sink whose earlier files are no longer there.
+        A sink that the checkpoint does not know begins anew; one that had failed before it stays off. Raises what is
+        ``fatal``, such as the :class:`UsageError` of a sink whose earlier files are no longer there.
         """
         known = positions or {}
         for sink in list(self._sinks):
@@ -135,9 +137,9 @@ class MetricDispatch:
             else:
                 sink.set_run_context(run)
 
-        self._started = True
         with self._isolation.visit():
-            self._each(0, begin, fatal=UsageError)
+            self._each(0, begin, fatal=fatal)
+        self._started = True
 
     def positions(self) -> dict[str, Position | None]:
         """Return how far the sinks have come, by their names and those they include; ``None`` for one that failed."""
@@ -172,18 +174,19 @@ class MetricDispatch:
         self._each(step, lambda sink: sink.emit(metrics, epoch, point, step=step))
 
     def _each(
-        self, step: int, action: Callable[[MetricSink], None], *, fatal: type[Exception] = StateMutationError
+        self, step: int, action: Callable[[MetricSink], None], *, fatal: tuple[type[Exception], ...] = ()
     ) -> None:
         """Let every sink act; one that fails is dropped with a warning, since losing a metric must not stop a run.
 
         A changed training state is raised, and what else is ``fatal``.
         """
+        passing: tuple[type[BaseException], ...] = (StateMutationError, KeyboardInterrupt, *fatal)
         for sink in list(self._sinks):
             try:
                 self._isolation.observe(Call(sink.name, "an emit", step, "Sink"), partial(action, sink))
-            except (StateMutationError, fatal):
+            except passing:
                 raise
-            except Exception as error:
+            except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
                 self._switch_off(sink)
                 self._close_failed(sink, step)
                 warnings.warn(
@@ -200,9 +203,9 @@ class MetricDispatch:
         """Let a failed sink release its files; that it may fail at this too is known."""
         try:
             self._isolation.observe(Call(sink.name, "its end", step, "Sink"), partial(sink.close, "failed"))
-        except StateMutationError:
+        except (StateMutationError, KeyboardInterrupt):
             raise
-        except Exception:
+        except BaseException:
             pass
 
 

@@ -120,7 +120,8 @@ class Firing:
             self._dispatch.add(hook, point, step, hook.intervene(context, model_context))
             return True
 
-        returned = self._hooks.call(hook, point.name, step, intervene, intervention=hook)
+        with model_context:
+            returned = self._hooks.call(hook, point.name, step, intervene, intervention=hook)
         if returned and record.changes:
             record.apply()
             self._isolation.committed()

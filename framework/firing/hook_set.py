@@ -30,6 +30,8 @@ from ..training import Profiler
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
+BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
+"""Where a :class:`UsageError` of a hook refuses the run."""
 
 
 class Listener:
@@ -125,7 +127,7 @@ class HookFailures:
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
     """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
 
-    def treat(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
         if isinstance(error, UnsuitableError) and hook.name not in self.required:
             self.left_out[hook.name] = str(error)
@@ -134,7 +136,7 @@ class HookFailures:
         told = explained(error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
         self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
-        if isinstance(error, UndeclaredCommitError) or (where in ("start", "taps") and isinstance(error, UsageError)):
+        if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
             raise error
         if self.on_error == "skip":
             warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
@@ -211,31 +213,47 @@ class HookSet:
 
         Returns ``None`` if it raised and the run goes on for now, and always once the hooks were abandoned.
         """
-        if self._abandoned:
-            return None
         self.profiler.caller = hook.name
         if self._offload is not None:
             function = partial(self._offload.call, hook, function)
         isolated = partial(self._isolated, Call(hook.name, where, step), function, intervention)
+        if self.profiler.enabled:
+            state_of = partial(self._isolated, Call(hook.name, "state_dict", step), hook.state_dict)
+            isolated = partial(self.profiler.call, hook.name, isolated, state_of)
+        return self._treated(hook, where, step, isolated)
+
+    def _treated(self, hook: TrainingHook, where: str, step: int, isolated: Callable[[], Result]) -> Result | None:
+        """Return what an isolated call returns; what a hook raises, an exit included, is a failure of the hook."""
+        if self._abandoned:
+            return None
         try:
-            return self.profiler.call(hook.name, isolated, hook.state_dict) if self.profiler.enabled else isolated()
+            return isolated()
         except StateMutationError:
             self.abandon()
             raise
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
             self._failed(hook, where, step, error)
             return None
 
+    def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
+        """Ask a hook for what is no part of its work: isolated like a call, but neither profiled nor offloaded."""
+        step = self._state.loop.step
+        with self.isolation.visit():
+            return self._treated(hook, where, step, partial(self._isolated, Call(hook.name, where, step), function))
+
     def call_tap(self, hook: TrainingHook, target: str, function: Callable[[], Result]) -> Result | None:
-        """Call the function of a tap; amid the run's own backward pass only its random stream can be isolated."""
-        where, step, streams = f"tap on {target!r}", self._state.loop.step, self._state.streams
-        try:
-            with streams.isolated(), self.profiler.section(hook.name):
-                streams.derive(hook.name, where, step)
-                return function() if self._offload is None else self._offload.call(hook, function)
-        except Exception as error:
-            self._failed(hook, where, step, error)
-            return None
+        """Call the function of a tap amid the run's own pass, where it is watched and can be rolled back by no copy."""
+        call = Call(hook.name, f"tap on {target!r}", self._state.loop.step)
+        if self._offload is not None:
+            function = partial(self._offload.call, hook, function)
+
+        def isolated() -> Result:
+            with self.profiler.section(hook.name):
+                return self.isolation.observe_amid(call, function)
+
+        return self._treated(hook, call.where, call.step, isolated)
 
     def isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
@@ -246,13 +264,15 @@ class HookSet:
         self._abandoned = True
         self.isolation.rebase()  # or the sinks, which are still to be closed, would be blamed for it
 
-    def _isolated(self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None) -> Result:
+    def _isolated(
+        self, call: Call, function: Callable[[], Result], intervention: InterventionHook | None = None
+    ) -> Result:
         with self._taps.silenced():
             if intervention is None:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
-    def _failed(self, hook: TrainingHook, where: str, step: int, error: Exception) -> None:
+    def _failed(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         self.failures.treat(hook, where, step, error)
         if self.failures.pending is None:
             self._drop(hook)
@@ -300,7 +320,11 @@ class HookSet:
 
     def metric_infos(self) -> dict[str, MetricInfo]:
         """Return every metric that the hooks describe, by full name."""
-        return {f"{hook.name}/{info.name}": info for hook in self._hooks for info in hook.describe_metrics()}
+        found: dict[str, MetricInfo] = {}
+        for hook in list(self._hooks):
+            described = self._gated(hook, "describe_metrics", partial(_described, hook))
+            found |= {f"{hook.name}/{info.name}": info for info in described or ()}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return every hook's state, by the hook's name; that of a hook which has raised is left out."""
@@ -308,19 +332,21 @@ class HookSet:
         for hook in list(self._hooks):
             # A hook that raised may have stopped half way through an update of what it remembers.
             if all(error["hook"] != hook.name for error in self.failures.errors):
-                try:
-                    states[hook.name] = hook.state_dict()
-                except Exception as error:
-                    self._failed(hook, "state_dict", self._state.loop.step, error)
+                state = self._gated(hook, "state_dict", hook.state_dict)
+                states |= {} if state is None else {hook.name: state}
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
         for hook in self._hooks:
             if hook.name in state:
+                call, load = Call(hook.name, "load_state_dict", 0), partial(hook.load_state_dict, state[hook.name])
                 try:
-                    hook.load_state_dict(state[hook.name])
-                except Exception as error:
+                    with self.isolation.visit():
+                        self._isolated(call, load)
+                except (StateMutationError, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
                     raise UsageError(
                         f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
                         "the options that it had, or without it."
@@ -330,6 +356,10 @@ class HookSet:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
         if table := self.call(hook, "table", self._state.loop.step, hook.table):
             self.tables[hook.name] = table
+
+
+def _described(hook: TrainingHook) -> list[MetricInfo]:
+    return list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
 
 
 def _start(hook: TrainingHook, run: RunInfo) -> None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from ..hooks import (
     TapOwner,
     TapSet,
     TrainingHook,
+    treatments,
     without_duplicates,
 )
 from ..isolation import Call, Isolation, Snapshot
@@ -29,6 +31,8 @@ from .fire import Firing
 from .hook_set import HookFailures, HookSet, StateOffload
 
 Result = TypeVar("Result")
+UNNAMED = "unnamed"
+"""What experiment, strategy and folder are called where nobody has said."""
 
 
 class HookManager:
@@ -87,7 +91,8 @@ class HookManager:
         )
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call)
         self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
-        self._ended = False
+        self._reference_weights = reference_weights
+        self._started = self._ended = False
 
     def start(self, run: RunInfo) -> None:
         """Tell every hook and sink that the strategy starts, and attach the taps."""
@@ -99,6 +104,9 @@ class HookManager:
 
         Raises :class:`UsageError` where an intervention could change what cannot be rolled back.
         """
+        if self._started:
+            raise UsageError("This hook manager has started already; make a new one for another run.")
+        self._started = True
         if any(True for _ in self.hooks) and (sentence := self.state.out_of_reach()):
             if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
                 raise UsageError(sentence)
@@ -107,7 +115,9 @@ class HookManager:
         self._attach_taps()
 
     def fire(self, point: HookPoint) -> None:
-        """Call the hooks that are due at ``point``."""
+        """Call the hooks that are due at ``point``; a manager that was not started starts itself at the first."""
+        if not self._started:
+            self._start_itself()
         if point is HookPoint.POST_BACKWARD and self._taps.need_a_pass:
             self._hear_taps()
         if self.hooks.listeners.at[point]:
@@ -140,6 +150,35 @@ class HookManager:
             self.dispatch.flush_steps(self.state.loop.epoch)
         if status == "completed":  # else the run ends for another reason
             self.hooks.failures.raise_pending()
+
+    def _start_itself(self) -> None:
+        """Start with what is known here of the run, which has neither names nor a folder.
+
+        Raises :class:`UsageError` for a sink that cannot do without a folder.
+        """
+        run = RunInfo(
+            experiment=UNNAMED,
+            strategy=UNNAMED,
+            output_dir=Path(UNNAMED),
+            task=self.task,
+            loop=self.hooks.loop,
+            seed=self.state.streams.seed,
+            optimizer_class=type(self.task.optimizer),
+            reference_weights=self._reference_weights,
+            metric_infos=self.hooks.metric_infos(),
+            treatments=treatments(self.hooks),
+        )
+        try:
+            self.start_hooks(run)
+            self.dispatch.start(run, fatal=(UsageError, OSError))
+        except BaseException as error:
+            self.end("failed")
+            if not isinstance(error, OSError):
+                raise
+            raise UsageError(
+                f"A sink needs the folder of the run ({type(error).__name__}: {error}), and this hook manager was told "
+                "of none: call manager.start(RunInfo(...)) before the loop."
+            ) from error
 
     def _attach_taps(self) -> None:
         """Ask every hook that has started for its taps, then attach those of the hooks that are still on."""

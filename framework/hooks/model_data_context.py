@@ -1,6 +1,7 @@
 """The model context: the only way in which an intervention reaches the mutable training state."""
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,15 @@ from .commits import Clipping, CommitRecord, StatePart
 from .experimenting import Experimenting
 
 
+class ExpiredError(LoopscopeError):
+    """A model context was used when the call that it was made for had ended."""
+
+
 class ModelDataContext(Experimenting):
     """What an intervention may do in one call: measure, experiment, commit.
 
     Everything it did is rolled back when the call ends; then, if the hook returned, the commits that it asked for are
-    made: what the verbs that begin with "Keep" have checked and recorded.
+    made: what the verbs that begin with "Keep" have checked and recorded. After the call every verb is refused.
 
     Vectors are dicts from parameter names to tensors of the parameters' shapes (plain tensors or DTensors); a name
     that is missing stands for zeros. Losses, gradients and curvature are those of the training loss in the model's
@@ -55,6 +60,25 @@ class ModelDataContext(Experimenting):
         self._probe = LossProbe(task, state, self._profiler)
         self._checkpoints = {}
 
+    def __enter__(self) -> Self:
+        """Return the context, for the call within the body."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Forget everything: nothing that is done after the call would be rolled back or kept."""
+        name, point, step = self._stream
+        vars(self).clear()
+        self._over = (
+            f"The model context of hook {name!r} at {point} of step {step} was used after that call, which nothing "
+            "protects the run from: use it only within intervene(), which is given a new one at every call."
+        )
+
+    if not TYPE_CHECKING:  # where it would make every attribute one of any type
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse what is gone since the call ended: whatever verb is used looks for some of it first."""
+            raise ExpiredError(self._over) if "_over" in vars(self) else AttributeError(name)
+
     def scale_gradients(self, factor: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Keep: multiply every gradient by ``factor``, or those of the named parameters each by its own.
 
@@ -66,8 +90,9 @@ class ModelDataContext(Experimenting):
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, each)
         else:
             kept = self._lasting_factor(factor)
+            parameters = self._parameters
             # Looked up when the change is made, since an earlier commit may give a parameter its first gradient.
-            change = lambda: commits.scale(live_gradients(self._parameters), kept)
+            change = lambda: commits.scale(live_gradients(parameters), kept)
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", change)
 
     def clamp_gradients(self, max_value: float) -> None:

@@ -143,9 +143,11 @@ class TapSet:
             before = _mark(gradient)
             copy = gradient.clone() if self._audit else None
             replacement: Tensor | None = None
+            self._silent += 1  # the function may differentiate on its own
             try:
                 replacement = owner.call(tap.target, lambda: _fitting(tap.function(gradient), gradient))
             finally:
+                self._silent -= 1
                 same = _mark(gradient) == before and (copy is None or _same_bytes(copy, gradient))
                 if not same or (replacement is not None and not tap.replaces):
                     what = "an input" if tap.kind == "input" else "a gradient"

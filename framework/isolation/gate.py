@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -48,7 +50,7 @@ class Isolation:
         self._saved_streams: StreamState | None = None
         self._guarded = False
         self._changed = False
-        self._modes = entered_modes()
+        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
 
@@ -67,7 +69,7 @@ class Isolation:
         self._saved_streams = self._streams.take()
         self._guarded = self._changed = False
         self._unsettled = []
-        self._modes = entered_modes()
+        self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
         self.rebase()
 
     def end(self) -> None:
@@ -83,7 +85,12 @@ class Isolation:
                 saved.restore()
 
     def rebase(self) -> None:
-        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions."""
+        """Accept the present state as the baseline: after a commit, or after a rollback moved the versions.
+
+        Outside of a visit there is none to renew.
+        """
+        if self._saved_streams is None:
+            return
         self._restore_streams_for_audit()
         self._tripwire.begin()
         self._audit.begin()
@@ -115,8 +122,11 @@ class Isolation:
         torch._C._set_grad_enabled(False)
         try:
             return function()
+        except BaseException:
+            _put_back(self._tripwire, self._modes)
+            raise
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            torch._C._set_grad_enabled(self._grad_mode)
             leave_modes(self._modes)
             key = (call.name, call.where)
             seen = self._calls.get(key, 0)
@@ -126,6 +136,45 @@ class Isolation:
             else:
                 self._tripwire.check_quickly(call)
                 self._unsettled.append(call)
+            if grad_mode is not self._grad_mode:  # this was a call within a call, which goes on without gradients
+                torch._C._set_grad_enabled(grad_mode)
+
+    def observe_amid(self, call: Call, function: Callable[[], Result]) -> Result:
+        """Run ``function`` amid the run's own forward or backward pass, on the call's own random stream, and check.
+
+        The baseline is taken right before, since a pass changes the state on purpose from one such call to the next.
+        """
+        tripwire, audit = self._amid
+        modes, grad_mode = entered_modes(), torch.is_grad_enabled()
+        tripwire.begin()
+        audit.begin()
+        try:
+            with self._streams.isolated():
+                self._streams.derive(call.name, call.where, call.step)
+                try:
+                    return function()
+                except BaseException:
+                    _put_back(tripwire, modes)
+                    raise
+                finally:
+                    torch._C._set_grad_enabled(grad_mode)
+                    leave_modes(modes)
+        finally:
+            try:
+                tripwire.check_quickly(call)
+                tripwire.check_rest(call)
+                audit.check(call)
+            finally:
+                tripwire.release()
+
+    @cached_property
+    def _amid(self) -> tuple[Tripwire, Audit]:
+        """What watches calls amid a pass, apart from what watches a visit, in which such a pass may be under way."""
+        state = copy(self._state)
+        # Autograd has a thread for every device: with several, gradients arrive while a function is called in another.
+        if len({parameter.device for parameter in state.model.parameters()}) > 1:
+            state.parts = [part for part in state.parts if part.name != "gradients"]
+        return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
@@ -138,6 +187,10 @@ class Isolation:
         self._streams.derive(call.name, call.where, call.step)
         try:
             return function()
+        except BaseException:
+            if not mutates:
+                _put_back(self._tripwire, self._modes)
+            raise
         finally:
             leave_modes(self._modes)
             if mutates:
@@ -183,3 +236,9 @@ class Isolation:
     def _restore_streams_for_audit(self) -> None:
         if self._audit.enabled and self._saved_streams is not None:
             self._saved_streams.restore()
+
+
+def _put_back(tripwire: Tripwire, modes: tuple[int, int]) -> None:
+    """Undo what can be undone of a call that raised, so that its own error is what is told where that suffices."""
+    leave_modes(modes)  # first, since one that is still entered could answer the rest
+    tripwire.put_back()

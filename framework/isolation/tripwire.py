@@ -5,6 +5,8 @@ moving a version. The audit is the proof: a digest of every byte before and afte
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from operator import attrgetter, call, itemgetter
 from typing import Any
@@ -87,6 +89,12 @@ class WatchList:
             self._placed_at, self._places = now, _places_of_tensors(attributes)
         # asked again, since an address may be that of another object by now
         return [item for place in self._places if isinstance(item := attributes[place], Tensor)]
+
+    def put_back_own(self, before: tuple[Any, ...]) -> None:
+        """Give objects back the attributes by name in what :meth:`read_attributes` returned, such as modes."""
+        start = len(self._spaces)
+        for (space, key), value in zip(self._keys, before[start : start + len(self._keys)], strict=True):
+            space[key] = value
 
     def name(self, container: Any, names: dict[int, str]) -> str:
         """Name a container: by the object that it belongs to, or else by its part."""
@@ -184,6 +192,19 @@ class Tripwire:
         if changes:
             raise mutation(culprit, changes)
         self._rest = rest
+
+    def put_back(self) -> None:
+        """Put back what costs next to nothing: settings, modes, attributes of modules, hooks on them, gradients.
+
+        Whatever cannot be put back is left to the check that follows.
+        """
+        watch = self.watch
+        pairs = (*zip(watch.looked, self._rest[1:], strict=False), *zip(watch.glanced, self._quick[2:], strict=False))
+        steps: list[Callable[[], object]] = [partial(part.put_back, was) for part, was in pairs if part.put_back]
+        steps.append(partial(watch.put_back_own, self._rest[0]))
+        for step in steps:
+            with suppress(Exception):
+                step()
 
     def release(self) -> None:
         """Let go of what the last sweep read, so that gradients and batches live no longer than without it."""

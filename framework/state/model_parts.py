@@ -84,7 +84,7 @@ def _set_gradient(parameter: Any, gradient: Tensor | None) -> None:
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _give_gradients_back(state: StateObjects, owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
+def _give_gradients_back(owners: list[Tensor], kept: tuple[Tensor | None, ...]) -> None:
     # Compared first, since setting a gradient checks its device, dtype and layout anew.
     if addresses(kept) != addresses((*map(_grad, owners),)):
         for owner, gradient in zip(owners, kept, strict=True):
@@ -93,24 +93,35 @@ def _give_gradients_back(state: StateObjects, owners: list[Tensor], kept: tuple[
 
 def _watch_parameters(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
-    return Watched(look=lambda: (*map(_requires_grad, parameters),), label="requires_grad of a parameter")
+
+    def put_back(before: tuple[bool, ...]) -> None:
+        for parameter, required in zip(parameters, before, strict=True):
+            parameter.requires_grad_(required)
+
+    look = lambda: (*map(_requires_grad, parameters),)
+    return Watched(look=look, label="requires_grad of a parameter", put_back=put_back)
 
 
 def _watch_gradients(state: StateObjects) -> Watched:
-    parameters = [*state.model.parameters()]
-    return Watched(glance=lambda: (*map(_grad, parameters),), label="a gradient was replaced")
+    parameters: list[Tensor] = [*state.model.parameters()]
+    return Watched(
+        glance=lambda: (*map(_grad, parameters),),
+        label="a gradient was replaced",
+        put_back=lambda before: _give_gradients_back(parameters, before),
+    )
 
 
 def _watch_gradient_hooks(state: StateObjects) -> Watched:
     parameters = [*state.model.parameters()]
     tables = lambda: chain(map(_hooks_on_gradient, parameters), map(_hooks_after_gradient, parameters))
-    return Watched(look=HookCounts(tables).read, label="a hook on a parameter")
+    counts = HookCounts(tables)
+    return Watched(look=counts.read, label="a hook on a parameter", put_back=counts.remove_newer)
 
 
 class HookCounts:
     """Counts hooks, but only where torch gave out a handle since: each takes the next number."""
 
-    def __init__(self, tables: Callable[[], Iterable[Mapping[int, Any] | None]]) -> None:
+    def __init__(self, tables: Callable[[], Iterable[dict[int, Any] | None]]) -> None:
         self._tables = tables
         self._handles = -1
         self._counts: tuple[int, ...] = ()
@@ -120,6 +131,12 @@ class HookCounts:
         if RemovableHandle.next_id != self._handles:
             self._handles, self._counts = RemovableHandle.next_id, (*map(len, filter(None, self._tables())),)
         return self._counts
+
+    def remove_newer(self, _: Any = None) -> None:
+        """Remove the hooks whose handles were given out since the last reading, as these themselves would."""
+        for table in filter(None, self._tables()):
+            for number in [number for number in table if number >= self._handles]:
+                del table[number]
 
 
 def _elsewhere(state: StateObjects) -> dict[str, Any]:
@@ -212,7 +229,8 @@ def _module_hook_tables(state: StateObjects) -> Iterator[tuple[str, dict[Any, An
 def _watch_module_hooks(state: StateObjects) -> Watched:
     tables = [table for _, table in _module_hook_tables(state)]
     filled = [table for table in tables if table]
-    return Watched(filled, look=HookCounts(lambda: tables).read, label="a hook on a module", settled=True)
+    counts = HookCounts(lambda: tables)
+    return Watched(filled, look=counts.read, label="a hook on a module", settled=True, put_back=counts.remove_newer)
 
 
 MODEL_PARTS = (
@@ -225,7 +243,9 @@ MODEL_PARTS = (
         _grad,
         _set_gradient,
         Guarded(
-            keep=lambda state, owners: (*map(_grad, owners),), passing=lambda kept: kept, put_back=_give_gradients_back
+            keep=lambda state, owners: (*map(_grad, owners),),
+            passing=lambda kept: kept,
+            put_back=lambda state, owners, kept: _give_gradients_back(owners, kept),
         ),
         _watch_gradients,
     ),

@@ -141,6 +141,7 @@ class Watched(NamedTuple):
         settled: what ``look`` reads decides which containers there are to read.
         label: says what differs if ``glance`` or ``look`` does.
         differences: says it more precisely, given what ``look`` read before.
+        put_back: makes it what ``look``, or else ``glance``, read before, where that costs next to nothing.
     """
 
     tables: Sequence[dict[Any, Any]] = ()
@@ -151,6 +152,7 @@ class Watched(NamedTuple):
     settled: bool = False
     label: str = ""
     differences: Callable[[Any], list[str]] | None = None
+    put_back: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True)

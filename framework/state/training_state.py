@@ -25,6 +25,18 @@ from .tensor_identity import inner_tensors
 from .update_parts import UPDATE_PARTS, beside_tables
 
 
+def _watch_flags(state: StateObjects) -> Watched:
+    flags = state.flags
+    known = flags.read_all()
+
+    def put_back(before: tuple[Any, ...]) -> None:
+        # With them may have changed what only the audit reads; then all stays, for the check to tell of it.
+        if flags.read_all()[len(before) :] == known[len(before) :]:
+            flags.restore(before)
+
+    return Watched(look=flags.read, differences=flags.differences, put_back=put_back)
+
+
 def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:
     """Name the classes whose states only they can read."""
     parts = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
@@ -166,7 +178,7 @@ _NAMED = (
             put_back=lambda state, owners, kept: state.flags.restore(kept),
             first=True,
         ),
-        lambda state: Watched(look=state.flags.read, differences=state.flags.differences),
+        _watch_flags,
     ),
     Part("kinds", lambda state: (), stored=Stored(_kinds, lambda state, stored: None, _other_kinds)),
     *MODEL_PARTS,

@@ -1,10 +1,13 @@
 """A hook that raises leaves nothing changed; the run ends and names it, or goes on as if it had never been there."""
 
+import warnings
+
 import pytest
 import torch
-from loopscope.errors import HookError
+from loopscope.errors import HookError, StateMutationError
 from loopscope.hooks import HookPoint, StatePart
 
+from tests.contracts.test_vandals import process_put_back
 from tests.support import (
     LOOPS,
     ActingHook,
@@ -19,7 +22,7 @@ from tests.support import (
     raising,
     train,
 )
-from tests.support.vandals import Scene, train_one_step
+from tests.support.vandals import DEEDS, Scene, train_one_step
 
 CASES = [Case(loop=loop, model=model) for loop in LOOPS for model in ("batchnorm_mlp", "transformer")]
 STEP_POINTS = [HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP]
@@ -130,3 +133,71 @@ def test_metrics_of_a_hook_that_raises_later_are_still_delivered():
     with pytest.warns(UserWarning, match="at last"):
         run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(third_time)], on_error="skip")
     assert [row[2:] for row in run.sink.rows("spy/")] == [(1, 1.0), (2, 2.0)]
+
+
+# What a hook that may only read has done before it raised
+
+VandalObserver = at(SpyHook, HookPoint.POST_STEP)
+VandalReader = at(ReadOnlyHook, HookPoint.POST_STEP)
+PUT_BACK = [
+    *("evaluate_for_good", "freeze_the_model", "change_dropout", "drop_a_gradient", "replace_a_gradient"),
+    *("leave_a_forward_hook", "leave_a_forward_pre_hook", "change_the_default_dtype", "demand_determinism"),
+    *("change_the_number_of_threads", "leave_grad_mode_off", "enter_a_function_mode", "enter_a_dispatch_mode"),
+]
+
+
+def train_with_deed(kind, name, error, **options):
+    """Train with a hook that does a deed and raises at its last call, where calls are no longer checked one by one."""
+    met = {}
+
+    def act(ctx, *rest):
+        if ctx.step == 5:
+            DEEDS[name](Scene(*met["run"]))
+            raise error
+
+    introduce = lambda *run: met.update(run=run)
+    with process_put_back(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return train(Case(), [kind(act)], length=2, introduce=introduce, **options)
+
+
+@pytest.mark.parametrize(("kind", "audit"), [(VandalObserver, False), (VandalReader, True)])
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_what_a_reading_hook_did_before_it_raised_is_put_back_and_skip_goes_on(name, kind, audit):
+    run = train_with_deed(kind, name, Mishap("and raised"), on_error="skip", audit=audit)
+    assert run.digests == train(Case(), length=2, audit=False).digests
+    assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Mishap: and raised"]
+
+
+@pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_the_matmul_precision"])
+def test_what_cannot_be_put_back_is_told_whatever_the_hook_raised(name):
+    run = train_with_deed(VandalObserver, name, Mishap("and raised"), on_error="skip", raises=StateMutationError)
+    assert "Hook 'spy' at POST_STEP of step 5 may only read, but changed" in str(run.error)
+    assert isinstance(run.error.__context__, Mishap)
+
+
+def test_a_hook_on_a_parameter_is_taken_off_again():
+    run = train_with_deed(VandalObserver, "leave_a_hook_on_a_parameter", Mishap("x"), on_error="skip", audit=False)
+    assert run.digests == train(Case(), length=2, audit=False).digests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), GeneratorExit()], ids=repr)
+def test_an_exit_in_a_hook_is_a_failure_of_the_hook(kind, error):
+    def leave(*contexts):
+        raise error
+
+    run = train(Case(), [at(kind, HookPoint.POST_STEP)(leave)], raises=HookError)
+    assert f"raised at POST_STEP of step 1: {type(error).__name__}" in str(run.error)
+    with pytest.warns(UserWarning, match="The run goes on without it"):
+        assert_same_bytes(train(Case(), [kind(leave)], on_error="skip"), Case())
+
+
+def test_an_interrupt_in_an_observer_stays_one_and_leaves_the_modes_as_they_were():
+    def leave(ctx):
+        ctx.model.eval()
+        raise KeyboardInterrupt
+
+    run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(leave)], raises=KeyboardInterrupt)
+    assert isinstance(run.error, KeyboardInterrupt)
+    assert all(module.training for module in run.task.model.modules())

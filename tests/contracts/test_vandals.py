@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loopscope.checkpoints import RunState
 from loopscope.errors import StateMutationError
 from loopscope.hooks import HookPoint, InterventionHook, TrainingHook
 from loopscope.state.flags import GlobalFlags
@@ -251,7 +252,7 @@ def reporting() -> SpyHook:
 
 
 class VandalOffStage(VandalObserver):
-    """A vandal that misbehaves where hooks prepare, look at their values and finish."""
+    """A vandal that misbehaves where hooks describe themselves, prepare, look at their values, are saved and finish."""
 
     def compute(self, ctx):
         return {"x": 1.0}
@@ -265,18 +266,34 @@ class VandalOffStage(VandalObserver):
     def end(self, status):
         self.act()
 
+    def state_dict(self):
+        self.act()
+        return {}
+
+    def describe_metrics(self):
+        self.act()
+        yield from ()
+
+
+OFF_STAGE = {"start", "check", "end", "state_dict", "describe_metrics"}
+
+
+def checkpointed(vandal: Vandal, **options) -> Run:
+    """Train with a vandal, and ask for all that a checkpoint holds as a run does."""
+    return train_with(vandal, CASE, checkpoint_every=1, save=lambda run: RunState(run.manager).take(), **options)
+
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_a_hook_that_draws_when_it_starts_checks_and_ends_has_no_effect(name):
+def test_a_hook_that_draws_off_stage_has_no_effect(name):
     vandal = VandalOffStage([name])
-    assert_same_bytes(train_with(vandal, CASE), CASE)
-    assert vandal.done > 2
+    assert_same_bytes(checkpointed(vandal), CASE)
+    assert vandal.done > 4
 
 
-@pytest.mark.parametrize("method", ["start", "check", "end"])
+@pytest.mark.parametrize("method", sorted(OFF_STAGE))
 @pytest.mark.parametrize("name", ["write_through_data", "edit_the_learning_rate", "leave_a_forward_hook"])
 def test_a_hook_that_changes_the_state_off_stage_is_caught(name, method):
-    quiet = {other: lambda self, *args: None for other in {"start", "check", "end"} - {method}}
+    quiet = {other: lambda self, *args: {} for other in OFF_STAGE - {method}}
     vandal = type("vandal", (VandalOffStage,), quiet)([name])
-    run = train_with(vandal, CASE, raises=StateMutationError)
+    run = checkpointed(vandal, raises=StateMutationError)
     assert_caught(run, where=f"at {method} of step")

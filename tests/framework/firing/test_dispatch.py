@@ -299,21 +299,23 @@ class Failing(MetricSink):
 
     name = "failing"
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
         self.calls: list[str] = []
 
     def emit(self, metrics, epoch, hook_point, *, step):
         self.calls.append("emit")
         if len(self.calls) == 2:
-            raise OSError("disk full")
+            raise self.error
 
     def close(self, status):
         self.calls.append("close")
 
 
-def test_a_sink_that_fails_is_closed_with_a_warning_and_the_others_go_on():
-    failing = Failing()
-    with pytest.warns(UserWarning, match="Sink 'failing' failed .* for the rest of the run: OSError: disk full"):
+@pytest.mark.parametrize("error", [OSError("disk full"), SystemExit(0)], ids=repr)
+def test_a_sink_that_fails_is_closed_with_a_warning_and_the_others_go_on(error):
+    failing, told = Failing(error), f"{type(error).__name__}: {error}"
+    with pytest.warns(UserWarning, match=f"Sink 'failing' failed .* for the rest of the run: {told}"):
         run = train(Case(), [returning(HookPoint.POST_EPOCH, n=1.0)], steps=9, sinks=[failing])
     assert failing.calls == ["emit", "emit", "close"]
     assert len(run.sink.emitted) == 3

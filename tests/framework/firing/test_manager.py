@@ -37,6 +37,7 @@ from tests.support import (
     at,
     build,
     data_for,
+    differences,
     mean_loss,
     raising,
     run_info,
@@ -231,6 +232,7 @@ def test_a_point_at_which_nobody_is_due_is_not_even_entered():
     state.streams = CountingStreams(7)
     schedule = StepSchedule(mode="stride", every_n_steps=3)
     manager = HookManager([at(SpyHook, HookPoint.POST_STEP, step_schedule=schedule)()], task, state)
+    manager.start(run_info(task, manager, "epoch"))
     state.loop.step, state.streams.visits = 2, 0
     for point in HookPoint:
         manager.fire(point)
@@ -401,6 +403,48 @@ def test_states_of_hooks_are_kept_by_name_and_given_back():
     assert (again.count, fresh.count) == (3, 0)
 
 
+class Loading(SpyHook):
+    """Does something of its own when it is given its state back, and when it is asked for it."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def state_dict(self):
+        self.act()
+        return {}
+
+    def load_state_dict(self, state):
+        self.act()
+
+
+def test_a_hook_that_draws_when_it_is_given_its_state_back_or_measured_leaves_the_streams_alone():
+    task, state = build(Case())
+    manager = HookManager([Loading(lambda: (torch.rand(3), np.random.rand(2)))], task, state, profile=True)
+    before = state.digest()
+    manager.hooks.load_state_dict({"spy": {}})
+    manager.fire(HookPoint.PRE_EPOCH)
+    assert differences(before, state.digest()) == []
+    assert "state_bytes" in manager.profiler.report()["spy"]
+
+
+def test_a_hook_that_changes_the_run_when_it_is_given_its_state_back_is_named():
+    task, state = build(Case())
+    manager = HookManager([Loading(lambda: task.optimizer.param_groups[0].update(lr=5.0))], task, state)
+    with pytest.raises(StateMutationError, match="Hook 'spy' at load_state_dict of step 0 may only read, but changed"):
+        manager.hooks.load_state_dict({"spy": {}})
+
+
+def test_a_hook_that_leaves_when_it_is_given_its_state_back_is_refused():
+    manager = HookManager([Loading(partial(raising_exit, 0))], *build(Case()))
+    with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0\\)"):
+        manager.hooks.load_state_dict({"spy": {}})
+
+
+def raising_exit(status):
+    raise SystemExit(status)
+
+
 def test_two_hooks_of_one_name_are_refused_before_the_run():
     with pytest.raises(UsageError, match="Two hooks are named 'spy'"):
         HookManager([SpyHook(), SpyHook()], *build(Case()))
@@ -453,7 +497,8 @@ def test_profiling_counts_every_call_of_every_hook():
     manager = HookManager(hooks, task, state, profile=True, sinks=[RecordingSink()])
     epoch_loop(task, manager)
     report = manager.profiler.report()
-    assert {name: row["calls"] for name, row in report.items()} == {"often": 12, "once": 1}
+    # "start" and "taps" are calls too
+    assert {name: row["calls"] for name, row in report.items()} == {"often": 2 + 12, "once": 2 + 1}
     assert list(report) == ["often", "once"]
     assert all(row["seconds"] > 0 for row in report.values())
 

@@ -1,0 +1,93 @@
+"""A manager that nobody has started starts itself, so that from Python no hook is silently without effect."""
+
+import pytest
+import torch
+from loopscope.errors import UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, InterventionHook
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.sinks import CSVSink
+from loopscope.state import of_the_run
+from loopscope.training_hooks import EmbeddingProvenance, ModelSmoothing, OutputProjectionClip, WeightAverage
+
+from tests.support import LOOPS, Case, RecordingSink, SpyHook, at, build, differences, run_info, train
+
+HOOKS = [
+    lambda: ModelSmoothing(update_interval=2),
+    lambda: OutputProjectionClip(),
+    lambda: WeightAverage(interval=1),
+    lambda: EmbeddingProvenance(),
+]
+
+
+def outcome(case: Case, make, *, start: bool):
+    """Return the digest at the end of a run and the metrics of one hook."""
+    task, state = build(case, steps=6)
+    sink = RecordingSink()
+    manager = HookManager([make()], task, state, loop=case.loop, sinks=[sink])
+    if start:
+        manager.start(run_info(task, manager, case.loop))
+    (epoch_loop if case.loop == "epoch" else step_loop)(task, manager)
+    manager.end("completed")
+    return of_the_run(state.digest()), sink.emitted
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("make", HOOKS, ids=lambda make: type(make()).__name__)
+def test_a_run_and_its_metrics_are_those_of_a_manager_that_was_started(make, loop):
+    case = Case("tied", loop=loop)
+    (mine, emitted), (started, expected) = [outcome(case, make, start=start) for start in (False, True)]
+    assert differences(started, mine) == []
+    assert repr(emitted) == repr(expected)
+    assert emitted
+    if issubclass(type(make()), InterventionHook) and type(make()).commits:
+        assert differences(train(case, steps=6, audit=False).final, mine)
+
+
+class Told(SpyHook):
+    """Keeps what it is told of the run."""
+
+    def start(self, run):
+        self.run = run
+
+
+def test_a_hook_is_told_what_is_known_of_the_run():
+    task, state = build(Case())
+    hook = Told()
+    manager = HookManager([hook], task, state, reference_weights={"0.bias": torch.ones(8)})
+    manager.fire(HookPoint.PRE_EPOCH)
+    run = hook.run
+    assert (run.experiment, run.strategy, run.loop, run.seed) == ("unnamed", "unnamed", "epoch", 7)
+    assert (run.task, run.optimizer_class, [*run.reference_weights]) == (task, torch.optim.AdamW, ["0.bias"])
+    assert not run.output_dir.exists()
+
+
+def test_it_starts_once_and_no_second_time():
+    task, state = build(Case())
+    hook = at(Told, *HookPoint)()
+    manager = HookManager([hook], task, state)
+    epoch_loop(task, manager)
+    told = hook.run
+    manager.fire(HookPoint.SNAPSHOT)
+    assert hook.run is told
+    with pytest.raises(UsageError, match="has started already; make a new one for another run"):
+        manager.start(run_info(task, manager, "epoch"))
+
+
+def test_a_hook_that_does_not_suit_the_run_is_refused_before_the_first_step():
+    task, state = build(Case())
+    manager = HookManager([OutputProjectionClip()], task, state)
+    with pytest.raises(UsageError, match="output_projection_clip"):
+        epoch_loop(task, manager)
+    assert state.loop.step == 0
+    assert manager.hooks.tables == {}
+
+
+def test_a_sink_that_needs_a_folder_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task, state = build(Case())
+    hook = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})
+    with pytest.raises(UsageError, match=r"A sink needs the folder .* call manager.start\(RunInfo"):
+        epoch_loop(task, HookManager([hook], task, state, sinks=[CSVSink()]))
+    assert state.loop.step == 0
+    assert [*tmp_path.iterdir()] == []
