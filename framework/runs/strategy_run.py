@@ -108,6 +108,7 @@ class StrategyRun:
         self.folder.make()
         try:
             held.enter_context(run_lock(self.folder.path))
+            self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
             if self.resumed is not None:
                 RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
             self.manager.start_hooks(self.run_info)
