@@ -64,14 +64,14 @@ class ExperimentConfig:
         """Check that the named options are finite and at least ``least``."""
         for name in names:
             value = getattr(self, name)
-            finite = "" if math.isfinite(value) else "finite and "
+            finite = "" if abs(value) < math.inf else "finite and "
             require(least <= value < math.inf, f"{name} is {value}; it must be {finite}at least {least}.")
 
     def above(self, bound: float, *names: str) -> None:
         """Check that the named options are finite and greater than ``bound``."""
         for name in names:
             value = getattr(self, name)
-            finite = "" if math.isfinite(value) else "finite and "
+            finite = "" if abs(value) < math.inf else "finite and "
             require(bound < value < math.inf, f"{name} is {value}; it must be {finite}greater than {bound}.")
 
     def as_dict(self) -> dict[str, Any]:
