@@ -1,7 +1,7 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..state import TrainingState, explained
 from ..training import TrainingTask
 from .display import Display
 from .records import RunRecord
-from .resuming import tell_of_environment
+from .resuming import first_step_after, go_on, tell_of_environment
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 
@@ -104,20 +104,13 @@ class StrategyRun:
             return self._summarise("completed", None, final, sample)
 
     def _start(self, held: ExitStack) -> None:
-        """Lock the folder, put back the state of a run that goes on, and start the hooks."""
+        """Lock the folder, and start the hooks or go on with them."""
         self.folder.make()
         try:
             held.enter_context(run_lock(self.folder.path))
             self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
-            if self.resumed is not None:
-                RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
-            self.manager.start_hooks(self.run_info)
-            self._refuse_what_no_checkpoint_holds()
-            self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
-            if self.resumed is not None:
-                self.manager.hooks.goes_on()
-                self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
-                self._initial = dict(self.resumed.manifest["initial"])
+            with first_step_after(self.resumed, self.state.loop):
+                self._start_hooks()
         except BaseException:
             held.close()
             _attempt(lambda: self.manager.end("failed"))
@@ -127,6 +120,18 @@ class StrategyRun:
             self._claim()
         else:
             tell_of_environment(self.resumed, self.record)
+
+    def _start_hooks(self) -> None:
+        """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""
+        if self.resumed is not None:
+            go_on(self.manager, self.resumed)
+        self.manager.start_hooks(self.run_info)
+        self._refuse_what_no_checkpoint_holds()
+        self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
+        if self.resumed is not None:
+            self.manager.hooks.goes_on()
+            self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
+            self._initial = dict(self.resumed.manifest["initial"])
 
     def _claim(self) -> None:
         """Make room in the folder, and write what is run."""
@@ -149,7 +154,7 @@ class StrategyRun:
         loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:
-            with self._signals.caught():
+            with self._signals.caught(), first_step_after(self.resumed, self.state.loop):
                 loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
                 self._is_trained = True
         finally:
@@ -210,7 +215,7 @@ class StrategyRun:
             "training_loss": loop.epoch_loss,
             "initial": self._initial,
             "final": final,
-            "deltas": {name: final[name] - self._initial[name] for name in final if name in self._initial},
+            "deltas": deltas(self._initial, final),
             "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
             "sample": sample,
             "treatments": self.run_info.treatments,
@@ -235,8 +240,20 @@ def _attempt(action: Callable[[], None]) -> None:
     """Do what can still be done after an error; a further one becomes a warning, since the first is what matters."""
     try:
         action()
-    except LoopscopeError as error:
-        warnings.warn(str(error), stacklevel=2)
+    except Exception as error:
+        text = str(error) if isinstance(error, LoopscopeError) else f"{type(error).__name__}: {error}"
+        warnings.warn(text, stacklevel=2)
+
+
+def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much the numbers of an evaluation have changed.
+
+    >>> deltas({"loss": 3, "word": "a"}, {"loss": 1, "word": "b", "new": 2})
+    {'loss': -2}
+    """
+    numbers = (int, float)
+    both = [name for name in after if isinstance(after[name], numbers) and isinstance(before.get(name), numbers)]
+    return {name: after[name] - before[name] for name in both}
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -97,12 +97,17 @@ def _beside(name: str, owner: Callable[[StateObjects], Any]) -> Part:
         if owner(state) is not None:
             owner(state).load_state_dict(stored)
 
+    def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
+        numbers = [key for key, value in read(state).items() if isinstance(value, (int, float))]
+        others = [key for key in numbers if not isinstance(stored.get(key), (int, float, Tensor))]
+        return f"does not fit this run: {others[0]} of the {name} is no number" if others else ""
+
     def watch(state: StateObjects) -> Watched:
         attributes = {} if owner(state) is None else vars(owner(state))
         return Watched(look=lambda: (*attributes.values(),), label=f"the {name}")
 
     guarded = Guarded(keep=lambda state, owners: owner(state), passing=lambda kept: (kept,))
-    return Part(name, lambda state: nested(name, read(state)), guarded, watch, Stored(read, load))
+    return Part(name, lambda state: nested(name, read(state)), guarded, watch, Stored(read, load, misfit))
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
@@ -172,6 +177,18 @@ def _of_the_optimizer_alone(state: StateObjects, _: Any = None) -> dict[str, Ten
     return {str(index): tensor for index, tensor in enumerate(found)}
 
 
+def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    # torch's fused kernels do not compare the sizes of moments and parameters: they write past the end of smaller ones.
+    parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
+    fused = [index for group in stored["param_groups"] if group.get("fused") for index in group["params"]]
+    for index in fused:
+        for name, value in stored["state"].get(index, {}).items():
+            wanted = () if name == "step" else parameters[index].shape
+            if not isinstance(value, Tensor) or value.shape != wanted:
+                return f"does not fit this run: {name} of parameter {index} has not its shape, in the optimizer"
+    return ""
+
+
 @torch.no_grad()
 def _load_others(state: StateObjects, stored: Mapping[str, Any]) -> None:
     # Copied in place, since the optimizer's groups hold the very tensors.
@@ -208,6 +225,7 @@ _NAMED = (
         Stored(
             lambda state, streams: state.optimizer.state_dict(),
             lambda state, stored: state.optimizer.load_state_dict(stored),
+            _misfit_of_fused,
         ),
     ),
     Part(
