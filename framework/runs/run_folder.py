@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -131,6 +132,12 @@ class RunFolder:
     def write_record(self, record: RunRecord) -> None:
         """Write what is run."""
         write_json(self.path / CONFIG, vars(record))
+
+    def write_missing_record(self, record: RunRecord) -> None:
+        """Write what is run once more if somebody removed it meanwhile, and tell of it: no resume works without."""
+        if not os.path.lexists(self.path / CONFIG):
+            warnings.warn(f"{self.path / CONFIG} was removed under the run; it is written again.", stacklevel=2)
+            self.write_record(record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write how it went."""

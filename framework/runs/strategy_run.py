@@ -54,11 +54,12 @@ class StrategyRun:
     """The checkpoint from which it goes on."""
     reference: Path | None = None
     """The weights that its hooks measure against."""
+    signals: Signals = field(default_factory=Signals)
+    """What signals asked for since the session began."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
     _is_trained: bool = False
     _initial: dict[str, float] = field(default_factory=dict)
-    _signals: Signals = field(default_factory=Signals)
 
     def __post_init__(self) -> None:
         """Make what writes the checkpoints."""
@@ -66,7 +67,7 @@ class StrategyRun:
             self.manager,
             CheckpointWriter(self.folder.checkpoints, self.plan.keep),
             self.plan,
-            self._signals,
+            self.signals,
             describe=self._describe,
         )
 
@@ -86,7 +87,7 @@ class StrategyRun:
                 self.manager.end("completed")
                 final = self._evaluate()
                 sample = self._in_eval_mode("sample", self.runner.sample)
-                self.folder.write_weights(self.task.model)
+                self._write_weights()
             except StateMutationError as error:
                 self.manager.hooks.abandon()
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
@@ -154,7 +155,7 @@ class StrategyRun:
         loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:
-            with self._signals.caught(), first_step_after(self.resumed, self.state.loop):
+            with self.signals.caught(), first_step_after(self.resumed, self.state.loop):
                 loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
                 self._is_trained = True
         finally:
@@ -163,6 +164,7 @@ class StrategyRun:
 
     def _describe(self) -> dict[str, Any]:
         """Return what a checkpoint that is written now says of itself."""
+        _attempt(lambda: self.folder.write_missing_record(self.record))
         loop = self.state.loop
         return {
             **vars(self.record),
@@ -185,13 +187,22 @@ class StrategyRun:
 
         return self.manager.isolated(name, looking)
 
+    def _write_weights(self) -> None:
+        """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
+        try:
+            self.folder.write_weights(self.task.model)
+        except LoopscopeError as error:
+            raise LoopscopeError(
+                f"{error} The run was trained to its end, but its final weights are not written. "
+                f"{self._last_checkpoint()} {self._way_on()}"
+            ) from error
+
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
-        self._summarise(status, explained(error), dict(self.state.loop.evaluation))
+        _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
-            sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.folder.path}"
-            warnings.warn(sentence, RunNotice, stacklevel=2)
+            warnings.warn(f"{self._last_checkpoint()} {self._way_on()}", RunNotice, stacklevel=2)
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
@@ -231,12 +242,17 @@ class StrategyRun:
         self.display.strategy_ended(summary)
         return summary
 
+    def _way_on(self) -> str:
+        if self.folder.newest_checkpoint() is None:
+            return "The run has to begin anew: with --overwrite, or in another --output-dir."
+        return f"Go on from it with: loopscope resume {self.folder.path}"
+
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
         return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
 
 
-def _attempt(action: Callable[[], None]) -> None:
+def _attempt(action: Callable[[], object]) -> None:
     """Do what can still be done after an error; a further one becomes a warning, since the first is what matters."""
     try:
         action()

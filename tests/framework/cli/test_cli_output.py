@@ -1,5 +1,7 @@
 """What reaches the terminal: nothing that it would take as a command, wherever the text comes from."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,15 @@ def test_texts_of_plug_ins_give_the_terminal_no_commands(words: list[str], tmp_p
         assert main([word.format(folder=tmp_path) for word in words]) == 0
     for text in capfd.readouterr():
         assert all(line.isprintable() for line in text.split("\n")), ascii(text)
+
+
+ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": "> /dev/full"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("words", ["--help", "list"])
+def test_standard_output_that_takes_nothing_gives_no_traceback(words: str, end: str) -> None:
+    line = f"set -o pipefail; {sys.executable} -m loopscope {words} {ENDS[end]}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    expected = "loopscope: standard output could not be written: No space left on device.\n" if end == "full" else ""
+    assert (done.returncode, done.stderr) == (int(end == "full"), expected)
