@@ -1,5 +1,6 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -262,14 +263,17 @@ def _attempt(action: Callable[[], object]) -> None:
 
 
 def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much the numbers of an evaluation have changed.
+    """Return by how much the numbers of an evaluation have changed, where both are no larger than floats can be.
 
-    >>> deltas({"loss": 3, "word": "a"}, {"loss": 1, "word": "b", "new": 2})
+    >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
     {'loss': -2}
     """
-    numbers = (int, float)
-    both = [name for name in after if isinstance(after[name], numbers) and isinstance(before.get(name), numbers)]
+    both = [name for name in after if _is_number(after[name]) and _is_number(before.get(name))]
     return {name: after[name] - before[name] for name in both}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def model_size(model: nn.Module) -> dict[str, int]:
