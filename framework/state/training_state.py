@@ -99,7 +99,7 @@ def _beside(name: str, owner: Callable[[StateObjects], Any]) -> Part:
 
     def misfit(state: StateObjects, stored: Mapping[str, Any]) -> str:
         numbers = [key for key, value in read(state).items() if isinstance(value, (int, float))]
-        others = [key for key in numbers if not isinstance(stored.get(key), (int, float, Tensor))]
+        others = [key for key in numbers if not isinstance(stored.get(key), (int, float)) and not _is_one(stored, key)]
         return f"does not fit this run: {others[0]} of the {name} is no number" if others else ""
 
     def watch(state: StateObjects) -> Watched:
@@ -108,6 +108,10 @@ def _beside(name: str, owner: Callable[[StateObjects], Any]) -> Part:
 
     guarded = Guarded(keep=lambda state, owners: owner(state), passing=lambda kept: (kept,))
     return Part(name, lambda state: nested(name, read(state)), guarded, watch, Stored(read, load, misfit))
+
+
+def _is_one(stored: Mapping[str, Any], key: str) -> bool:
+    return isinstance(stored.get(key), Tensor) and stored[key].numel() == 1
 
 
 def _extra_states(state: StateObjects, _: Any = None) -> dict[str, dict[str, Any]]:
