@@ -64,6 +64,9 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
     loop = content["state"].get("loop")
     # An evaluation may return numbers of any kind.
     checked(loop if isinstance(loop, Mapping) else {}, kept | {"evaluation": dict}, path)
+    for name, dimensions in {"running_loss": 0, "step_series": 2}.items():
+        if loop[name] is not None and loop[name].ndim != dimensions:
+            raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
     if (loop["epoch"], loop["step"]) != (found.manifest["epoch"], found.manifest["step"]):
         raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
     RunState(manager).put_back(content, found.folder)
