@@ -1,16 +1,25 @@
 """The command ``loopscope``: fills the registries of hooks, sinks and experiments, then hands over."""
 
+import signal
 import sys
 
 from . import cli
-from .cli import without_traceback
+from .cli import STDERR, STDOUT, lost_output, outlast_readers, without_traceback
 
 PACKAGES = ("loopscope.experiments", "loopscope.sinks", "loopscope.training_hooks")
 
 
 def main() -> int:
-    """Run the command line and return its exit status."""
-    return cli.main(packages=PACKAGES)
+    """Run the command line and return its exit status, whatever becomes of standard output and error meanwhile."""
+    sys.stdout, sys.stderr = outlast_readers(STDOUT, sys.stdout), outlast_readers(STDERR, sys.stderr)
+    if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # Asked for before there is anything to save, a checkpoint is no reason to die, as the default has it.
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    status = cli.main(packages=PACKAGES)
+    if reason := lost_output(sys.stdout):
+        sys.stderr.write(f"loopscope: standard output could not be written: {reason}.\n")
+        return status or 1
+    return status
 
 
 sys.excepthook = without_traceback(sys.excepthook)  # scripts that define hooks import this module first

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and JSON files that are read or refused in a sentence."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from .errors import LoopscopeError, UsageError
 
+LARGEST = 10**4000
+"""Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
 MOST_LEVELS = 100
 """How deep a JSON file may be nested: far deeper than any of ours, and what recursive readers can follow."""
 
@@ -68,6 +71,8 @@ def plain_json(value: Any) -> Any:
         return [plain_json(item) for item in value]
     if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return math.inf if value > 0 else -math.inf
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 

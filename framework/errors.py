@@ -42,7 +42,17 @@ def unknown(kind: str, value: str, choices: Iterable[str]) -> UsageError:
     "Unknown hook 'norm'. Did you mean 'norms'? Known: fourier, norms."
     """
     known = sorted(choices)
+    value = shortened(value)
     return UsageError(f"Unknown {kind} {value!r}.{nearest(value, known)} Known: {', '.join(known) or 'none'}.")
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Return the beginning of a text that is too long for a sentence; another program's file may be one.
+
+    >>> shortened("abc"), shortened("abcdef", 4)
+    ('abc', 'abcd...')
+    """
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

@@ -1,8 +1,12 @@
 """Registries: classes by their unique name, found in installed packages through their entry points."""
 
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from .errors import UsageError, unknown
@@ -52,11 +56,15 @@ class Registry(Generic[Entry]):
         self._discovered = True
         for point in entry_points(group=self._group):
             try:
-                self.register(point.load())
+                with _presses_told_apart():
+                    entry = point.load()
+                self.register(entry)
             except NameTakenError:
                 self._discovered = False  # so that whoever asks next is told as well
                 raise
-            except Exception as error:
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                if isinstance(error, _PressedError):
+                    raise
                 reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warnings.warn(self._broken[point.name], stacklevel=3)
@@ -78,6 +86,25 @@ class Registry(Generic[Entry]):
     def names(self) -> list[str]:
         """List the names, sorted."""
         return [entry.name for entry in self]
+
+
+class _PressedError(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C; a plain KeyboardInterrupt is what a plug-in raised itself."""
+
+
+@contextmanager
+def _presses_told_apart() -> Iterator[None]:
+    def pressed(number: int, frame: FrameType | None) -> None:
+        raise _PressedError
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, pressed)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def qualified(entry: type) -> str:

@@ -7,10 +7,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
+import xxhash
 from loopscope.errors import UsageError
 from loopscope.hooks import RunInfo
 from loopscope.runs import RecordSink
 
+CHUNK = 1 << 24
 _REMEDY = "put that file back, or start the run anew with --overwrite."
 
 
@@ -25,6 +27,8 @@ class FileSink(RecordSink):
 
     def __init__(self) -> None:
         self._file: FileIO | None = None
+        self._digest = xxhash.xxh3_128()
+        """Of all that stands in the file."""
 
     @abstractmethod
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
@@ -36,25 +40,39 @@ class FileSink(RecordSink):
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's file."""
         self.close("")
-        self._file = FileIO(run.output_dir / self.leaves(run.strategy)[0], "w")
+        self._file, self._digest = FileIO(run.output_dir / self.leaves(run.strategy)[0], "w"), xxhash.xxh3_128()
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
         """Go on in the strategy's file, cut back to the position; raises :class:`UsageError` for another file."""
         self.close("")
-        header, size = self.header(run, position).encode(), position["size"]
+        header, size, self._digest = self.header(run, position).encode(), size_at(position), xxhash.xxh3_128()
 
         def fault(file: FileIO) -> str:
             if file.read(len(header)) != header:
                 return "its first line is not the one that this run, with its hooks, begins with"
-            ends = not size or os.pread(file.fileno(), 1, size - 1) == b"\n"
-            return "" if ends else f"no line ends at byte {size:,}, where one did at the checkpoint"
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                return f"no line ends at byte {size:,}, where one did at the checkpoint"
+            for begin in range(0, size, CHUNK):
+                self._digest.update(os.pread(file.fileno(), min(CHUNK, size - begin), begin))
+            same = position.get("xxh3_128", self._digest.hexdigest()) == self._digest.hexdigest()
+            return "" if same else f"of its first {size:,} bytes some were changed since the checkpoint"
 
         self._file = reopened(run.output_dir / self.leaves(run.strategy)[0], size, fault)
 
     def position(self) -> dict[str, Any]:
-        """Return the size of the file, all of which the operating system has, and how it is written."""
-        return {"size": self._opened().tell(), **self.notation}
+        """Return size and digest of the file, all of which the operating system has, and how it is written.
+
+        Raises ``FileNotFoundError`` if another file, or none, has its name by now.
+        """
+        file = self._opened()
+        try:
+            is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(str(file.name)))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise FileNotFoundError(f"{file.name} was removed or replaced under the run, and what it held is lost")
+        return {"size": file.tell(), "xxh3_128": self._digest.hexdigest(), **self.notation}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's file, if it is open."""
@@ -73,7 +91,9 @@ class FileSink(RecordSink):
 
     def _write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
-        write_all(self._opened(), text.encode())
+        data = text.encode()
+        write_all(self._opened(), data)
+        self._digest.update(data)
 
     def _opened(self) -> FileIO:
         if self._file is None:
@@ -82,6 +102,14 @@ class FileSink(RecordSink):
                 "close(status)."
             )
         return self._file
+
+
+def size_at(position: Mapping[str, Any]) -> int:
+    """Return how many bytes a checkpoint knows of a file; raises :class:`UsageError` where it does not say it."""
+    size = position.get("size")
+    if type(size) is not int or size < 0:
+        raise UsageError(f"The checkpoint does not say how many bytes a file of the run had: {size!r}; {_REMEDY}")
+    return size
 
 
 def write_all(file: FileIO, data: bytes) -> None:
@@ -101,6 +129,8 @@ def reopened(path: Path, size: int, fault: Callable[[FileIO], str]) -> FileIO:
         file = FileIO(path, "r+")
     except FileNotFoundError as error:
         raise UsageError(f"{path} is missing, of which the checkpoint knows {size:,} bytes; {_REMEDY}") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened to go on in it: {error.strerror}; {_REMEDY}") from error
     try:
         if (found := os.fstat(file.fileno()).st_size) < size:
             raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")

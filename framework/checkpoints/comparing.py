@@ -37,7 +37,8 @@ def moments_of(folder: Path) -> dict[Moment, Path]:
             manifest = open_checkpoint(path).manifest
         except DamagedCheckpointError:
             continue
-        found[manifest["epoch"], manifest["step"]] = path
+        if "epoch" in manifest:  # it was written by a run, not by a loop of somebody's own
+            found[manifest["epoch"], manifest["step"]] = path
     return found
 
 
@@ -57,7 +58,7 @@ _ABSENT = object()
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield what the rest of a run depends on, by paths of names."""
     on_demand = tuple(f"loop/{item}" for item in ON_DEMAND)
-    return ((name, value) for name, value in leaves(content["state"]) if not name.startswith(on_demand))
+    return ((name, value) for name, value in leaves(content.get("state")) if not name.startswith(on_demand))
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

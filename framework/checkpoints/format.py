@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,7 @@ class Checkpoint:
     @property
     def score(self) -> float | None:
         """By which checkpoints are compared, the lowest being the best; ``None`` before the first evaluation."""
-        score = self.manifest["score"]
-        return None if score is None else float(score)
+        return _as_float(self.manifest["score"])
 
     def check(self) -> None:
         """Raise :class:`DamagedCheckpointError` unless every file has the size and the bytes that were written."""
@@ -110,15 +110,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _is_whole(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest has what is read of it before the state is."""
-    files, score = manifest.get("files"), manifest.get("score", "missing")
+    files = manifest.get("files")
     return (
         isinstance(manifest.get("step"), int)
-        and (score is None or isinstance(score, (int, float)))
+        and isinstance(manifest.get("epoch", 0), int)
+        and "score" in manifest
         and isinstance(files, dict)
         and files.keys() == {STATE}
         and isinstance(files[STATE], dict)
         and files[STATE].keys() == {"bytes", "xxh3_128"}
     )
+
+
+def _as_float(score: Any) -> float | None:
+    """Return what an experiment's evaluation gave as a number: too large an integer is infinite, other things none."""
+    try:
+        return float(score) if isinstance(score, (int, float)) else None
+    except OverflowError:
+        return math.inf if score > 0 else -math.inf
 
 
 def checkpoints_in(folder: Path) -> Iterator[Path]:

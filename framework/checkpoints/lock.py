@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -46,16 +47,37 @@ def run_lock(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """Open and lock the file, once more if whoever held it removed it in between: then another one is the lock."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _opened(path)
         try:
             _lock(descriptor, path)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                if os.path.samestat(os.fstat(descriptor), path.lstat()):
                     return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _opened(path: Path) -> int:
+    """Open the file, or make it; raises :class:`UsageError` for a link, behind which another file would be emptied."""
+    try:
+        # Without O_NONBLOCK a FIFO under the name would keep the process waiting for a reader.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _no_lock(path) from error
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # none, where its owner has just removed it
+        return descriptor
+    os.close(descriptor)
+    raise _no_lock(path)
+
+
+def _no_lock(path: Path) -> UsageError:
+    return UsageError(f"{path} is a link or no plain file, so it is not the lock of a run; remove it.")
 
 
 def _lock(descriptor: int, path: Path) -> None:

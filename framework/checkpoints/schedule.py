@@ -31,8 +31,12 @@ class StoppedError(LoopscopeError):
         return 128 + self.number
 
 
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM came where no step was under way."""
+
+
 class Signals:
-    """Remembers what signals ask for until the run asks, between two steps."""
+    """Remembers what signals ask for until the run asks, between two steps; where no step is under way they end it."""
 
     def __init__(self) -> None:
         self.stop: int | None = None
@@ -41,21 +45,28 @@ class Signals:
         self._earlier: dict[int, Any] = {}
 
     @contextmanager
+    def around(self) -> Iterator[None]:
+        """Let SIGTERM end the body as Ctrl-C does, and SIGUSR1 be remembered, from the first strategy to the last.
+
+        Raises :class:`StoppedError` in the place of the ``KeyboardInterrupt`` with which SIGTERM ends the body.
+        """
+        try:
+            with _handling({signal.SIGTERM: self._interrupted, signal.SIGUSR1: self._received}):
+                yield
+        except _TerminatedError:
+            raise StoppedError(signal.SIGTERM) from None
+
+    @contextmanager
     def caught(self) -> Iterator[None]:
         """Catch SIGINT, SIGTERM and SIGUSR1 in the body; the handlers from before are put back whatever happens.
 
         Only Python's main thread receives signals: elsewhere nothing is caught. A signal that was ignored stays so.
         """
-        if threading.current_thread() is not threading.main_thread():
+        with _handling(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._received)) as self._earlier:
             yield
-            return
-        try:
-            for number in (*STOPPING, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._earlier[number] = signal.signal(number, self._received)
-            yield
-        finally:
-            self._put_back()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        raise _TerminatedError
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
@@ -63,14 +74,29 @@ class Signals:
         elif self.stop is None:
             self.stop = number
         else:
-            self._put_back()
+            _put_back(self._earlier)
             signal.raise_signal(number)
 
-    def _put_back(self) -> None:
-        while self._earlier:
-            number, handler = self._earlier.popitem()
-            if handler is not None:  # one that was not made in Python cannot be put back
-                signal.signal(number, handler)
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[dict[int, Any]]:
+    """Handle signals in the body that are not ignored, and yield the handlers from before, which are put back."""
+    earlier: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    earlier[number] = signal.signal(number, handler)
+        yield earlier
+    finally:
+        _put_back(earlier)
+
+
+def _put_back(earlier: dict[int, Any]) -> None:
+    while earlier:
+        number, handler = earlier.popitem()
+        if handler is not None:  # one that was not made in Python cannot be put back
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -124,9 +150,17 @@ class Checkpointing:
         if asked or ending:
             self.take(wait=True)
         elif self._plan.is_due(loop, counts_epochs=self._manager.counts_epochs, unit_ended=unit_ended):
+            if self._is_last(loop):  # none comes after it that could make up for it
+                self.writer.wait()
             self.take(wait=False)
         if signals.stop is not None:
             raise StoppedError(signals.stop)
+
+    def _is_last(self, loop: LoopState) -> bool:
+        task, steps_per_unit = self._manager.task, 1
+        if self._manager.counts_epochs:
+            steps_per_unit = len(task.loader)
+        return loop.stopped or loop.step >= task.length * steps_per_unit
 
     def take(self, *, wait: bool) -> None:
         """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""

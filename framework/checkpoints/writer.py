@@ -161,5 +161,6 @@ class CheckpointWriter:
                 if self._spare is not None:
                     shutil.rmtree(self._spare, ignore_errors=True)
                 self._spare = set_aside(path)
-        except OSError as error:
-            self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {error.strerror}.")
+        except Exception as error:  # in a thread nobody else would hear of it
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._failures.append(f"An old checkpoint in {self._folder} could not be removed: {reason}.")

@@ -8,13 +8,23 @@ from pathlib import Path
 import yaml
 
 from ..checkpoints import StoppedError
-from ..console import Label, Mode, RunConsole, experiment_list, hook_list, hook_page, make_console, show_warnings
+from ..console import (
+    Label,
+    Mode,
+    RunConsole,
+    experiment_list,
+    hook_list,
+    hook_page,
+    make_console,
+    printable,
+    show_warnings,
+)
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
-from .parser import CommandParser, dashed
+from .parser import CommandParser, dashed, write_line
 from .plot import plot
 
 # The displays of a run by the flags that ask for them.
@@ -139,7 +149,7 @@ def _start(experiment: Experiment, options: Options) -> None:
     if chosen.validate_checkpoints:
         for strategy, steps in Session(runner, chosen).validate().items():
             where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
-            sys.stdout.write(f"{strategy}: the same bit for bit at {where}\n")
+            write_line(f"{strategy}: the same bit for bit at {where}")
         return
     with display as console:
         Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
@@ -173,7 +183,7 @@ def _replay(words: Sequence[str]) -> None:
             raise UsageError(f"--{option} is no option of --to {target}.")
     sinks[target].check_installed()
     for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
-        sys.stdout.write(send() + "\n")
+        write_line(send())
 
 
 def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
@@ -190,4 +200,4 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
 
 
 def _say(text: str) -> None:
-    print(f"loopscope: {text}", file=sys.stderr)  # noqa: T201
+    print(f"loopscope: {printable(text)}", file=sys.stderr)  # noqa: T201

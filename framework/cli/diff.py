@@ -1,7 +1,6 @@
 """``loopscope diff``: where two runs part."""
 
 import json
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from ..checkpoints import Parting, differing, leaves, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
 from ..runs import RunFolder, RunRecord, differences, require
-from .parser import CommandParser
+from .parser import CommandParser, write_line
 
 # Parts of two records that are compared, each with what may differ in runs that are meant to be the same.
 COMPARED = {"config": {"output_dir"}, "hooks": (), "versions": (), "environment": {"command"}}
@@ -37,15 +36,14 @@ def diff(words: Sequence[str]) -> None:
         old_and_new = differences(vars(records[0])[part], vars(records[1])[part], may_differ)
         lines += [f"{part}: {name}: {old} / {new}" for name, old, new in old_and_new]
     for line in [*lines, *compared]:
-        shown = line.encode(errors="backslashreplace").decode()  # a file may hold what no terminal shows
-        sys.stdout.write(f"{shown}\n")
+        write_line(line)
     require(
         bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
     )
     parted = [parting for _, parting in checked if parting]
     if parted:
         raise LoopscopeError(f"The runs part {parted[0]}.")
-    sys.stdout.write("The runs are the same.\n")
+    write_line("The runs are the same.")
 
 
 def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:

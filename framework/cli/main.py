@@ -1,12 +1,16 @@
 """The door of the command ``loopscope``: answers ``--help`` and ``--version`` before anything slow is imported."""
 
+import errno
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
+STDOUT, STDERR = 1, 2
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 USAGE = """usage: loopscope COMMAND ...
@@ -44,6 +48,53 @@ def main(arguments: Sequence[str] | None = None, *, packages: Sequence[str] = ()
     from .command import run_command
 
     return run_command(words, packages)
+
+
+class _LastingFile(io.FileIO):
+    """A file that swallows what is written to it once its reader has gone or its disk is full."""
+
+    lost: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, or else pretend to."""
+        try:
+            return super().write(data) if self.lost is None else len(data)
+        except OSError as error:
+            self.lost = error
+            return len(data)
+
+
+def outlast_readers(number: int, stream: TextIO | None) -> TextIO:
+    """Return a stream on standard output or error that never raises, so that no run ends as its reader does.
+
+    A descriptor that was closed leads nowhere from now on: otherwise the next file that is opened would get its number.
+    """
+    if stream is not None and not _is_descriptor(stream, number):
+        return stream
+    if stream is None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != number:
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+    file = io.BufferedWriter(_LastingFile(number, "w", closefd=False))
+    encoding = "utf-8" if stream is None else stream.encoding
+    return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=number == STDERR or file.isatty())
+
+
+def _is_descriptor(stream: TextIO, number: int) -> bool:
+    """Flush a stream, and return whether it writes to a descriptor itself, and not to what a test put in its place."""
+    try:
+        stream.flush()
+        return stream.fileno() == number
+    except OSError:  # it was closed, or replaced by one without a file
+        return False
+
+
+def lost_output(stream: TextIO) -> str:
+    """Flush a stream of :func:`outlast_readers`, and say why what was written to it is lost, unless nobody read on."""
+    stream.flush()
+    lost = getattr(getattr(getattr(stream, "buffer", None), "raw", None), "lost", None)
+    return "" if lost is None or lost.errno == errno.EPIPE else str(lost.strerror)
 
 
 def without_traceback(before: Excepthook) -> Excepthook:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jsonargparse import get_loader
-
 from ..console import first_line
-from ..errors import UsageError, listed, unknown
+from ..errors import UsageError, listed, shortened, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, SinkRegistry, hook_options
 from ..runs import ExperimentConfig, ExperimentRunner, RunFlags, RunOptions, RunRecord, field_names, run_folders
 from .parser import NAMES, CommandParser, dashed, typed
+from .values import read_yaml
 
 Experiment = type[ExperimentRunner[Any]]
 Options = dict[str, Any]
@@ -64,15 +62,17 @@ def read_config(path: Path) -> dict[Any, Any]:
     to mappings of their options; mappings come back as lists.
     """
     try:
-        content = get_loader("yaml")(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except OSError as error:
         raise UsageError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"The config file {path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-    except (yaml.YAMLError, RecursionError) as error:  # the second for lists in lists in lists
-        raise UsageError(f"The config file {path} is not YAML: {error}.") from error
+    except ValueError as error:  # a zero byte in the name
+        raise UsageError(f"The config file {str(path)!r} cannot be read: {error}.") from error
+    content = read_yaml(text, f"The config file {path}")
     if content is not None and not isinstance(content, dict):
-        raise UsageError(f"The config file {path} holds {type(content).__name__} {content!r}; it must be a mapping.")
+        begins = shortened(repr(content), 20)  # it may be another program's file, with secrets in it
+        raise UsageError(f"The config file {path} holds {type(content).__name__} {begins}; it must be a mapping.")
     options = content or {}
     for key in {"hook_config", "hook-config"} & options.keys():
         if isinstance(options[key], Mapping):
@@ -109,7 +109,7 @@ def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
 
 def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     """Build the parser for an experiment, with the preset's values as defaults."""
-    if preset is not None and preset not in experiment.presets:
+    if preset is not None and str(preset) not in experiment.presets:  # a file may have any value there
         raise unknown(f"preset of {experiment.name}:", str(preset), experiment.presets)
     parser = CommandParser(f"run {experiment.name} [options]", first_line(experiment))
     config = "YAML file of options; flags win over it; may be repeated"

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -12,8 +13,10 @@ from typing import Any, get_type_hints
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentError, ArgumentParser
 
-from ..errors import UsageError, nearest, unknown
+from ..console import printable
+from ..errors import UsageError, nearest, shortened, unknown
 from ..runs import alternatives, choices, in_words
+from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -29,6 +32,11 @@ def dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def write_line(line: str) -> None:
+    """Write on standard output a line that may come from a plug-in or a file, and gives the terminal no commands."""
+    sys.stdout.write(f"{printable(line)}\n")
+
+
 def typed(option: str, value: Any, annotation: Any) -> Any:
     """Return a value from a flag or a file as one of the annotated type.
 
@@ -39,16 +47,20 @@ def typed(option: str, value: Any, annotation: Any) -> Any:
     """
     if annotation == NAMES:
         value = [value] if isinstance(value, str) else value or []
+    refuse_deep(value if isinstance(value, str) else "", option)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=annotation)
     try:
-        return parser.parse_object({"value": value})["value"]
-    except ArgumentError as error:
-        known = choices(annotation)
+        found = parser.parse_object({"value": value})["value"]
+    except (ArgumentError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # Beside what it refuses itself, it passes on what the constructors of PyYAML raise over a tag.
+        known, text = choices(annotation), shortened(str(value))
         if known:
-            raise unknown(f"value of {option}:", str(value), known) from error
+            raise unknown(f"value of {option}:", text, known) from error
         wanted = "a name or a list of names" if annotation == NAMES else in_words(annotation)
-        raise UsageError(f"{option} is {str(value)!r}; it must be {wanted}.") from error
+        raise UsageError(f"{option} is {text!r}; it must be {wanted}.") from error
+    refuse_odd(str(found) if isinstance(found, Path) else found, option)
+    return found
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -74,6 +86,10 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
+
+    def format_help(self) -> str:
+        """Return the help, in which the texts of plug-ins stand, without commands to the terminal."""
+        return "\n".join(map(printable, super().format_help().split("\n")))
 
     def add(
         self,
@@ -150,6 +166,8 @@ class CommandParser(argparse.ArgumentParser):
             name = str(key).replace("-", "_")
             if name not in self.types:
                 hint = nearest(name, sorted(self.types))
-                raise UsageError(f"Unknown key {str(key)!r}{source}.{hint} Its keys are the options that --help lists.")
+                raise UsageError(
+                    f"Unknown key {shortened(str(key))!r}{source}.{hint} Its keys are the options that --help lists."
+                )
             found[name] = typed(f"{dashed(name)}{source}", value, self.types[name])
         return found

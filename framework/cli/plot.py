@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ..errors import UsageError, listed, require_package
 from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
 from ..runs import require, run_folders
-from .parser import NAMES, CommandParser
+from .parser import NAMES, CommandParser, write_line
 
 SUFFIXES = (".png", ".svg", ".pdf")
 LONGEST_STEM = 80
@@ -47,7 +46,8 @@ def plot(words: Sequence[str]) -> None:
     path = given["out"] or _default_path(picture)
     _check_writable(path)
     save_picture(picture, Look(given["smooth"], given["log_x"], log_y), path)
-    sys.stdout.write("".join(f"{sentence}\n" for sentence in (*picture.sentences, f"{path} is written.")))
+    for sentence in (*picture.sentences, f"{path} is written."):
+        write_line(sentence)
 
 
 def _parser() -> CommandParser:

@@ -5,8 +5,9 @@ from .frame import newest_lines, newest_table
 from .run_console import Mode, RunConsole
 from .tables import experiment_list, first_line, hook_list, hook_page
 from .terminal import make_console, show_warnings
+from .text import printable
 
 __all__ = [
     "Board", "Groups", "Label", "Mode", "RunConsole", "experiment_list", "first_line", "hook_list", "hook_page",
-    "make_console", "newest_lines", "newest_table", "show_warnings",
+    "make_console", "newest_lines", "newest_table", "printable", "show_warnings",
 ]

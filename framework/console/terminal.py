@@ -12,17 +12,31 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from types import FrameType
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from ..errors import RunNotice
 from .board import Label
+from .text import printable
 
 SIGNALS = [number for number in signal.Signals if number.name in ("SIGTSTP", "SIGTERM", "SIGQUIT", "SIGHUP")]
 Keep = Callable[[IO[str], str], None]
 
 
 class LastingConsole(Console):
-    """A console that outlives its reader: where rich exits as a pipe is closed, this one is quiet from then on."""
+    """A console that outlives its reader: where rich exits as a pipe is closed, this one is quiet from then on.
+
+    What it is given to show, which may come from a plug-in or a file, gives the terminal no commands.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the pieces of what is shown, with everything that a terminal would take as a command replaced."""
+        for piece in super().render(renderable, options):
+            text = piece.text
+            if piece.control or text == "\n" or text.isprintable():
+                yield piece
+            else:
+                yield Segment("\n".join(map(printable, text.split("\n"))), piece.style)
 
     def on_broken_pipe(self) -> None:
         """Write to nowhere, so that nothing fails again, not even the last flush of the process."""

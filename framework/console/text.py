@@ -1,6 +1,7 @@
 """How numbers, names and lines are shown to people, and cut to the columns that there are."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -34,6 +35,8 @@ def number_text(value: float) -> str:
     >>> [number_text(value) for value in (0.123456, 12345.6, 1.5e-7, 1234567, 42, float("nan"), True)]
     ['0.1235', '12,346', '1.5e-07', '1,234,567', '42', 'nan', 'True']
     """
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return "inf" if value > 0 else "-inf"
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value)
     if isinstance(value, int) or 1e4 <= abs(value) < 1e7:

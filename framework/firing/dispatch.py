@@ -110,7 +110,7 @@ class MetricDispatch:
         for name, point, step, values in state["waiting"]:
             if name in hooks:
                 self._steps.add(Report(hooks[name], HookPoint[point], step), values)
-        self._last = [dict(metrics) for metrics in state["last"]]
+        self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
 
     # Sinks

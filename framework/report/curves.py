@@ -104,6 +104,7 @@ class _Points:
 
     def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
         if values:
+            name.encode()  # no picture can show half a character
             self.names[name] = None
         if values and self._wanted(name):
             at, numbers = self.found.setdefault(name, ([], []))

@@ -64,14 +64,14 @@ class ExperimentConfig:
         """Check that the named options are finite and at least ``least``."""
         for name in names:
             value = getattr(self, name)
-            finite = "" if math.isfinite(value) else "finite and "
+            finite = "" if abs(value) < math.inf else "finite and "
             require(least <= value < math.inf, f"{name} is {value}; it must be {finite}at least {least}.")
 
     def above(self, bound: float, *names: str) -> None:
         """Check that the named options are finite and greater than ``bound``."""
         for name in names:
             value = getattr(self, name)
-            finite = "" if math.isfinite(value) else "finite and "
+            finite = "" if abs(value) < math.inf else "finite and "
             require(bound < value < math.inf, f"{name} is {value}; it must be {finite}greater than {bound}.")
 
     def as_dict(self) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def fits(value: Any, annotation: Any) -> bool:
     if is_typeddict(annotation):
         entries = get_type_hints(annotation).items()
         return isinstance(value, Mapping) and all(fits(value.get(name), of) for name, of in entries)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(fits(item, get_args(annotation)[1]) for item in value.values())
+    if origin in (Mapping, dict) and get_args(annotation):
+        return isinstance(value, origin) and all(fits(item, get_args(annotation)[1]) for item in value.values())
     if origin is Sequence:
         return isinstance(value, (list, tuple)) and all(fits(item, get_args(annotation)[0]) for item in value)
     kinds = (int, float) if origin is float else origin

@@ -106,7 +106,7 @@ class RunRecord:
     def of(cls, content: Mapping[str, Any], path: Path) -> "RunRecord":
         """Make a record of the content of the file ``path``; raises :class:`UsageError` for a field that is wrong."""
         hints = get_type_hints(cls).items()
-        there = _checked(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
+        there = checked(content, {name: of for name, of in hints if name in content or name in REQUIRED}, path)
         for name in ("experiment", "strategy"):
             if not _can_name_a_file(there[name]):
                 raise UsageError(f"{path} cannot be used: its field {name!r} cannot be a name.")
@@ -140,7 +140,7 @@ def read_status(folder: Path) -> str | None:
     Raises :class:`UsageError` for a summary that cannot be read.
     """
     path = folder / SUMMARY
-    return str(_checked(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
+    return str(checked(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
 
 
 def read_completed(folder: Path) -> dict[str, Any] | None:
@@ -152,11 +152,11 @@ def read_completed(folder: Path) -> dict[str, Any] | None:
         return None
     path = folder / SUMMARY
     summary = read_json(path)
-    _checked(summary, get_type_hints(Completed), path)
+    checked(summary, get_type_hints(Completed), path)
     return summary
 
 
-def _checked(content: Mapping[str, Any], hints: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def checked(content: Mapping[str, Any], hints: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of a file that have ``hints``; raises :class:`UsageError` that names the one that is wrong."""
     for name, annotation in hints.items():
         if name not in content:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import UsageError
+from ..errors import UsageError, shortened
 from ..hooks import MetricSink
 
 Emit = TypeVar("Emit")
@@ -56,5 +56,5 @@ def pass_on(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None]) -> 
     except OSError as error:
         raise UsageError(f"{path} could not be read or passed on after {taken} emits: {error.strerror}.") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {shortened(str(error))}"
         raise UsageError(f"{path} cannot be read after {taken} emits ({reason}).") from error

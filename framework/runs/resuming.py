@@ -1,15 +1,38 @@
 """Where a run goes on after an interruption: its newest intact checkpoint, if it is a checkpoint of this run."""
 
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypedDict, get_type_hints
 
-from ..checkpoints import MANIFEST, Checkpoint, newest_intact
-from ..errors import RunNotice, UsageError, listed
-from .records import RunRecord, differences
+from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact
+from ..errors import LoopscopeError, RunNotice, UsageError, listed, shortened
+from ..firing import HookManager
+from ..state import LoopState
+from .records import FailedHook, RunRecord, checked, differences
 from .run_folder import RunFolder
 
 MAY_DIFFER = {"output_dir"}
 """Options of an experiment that change nothing in a run."""
+
+
+class Manifest(TypedDict):
+    """What is read of the manifest of a run's checkpoint, beside its :class:`RunRecord`."""
+
+    epoch: int
+    step: int
+    initial: Mapping[str, Any]
+    sinks: Mapping[str, Mapping[str, Any] | None]
+
+
+class Beside(TypedDict):
+    """What is checked of the content of a checkpoint before any part of it takes its own back."""
+
+    state: Mapping[str, Any]
+    samples: Mapping[str, Mapping[str, int]]
+    errors: Sequence[FailedHook]
+    left_out: Mapping[str, str]
 
 
 def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
@@ -27,6 +50,43 @@ def newest_of(folder: RunFolder, expected: RunRecord) -> Checkpoint | None:
     elif before is not None:
         _notice(f"{folder.path} holds no intact checkpoint: the run begins anew.")
     return found
+
+
+def go_on(manager: HookManager, found: Checkpoint) -> None:
+    """Make a run that was just built what it was; raises :class:`UsageError` for a checkpoint that no run has written.
+
+    Bytes that are damaged are found by their digests; this is about what is written otherwise.
+    """
+    checked(found.manifest, get_type_hints(Manifest), found.folder / MANIFEST)
+    path, content = found.folder / STATE, found.content()
+    kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
+    checked(content, get_type_hints(Beside), path)
+    loop = content["state"].get("loop")
+    # An evaluation may return numbers of any kind.
+    checked(loop if isinstance(loop, Mapping) else {}, kept | {"evaluation": dict}, path)
+    for name, dimensions in {"running_loss": 0, "step_series": 2}.items():
+        if loop[name] is not None and loop[name].ndim != dimensions:
+            raise UsageError(f"{path} cannot be used: its field {name!r} must have {dimensions} dimensions.")
+    if (loop["epoch"], loop["step"]) != (found.manifest["epoch"], found.manifest["step"]):
+        raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
+    RunState(manager).put_back(content, found.folder)
+
+
+@contextmanager
+def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None]:
+    """Name the checkpoint where a run fails before or in the first step after it, as the run before it did not."""
+    try:
+        yield
+    except LoopscopeError:
+        raise
+    except Exception as error:
+        if found is None or loop.step > found.step + 1:
+            raise
+        told = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 200).rstrip('.')}"
+        raise UsageError(
+            f"The run could not go on from {found.folder}: {told}. Unless the code of the run has changed, the "
+            "checkpoint is not what was written: remove it, and an earlier one is used."
+        ) from error
 
 
 def refuse_another_run(where: Path, before: RunRecord, now: RunRecord) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import nn
 
 from ..checkpoints import checkpoints_in
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
-from ..errors import UsageError
+from ..errors import UsageError, listed
 from ..hooks import HookRegistry, SinkRegistry
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status
 
@@ -27,6 +28,8 @@ class RunFolder:
     strategy: str
     _made: list[Path] = field(default_factory=list, init=False)
     """The folders that did not exist before, outermost first."""
+    _found: dict[Path, tuple[int, ...]] = field(default_factory=dict, init=False)
+    """What lay here when it was asked whether this may be written over."""
 
     @property
     def weights(self) -> Path:
@@ -63,6 +66,7 @@ class RunFolder:
                     f"{self.path} already holds {self._earlier_run()}, which is left as it is; choose another "
                     "--output-dir, or write over it with --overwrite."
                 )
+            self._found.update(self._lying())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:
             raise self._not_writable(error) from error
@@ -70,6 +74,23 @@ class RunFolder:
             raise UsageError(
                 f"The output directory {self.path} cannot be written: {existing} is not a writable folder."
             )
+
+    def refuse_what_came_meanwhile(self) -> None:
+        """Raise :class:`UsageError` if anything of a run lies here that did not when it was asked before."""
+        try:
+            came = [path.name for path, which in self._lying().items() if self._found.get(path) != which]
+        except OSError as error:
+            raise self._not_writable(error) from error
+        if came:
+            raise UsageError(
+                f"{self.path} was written by another process since this command began: {listed(came, 3)}. It holds "
+                f"{self._earlier_run()}, which is left as it is; start the command again to go by what lies there now."
+            )
+
+    def _lying(self) -> dict[Path, tuple[int, ...]]:
+        """Return what of a run lies here, each with what changes when it is written or replaced."""
+        stats = [(path, path.lstat()) for path in self._left_by_a_run() if os.path.lexists(path)]
+        return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
     def make(self) -> None:
         """Make the folder; what lies in it stays as it is."""
@@ -111,6 +132,12 @@ class RunFolder:
     def write_record(self, record: RunRecord) -> None:
         """Write what is run."""
         write_json(self.path / CONFIG, vars(record))
+
+    def write_missing_record(self, record: RunRecord) -> None:
+        """Write what is run once more if somebody removed it meanwhile, and tell of it: no resume works without."""
+        if not os.path.lexists(self.path / CONFIG):
+            warnings.warn(f"{self.path / CONFIG} was removed under the run; it is written again.", stacklevel=2)
+            self.write_record(record)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write how it went."""

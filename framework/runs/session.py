@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require, unknown
 from ..firing import HookManager
@@ -60,6 +60,7 @@ class Session:
     options: RunOptions
     make_sinks: Callable[[], list[MetricSink]] = list
     display: Display = field(default_factory=Display)
+    _signals: Signals = field(default_factory=Signals)
 
     def run(self) -> list[dict[str, Any]]:
         """Train every strategy and return their summaries; one that is resumed and done is left as it is.
@@ -68,7 +69,7 @@ class Session:
         been written.
         """
         options = self.options
-        with deterministic(on=not options.no_determinism), quiet_graph_breaks():
+        with self._signals.around(), deterministic(on=not options.no_determinism), quiet_graph_breaks():
             setups = self._setups()
             for setup in setups:
                 setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
@@ -239,6 +240,7 @@ class Session:
             plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
             resumed=setup.resumed,
             reference=None if reference is None else reference.path,
+            signals=self._signals,
         )
 
 

@@ -1,7 +1,8 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..state import TrainingState, explained
 from ..training import TrainingTask
 from .display import Display
 from .records import RunRecord
-from .resuming import tell_of_environment
+from .resuming import first_step_after, go_on, tell_of_environment
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 
@@ -54,11 +55,12 @@ class StrategyRun:
     """The checkpoint from which it goes on."""
     reference: Path | None = None
     """The weights that its hooks measure against."""
+    signals: Signals = field(default_factory=Signals)
+    """What signals asked for since the session began."""
     _begin: float = field(default_factory=perf_counter)
     _trained: float = 0.0
     _is_trained: bool = False
     _initial: dict[str, float] = field(default_factory=dict)
-    _signals: Signals = field(default_factory=Signals)
 
     def __post_init__(self) -> None:
         """Make what writes the checkpoints."""
@@ -66,7 +68,7 @@ class StrategyRun:
             self.manager,
             CheckpointWriter(self.folder.checkpoints, self.plan.keep),
             self.plan,
-            self._signals,
+            self.signals,
             describe=self._describe,
         )
 
@@ -86,7 +88,7 @@ class StrategyRun:
                 self.manager.end("completed")
                 final = self._evaluate()
                 sample = self._in_eval_mode("sample", self.runner.sample)
-                self.folder.write_weights(self.task.model)
+                self._write_weights()
             except StateMutationError as error:
                 self.manager.hooks.abandon()
                 fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
@@ -104,19 +106,13 @@ class StrategyRun:
             return self._summarise("completed", None, final, sample)
 
     def _start(self, held: ExitStack) -> None:
-        """Lock the folder, put back the state of a run that goes on, and start the hooks."""
+        """Lock the folder, and start the hooks or go on with them."""
         self.folder.make()
         try:
             held.enter_context(run_lock(self.folder.path))
-            if self.resumed is not None:
-                RunState(self.manager).put_back(self.resumed.content(), self.resumed.folder)
-            self.manager.start_hooks(self.run_info)
-            self._refuse_what_no_checkpoint_holds()
-            self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
-            if self.resumed is not None:
-                self.manager.hooks.goes_on()
-                self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
-                self._initial = dict(self.resumed.manifest["initial"])
+            self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
+            with first_step_after(self.resumed, self.state.loop):
+                self._start_hooks()
         except BaseException:
             held.close()
             _attempt(lambda: self.manager.end("failed"))
@@ -126,6 +122,18 @@ class StrategyRun:
             self._claim()
         else:
             tell_of_environment(self.resumed, self.record)
+
+    def _start_hooks(self) -> None:
+        """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""
+        if self.resumed is not None:
+            go_on(self.manager, self.resumed)
+        self.manager.start_hooks(self.run_info)
+        self._refuse_what_no_checkpoint_holds()
+        self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
+        if self.resumed is not None:
+            self.manager.hooks.goes_on()
+            self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
+            self._initial = dict(self.resumed.manifest["initial"])
 
     def _claim(self) -> None:
         """Make room in the folder, and write what is run."""
@@ -148,7 +156,7 @@ class StrategyRun:
         loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:
-            with self._signals.caught():
+            with self.signals.caught(), first_step_after(self.resumed, self.state.loop):
                 loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
                 self._is_trained = True
         finally:
@@ -157,6 +165,7 @@ class StrategyRun:
 
     def _describe(self) -> dict[str, Any]:
         """Return what a checkpoint that is written now says of itself."""
+        _attempt(lambda: self.folder.write_missing_record(self.record))
         loop = self.state.loop
         return {
             **vars(self.record),
@@ -179,13 +188,22 @@ class StrategyRun:
 
         return self.manager.isolated(name, looking)
 
+    def _write_weights(self) -> None:
+        """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
+        try:
+            self.folder.write_weights(self.task.model)
+        except LoopscopeError as error:
+            raise LoopscopeError(
+                f"{error} The run was trained to its end, but its final weights are not written. "
+                f"{self._last_checkpoint()} {self._way_on()}"
+            ) from error
+
     def _fail(self, status: str, error: BaseException) -> None:
         """Close what is open and write the summary, with the newest evaluation as the final one."""
         _attempt(lambda: self.manager.end(status))
-        self._summarise(status, explained(error), dict(self.state.loop.evaluation))
+        _attempt(lambda: self._summarise(status, explained(error), dict(self.state.loop.evaluation)))
         if self.folder.newest_checkpoint() is not None:
-            sentence = f"{self._last_checkpoint()} Go on from it with: loopscope resume {self.folder.path}"
-            warnings.warn(sentence, RunNotice, stacklevel=2)
+            warnings.warn(f"{self._last_checkpoint()} {self._way_on()}", RunNotice, stacklevel=2)
 
     def _summarise(
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
@@ -209,7 +227,7 @@ class StrategyRun:
             "training_loss": loop.epoch_loss,
             "initial": self._initial,
             "final": final,
-            "deltas": {name: final[name] - self._initial[name] for name in final if name in self._initial},
+            "deltas": deltas(self._initial, final),
             "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
             "sample": sample,
             "treatments": self.run_info.treatments,
@@ -225,17 +243,37 @@ class StrategyRun:
         self.display.strategy_ended(summary)
         return summary
 
+    def _way_on(self) -> str:
+        if self.folder.newest_checkpoint() is None:
+            return "The run has to begin anew: with --overwrite, or in another --output-dir."
+        return f"Go on from it with: loopscope resume {self.folder.path}"
+
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
         return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
 
 
-def _attempt(action: Callable[[], None]) -> None:
+def _attempt(action: Callable[[], object]) -> None:
     """Do what can still be done after an error; a further one becomes a warning, since the first is what matters."""
     try:
         action()
-    except LoopscopeError as error:
-        warnings.warn(str(error), stacklevel=2)
+    except Exception as error:
+        text = str(error) if isinstance(error, LoopscopeError) else f"{type(error).__name__}: {error}"
+        warnings.warn(text, stacklevel=2)
+
+
+def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much the numbers of an evaluation have changed, where both are no larger than floats can be.
+
+    >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
+    {'loss': -2}
+    """
+    both = [name for name in after if _is_number(after[name]) and _is_number(before.get(name))]
+    return {name: after[name] - before[name] for name in both}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def model_size(model: nn.Module) -> dict[str, int]:

@@ -192,7 +192,9 @@ def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
 
 def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
     have = {name for name, _ in state.model.named_modules()}
-    return _of_another_model("modules", sorted(have ^ {name.rpartition(".")[0] for name in stored}))
+    others = have ^ {name.rpartition(".")[0] for name in stored}
+    own = own_attributes(nn.Module())  # no module works without those that all have
+    return _of_another_model("modules", sorted(others or {f"{name}.{key}" for name in have for key in own} - {*stored}))
 
 
 def _watch_modules(state: StateObjects) -> Watched:

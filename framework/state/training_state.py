@@ -59,6 +59,16 @@ def _load_scaler(state: StateObjects, stored: Mapping[str, Any]) -> None:
         state.scaler.load_state_dict(dict(stored))
 
 
+def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    numbers = [key for key, value in _scaler_state(state).items() if isinstance(value, (int, float))]
+    others = [key for key in numbers if not _is_number(stored.get(key))]
+    return f"does not fit this run: {others[0]} of the scaler is no number" if others else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 def _watch_scaler(state: StateObjects) -> Watched:
     attributes = {} if state.scaler is None else vars(state.scaler)
     return Watched(look=lambda: (*attributes.values(),), label="the scaler")
@@ -188,7 +198,7 @@ _NAMED = (
         lambda state: nested("scaler", _scaler_state(state)),
         Guarded(keep=lambda state, owners: state.scaler, passing=lambda kept: (kept,)),
         _watch_scaler,
-        Stored(_scaler_state, _load_scaler),
+        Stored(_scaler_state, _load_scaler, _misfit_of_scaler),
     ),
     EXTRAS,
     Part(

@@ -180,6 +180,20 @@ def _watch_hanging(state: StateObjects) -> Watched:
     )
 
 
+def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    # torch's fused kernels do not compare the sizes of moments and parameters: they write past the end of smaller ones.
+    if not stored:  # a face before other optimizers, whose states are attributes
+        return ""
+    parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
+    fused = [index for group in stored["param_groups"] if group.get("fused") for index in group["params"]]
+    for index in fused:
+        for name, value in stored["state"].get(index, {}).items():
+            wanted = () if name == "step" else parameters[index].shape
+            if not isinstance(value, Tensor) or value.shape != wanted:
+                return f"does not fit this run: {name} of parameter {index} has not its shape, in the optimizer"
+    return ""
+
+
 UPDATE_PARTS = (
     Part(
         "optimizer",
@@ -194,6 +208,7 @@ UPDATE_PARTS = (
         Stored(
             lambda state, streams: {} if "state" in _own(state.optimizer) else _state_of(state.optimizer),
             lambda state, stored: state.optimizer.load_state_dict(stored) if stored else None,
+            _misfit_of_fused,
         ),
     ),
     Part(

@@ -179,9 +179,18 @@ class Ledger:
             counts.clear()
 
     def add(self, layer: str, role: str, counts: Counts) -> None:
-        """Add what one quantisation lost."""
+        """Add what one quantisation lost; a layer that appears during the run, as factors of a split do, joins."""
+        if layer not in self.open:
+            self._join(layer)
         known = self.open[layer].get(role)
         self.open[layer][role] = counts if known is None else joined(known, counts)
+
+    def _join(self, layer: str) -> None:
+        self.layers.append(layer)
+        self.open[layer] = {}
+        if self._run is not None:
+            tables = self._run.sums, self._run.maxima
+            self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
     def turn(self, device: torch.device) -> Page | None:
         """Close the step and return its page, made on ``device``; nothing without layers.
@@ -230,15 +239,18 @@ class Ledger:
         return {"layers": self.layers, "roles": self.roles, "steps": self.steps, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`; counts of other layers or roles are left, and begin anew."""
-        if self.layers and (self.layers, self.roles) != (state["layers"], state["roles"]):
+        """Resume from :meth:`state_dict`, layer by layer; counts of another model or other roles begin anew."""
+        names: list[str] = state["layers"]
+        if self.layers and (self.roles != state["roles"] or not {*self.layers} & {*names}):
             return
-        if not self.layers:
-            self.layers, self.roles = list(state["layers"]), list(state["roles"])
-            self.open = {layer: {} for layer in self.layers}
+        new, opened = [layer for layer in self.layers if layer not in names], self.open
+        # In the order of the state, since the last bits of a sum over the layers depend on it.
+        self.layers, self.roles, self.steps = list(names), list(state["roles"]), state["steps"]
+        self.open = {layer: opened.get(layer, {}) for layer in names}
         run: Mapping[str, Tensor] = state["run"]
         self._run = Counts(run["sums"], run["maxima"]) if run else None
-        self.steps = state["steps"]
+        for layer in new:
+            self._join(layer)
 
 
 def joined(one: Counts, other: Counts) -> Counts:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -18,7 +19,8 @@ from loopscope.checkpoints import format as checkpoint_files
 from loopscope.checkpoints.format import STATE, write_checkpoint
 from loopscope.checkpoints.writer import Kept
 from loopscope.cli import main
-from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.errors import LoopscopeError, RunNotice, UnsuitableError, UsageError
+from loopscope.runs import Display, RunFolder
 from loopscope.training_hooks import PathLength
 
 from tests.framework.checkpoints.crash_runs import Stumbling, outcome
@@ -32,6 +34,7 @@ from tests.framework.runs.small_experiment import (
     read_json,
     registered,
     session,
+    train,
 )
 
 FILLED = (sinks, training_hooks)
@@ -453,3 +456,57 @@ def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_wait
         session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
     assert seen[-1] - begun[0] < 1.5
     assert steps_in(tmp_path, SmallSteps)
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_disk_that_is_full_at_the_end_says_what_is_lost_and_how_to_go_on(saved: int, tmp_path: Path) -> None:
+    def full(file: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        write = RunFolder.write_weights
+
+        def write_weights(folder: Any, model: Any) -> None:
+            patch.setattr(os, "fsync", full)  # from here on, for the summary too
+            write(folder, model)
+
+        patch.setattr(RunFolder, "write_weights", write_weights)
+        with pytest.raises(LoopscopeError, match="its final weights are not written") as error:
+            train(tmp_path, epochs=1, save_checkpoints=saved)
+    way = "loopscope resume .*plain$" if saved else "has to begin anew: with --overwrite"
+    assert re.search(way, str(error.value))
+    if saved:
+        assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"
+
+
+def test_a_record_that_was_removed_under_the_run_is_told_of_and_written_again(tmp_path: Path) -> None:
+    class Removing(Display):
+        def strategy_started(self, run: Any, *rest: Any) -> Any:
+            (run.output_dir / "experiment_config.json").unlink()
+            (run.output_dir / "plain.csv").unlink()
+            return super().strategy_started(run, *rest)
+
+    removing = session(tmp_path, epochs=1, strategies=["plain"], save_checkpoints=1)
+    removing.display = Removing()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        removing.run()
+    texts = [str(warning.message) for warning in said]
+    assert any("experiment_config.json was removed under the run; it is written again" in text for text in texts)
+    assert any("Sink 'csv' failed and is switched off" in text and "was removed or replaced" in text for text in texts)
+    assert (tmp_path / "small/plain/experiment_config.json").is_file()
+
+
+def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    write = checkpoint_files.write_checkpoint
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RunNotice)
+        patch.setattr("loopscope.checkpoints.writer.write_checkpoint", slow)
+        train(tmp_path, epochs=3, checkpoint_every_steps=1)
+    assert next(checkpoints_in(tmp_path / "small/plain/checkpoints")).name == "step_000000009"

@@ -116,3 +116,28 @@ def test_a_lock_that_cannot_be_written_is_a_sentence(function: str, number: int,
         run_lock(tmp_path),
     ):
         pass
+
+
+@pytest.mark.parametrize("make", ["symlink_to", "hardlink_to"])
+def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_left(make: str, tmp_path: Path) -> None:
+    target, folder = tmp_path / "precious", tmp_path / "run"
+    target.write_text("all of it")
+    folder.mkdir()
+    getattr(folder / LOCK, make)(target)
+    with pytest.raises(UsageError, match=r"run\.lock is a link or no plain file"), run_lock(folder):
+        pass
+    assert target.read_text() == "all of it"
+
+
+@pytest.mark.parametrize("target", ["nowhere", "/dev/null"])
+def test_a_lock_that_leads_nowhere_or_to_a_device_makes_nothing(target: str, tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to(target)
+    with pytest.raises(UsageError, match="remove it"), run_lock(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_pipe_in_the_place_of_the_lock_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
+        pass

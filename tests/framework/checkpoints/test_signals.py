@@ -41,7 +41,7 @@ class Signalling(TrainingHook):
 def entries():
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with registered(Small, SmallSteps, Signalling):
+    with registered(Small, SmallSteps, Early, Signalling):
         yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -129,6 +129,45 @@ def test_a_run_in_another_thread_leaves_the_handlers_alone(tmp_path: Path) -> No
     thread.start()
     thread.join()
     assert seen == before
+
+
+class Early(Small):
+    """Raises a signal where no step is under way: while the model of a strategy is built."""
+
+    name = "early"
+    number, strategy = signal.SIGTERM, "plain"
+
+    def prepare_model(self, model: Any, strategy: str) -> Any:
+        if strategy == self.strategy:
+            signal.raise_signal(self.number)
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["plain", "other-order"])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedError), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_before_the_loop_or_between_strategies_ends_the_session_cleanly(
+    number, error, strategy, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Early, "number", number)
+    monkeypatch.setattr(Early, "strategy", strategy)
+    handlers = [signal.getsignal(item) for item in CAUGHT]
+    with pytest.raises(error):
+        session(tmp_path, Early, epochs=1, strategies=["plain", "other-order"]).run()
+    done = [path.parent.name for path in tmp_path.glob("early/*/summary.json")]
+    assert done == (["plain"] if strategy == "other-order" else [])
+    assert not list(tmp_path.rglob("run.lock"))
+    assert [signal.getsignal(item) for item in CAUGHT] == handlers
+
+
+@pytest.mark.parametrize("strategy", ["plain", "other-order"])
+def test_a_checkpoint_that_is_asked_for_before_the_loop_is_written_after_the_first_step(
+    strategy, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(Early, "number", signal.SIGUSR1)
+    monkeypatch.setattr(Early, "strategy", strategy)
+    summaries = session(tmp_path, Early, epochs=1, strategies=["plain", "other-order"]).run()
+    assert [summary["status"] for summary in summaries] == ["completed", "completed"]
+    assert [open_checkpoint(path).step for path in checkpoints_in(tmp_path / f"early/{strategy}/checkpoints")] == [1]
 
 
 # Real processes

@@ -119,12 +119,19 @@ def test_a_sink_that_misses_its_files_is_not_dropped_but_stops_the_resume(isolat
         started(isolation, {"keeping": {"count": 3}}, Refusing())
 
 
-def test_a_sink_that_cannot_be_opened_again_is_switched_off(isolation, tmp_path):
-    (tmp_path / "only.jsonl").mkdir()
-    with pytest.warns(UserWarning, match="Sink 'jsonl' failed and is switched off.*IsADirectory"):
-        dispatch = started(isolation, {"jsonl": {"size": 0}}, JSONLSink(), csv := CSVSink(), folder=tmp_path)
-    assert dispatch.files() == csv.files() == [tmp_path / "only.csv"]
-    csv.close("completed")
+@pytest.mark.parametrize("sink", [JSONLSink, CSVSink])
+def test_a_file_that_cannot_be_opened_again_is_refused(sink, isolation, tmp_path):
+    (tmp_path / f"only.{sink.name}").mkdir()
+    position = {"size": 0, **sink.notation}
+    with pytest.raises(UsageError, match=rf"only\.{sink.name} cannot be opened to go on in it: Is a directory; put"):
+        started(isolation, {sink.name: position}, sink(), folder=tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, -1, "x", 1.5, [], True])
+def test_a_position_without_a_size_is_refused(size, isolation, tmp_path):
+    (tmp_path / "only.jsonl").write_text("")
+    with pytest.raises(UsageError, match="does not say how many bytes"):
+        started(isolation, {"jsonl": {"size": size}}, JSONLSink(), folder=tmp_path)
 
 
 def test_a_sink_that_draws_for_its_position_does_not_touch_the_run():

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,57 @@ FILES: list[tuple[str | bytes, list[str]]] = [
     ("just words", ["bad.yaml", "'just words'", "mapping"]),
     ("- a\n- b", ["bad.yaml", "mapping"]),
     (b"\xff\xfe\x00", ["bad.yaml", "UTF-8"]),
-]
+    ("[" * 100_000 + "]" * 100_000, ["bad.yaml", "more than 100 levels"]),
+    ("hook_config: &a {norms: *a}", ["bad.yaml", "contains itself"]),
+    ("&a {hook_config: *a}", ["bad.yaml", "contains itself"]),
+    ("a: &a [x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+        f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}, *{a}, *{a}, *{a}]" for a, b in pairwise("abcdefghijk")
+    ), ["bad.yaml", "more than 100,000 values"]),
+    ("epochs: " + "9" * 5000, ["bad.yaml", "cannot be read", "4300 digits"]),
+    ("epochs: " + "9" * 400, ["bad.yaml", "an integer of 1,329 bits"]),
+    ("hook_config: {fourier.top_k: " + "9" * 5000 + "}", ["bad.yaml", "cannot be read"]),
+    ("hooks: !!set {norms}", ["bad.yaml", "of the type set"]),
+    ("hook_config: {hessian.method: !!set {a}}", ["bad.yaml", "of the type set"]),
+    ("hook_config: {hessian.method: !!binary aGVsbG8=}", ["bad.yaml", "of the type bytes"]),
+    ("label: !!binary aGVsbG8=", ["bad.yaml", "of the type bytes"]),
+    ("hooks: !!pairs [a: 1]", ["bad.yaml", "of the type tuple"]),
+    ("epochs: !!int x", ["bad.yaml", "cannot be read"]),
+    ("preset: [tiny]", ["'tiny'", "Known: tiny"]),
+    ('folder: "a\\0b"', ["zero byte"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["top secret " * 9, "- top secret\n" * 9, "secret: 1\n" * 1000, "a: {b: [\n" * 50])
+def test_of_a_file_that_is_no_config_little_is_shown(text: str, tmp_path: Path, capfd) -> None:
+    (tmp_path / "foreign").write_text(text)
+    sentence = refused(["run", "small", "--config", f"{tmp_path}/foreign"], tmp_path, capfd)
+    assert len(sentence) < 300 + len(str(tmp_path))
+    assert sentence.count("secret") < 3
+
+
+VALUES = [
+    "9" * 5000, "9" * 400, "[" * 100_000, "!!set {a}", "!!binary aGVsbG8=", "!!binary a", "&a [*a]", "!!int x",
+    "!!timestamp x", "{<<: 1}", "0x" + "f" * 5000, "\x1b[31m", "\ud800", "\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=[ascii(value[:20]) for value in VALUES])
+@pytest.mark.parametrize("option", ["--hook-config=fourier.top_k=", "--epochs=", "--mode="])
+def test_a_value_that_is_no_value_of_an_option_is_refused(option: str, value: str, tmp_path: Path, capfd) -> None:
+    words = ["run", "small", "--hooks", "fourier", "--output-dir", f"{tmp_path}/out", f"{option}{value}"]
+    sentence = refused(words, tmp_path, capfd)
+    assert len(sentence) < 400
+    assert sentence.rstrip("\n").isprintable()
+
+
+WORDS = [["{x}"], ["run", "{x}"], ["run", "small", "--{x}"], ["resume", "{x}"], ["diff", "{x}", "{x}"], ["plot", "{x}"],
+         ["hooks", "{x}"], ["run", "small", "--preset", "{x}"], ["run", "small", "--config", "{x}"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_no_sentence_gives_the_terminal_a_command(words: list[str], tmp_path: Path, capfd) -> None:
+    sentence = refused([word.format(x="\x1b[31m\x07\x9b") for word in words], tmp_path, capfd)
+    assert sentence.rstrip("\n").isprintable()
 
 
 @pytest.mark.parametrize(("text", "fragments"), FILES, ids=[repr(text[:40]) for text, _ in FILES])

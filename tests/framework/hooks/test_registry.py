@@ -1,5 +1,7 @@
 """Registries: what is refused and in which words, what installed packages add, what a selection expands to."""
 
+import signal
+
 import pytest
 from loopscope import training_hooks
 from loopscope.errors import UsageError
@@ -225,6 +227,29 @@ def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning_and_refuse
         assert hooks.names() == ["watcher"]
     with pytest.raises(UsageError, match="no_such_package_anywhere"):
         hooks.get("plugged")
+
+
+@pytest.mark.parametrize("source", ["import sys; sys.exit()", "raise KeyboardInterrupt", "raise SystemExit('x')"])
+def test_a_package_whose_import_ends_the_process_is_named_and_left_out(install, source):
+    module = f"plugin_ending_{abs(hash(source))}"
+    install(module, source)
+    hooks = registry()
+    hooks.register(Watcher)
+    with pytest.warns(UserWarning, match=f"hook 'plugged' of {module}:Plugin cannot be used. (SystemExit|KeyboardInt)"):
+        assert hooks.names() == ["watcher"]
+    with pytest.raises(UsageError, match="cannot be used"):
+        hooks.get("plugged")
+
+
+def test_ctrl_c_during_the_import_of_a_package_is_no_fault_of_it(install):
+    install("plugin_pressed", "import signal; signal.raise_signal(signal.SIGINT)")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            registry().discover()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_malformed_hook_of_another_package_is_refused_with_the_reason(install):

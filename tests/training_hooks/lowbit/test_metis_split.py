@@ -11,6 +11,7 @@ from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import HookError, UnsuitableError, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, InterventionHook, TrainingHook
+from loopscope.loops import step_loop
 from loopscope.lowbit import BitLinear, MetisOptions, Recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import uniform
@@ -30,6 +31,7 @@ from tests.support import (
     Case,
     ReadOnlyHook,
     Run,
+    Saving,
     SpyHook,
     at,
     build,
@@ -329,3 +331,25 @@ def test_a_warm_up_longer_than_the_run_is_told():
     hook = MetisSplit()
     with pytest.warns(UserWarning, match="splits no weight: the run has 2 steps, and forward_warmup_steps is 2"):
         hook.start(run_info(task, HookManager([hook], task, state, loop="step"), "step"))
+
+
+@pytest.mark.filterwarnings("ignore:gradient_overflow")
+def test_what_if_goes_on_after_a_split_and_through_a_checkpoint_with_all_its_rows(tmp_path):
+    def run(path, write):
+        task, state = build(Case("lowbit_mlp", loop="step"), length=STEPS)
+        hooks = [MetisSplit(), HookRegistry.get("gradient_overflow")(formats="e2m1,e4m3", interval=1)]
+        manager = HookManager(hooks, task, state, loop="step")
+        if not write:
+            manager.hooks.load_state_dict(load_checkpoint(path, state))
+        manager.start(run_info(task, manager, "step"))
+        pauses = Saving(manager, 1, lambda: state.loop.step == 4 and write and save_checkpoint(
+            path, state, manager.hooks.state_dict(), manager.isolation.run_streams))  # fmt: skip
+        step_loop(task, manager, pauses=pauses)
+        manager.end("completed")
+        return manager.hooks.tables["gradient_overflow"], hooks[1].state_dict()["ledgers"]["gradients"]
+
+    (whole, ledger), (resumed, after) = run(tmp_path / "4.pt", True), run(tmp_path / "4.pt", False)
+    assert any("factors" in layer for layer in ledger["layers"])
+    assert resumed == whole
+    assert after["layers"] == ledger["layers"]
+    assert torch.equal(after["run"]["sums"], ledger["run"]["sums"])

@@ -1,0 +1,69 @@
+"""What reaches the terminal: nothing that it would take as a command, wherever the text comes from."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope import sinks, training_hooks
+from loopscope.cli import main
+from loopscope.hooks import HookPoint, MetricInfo, TrainingHook
+
+from tests.framework.runs.small_experiment import Small, registered
+
+FILLED = (sinks, training_hooks)
+COMMANDS = "\x1b[31m\x07\x9b2J\x00"
+
+
+class Noisy(TrainingHook):
+    __doc__ = f"Says {COMMANDS} everywhere."
+    name = "noisy"
+    hook_points = {HookPoint.SNAPSHOT}
+
+    def __init__(self, *, loud: str = f"yes{COMMANDS}") -> None:
+        self.loud = loud
+
+    def compute(self, ctx: Any) -> dict[str, Any]:
+        if ctx.epoch:
+            raise ValueError(COMMANDS)
+        return {f"a{COMMANDS}": 1.0}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        return [MetricInfo(f"a{COMMANDS}", f"x{COMMANDS}", COMMANDS, f"Look {COMMANDS}.")]
+
+
+class Loud(Small):
+    __doc__ = f"Experiment {COMMANDS}."
+    name = "loud"
+
+    def sample(self, model: Any) -> str:
+        return f"two lines\n{COMMANDS}"
+
+
+RUN = ["run", "loud", "--strategy", "plain", "--hooks", "noisy", "--on-hook-error", "skip", "--output-dir", "{folder}"]
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    "words",
+    [["list"], ["hooks"], ["hooks", "noisy"], ["run", "loud", "--help"], RUN, [*RUN, "--silent"], [*RUN, "--live"]],
+    ids=" ".join,
+)
+def test_texts_of_plug_ins_give_the_terminal_no_commands(words: list[str], tmp_path: Path, capfd) -> None:
+    with registered(Noisy, Loud):
+        assert main([word.format(folder=tmp_path) for word in words]) == 0
+    for text in capfd.readouterr():
+        assert all(line.isprintable() for line in text.split("\n")), ascii(text)
+
+
+ENDS = {"closed": ">&-", "both closed": ">&- 2>&-", "gone": "| true", "full": "> /dev/full"}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("words", ["--help", "list"])
+def test_standard_output_that_takes_nothing_gives_no_traceback(words: str, end: str) -> None:
+    line = f"set -o pipefail; {sys.executable} -m loopscope {words} {ENDS[end]}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    expected = "loopscope: standard output could not be written: No space left on device.\n" if end == "full" else ""
+    assert (done.returncode, done.stderr) == (int(end == "full"), expected)

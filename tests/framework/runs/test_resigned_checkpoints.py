@@ -1,0 +1,200 @@
+"""Checkpoints whose digests are right and whose content is not: one field of manifest or state at a time is another."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpointing, checkpoints_in, open_checkpoint
+from loopscope.checkpoints.format import _digest_of_manifest
+from loopscope.cli import main
+
+from tests.framework.checkpoints.crash_runs import patiently
+from tests.framework.runs.small_experiment import Small, read_json, registered
+
+pytestmark = pytest.mark.filterwarnings("always")  # what the commands say is looked at
+FILLED = (sinks, training_hooks)
+HOOKS = ["norms", "consecutive", "gradient_overflow", "weight_updates"]
+RUN = ["run", "small", "--strategy", "plain", "--epochs", "2", "--no-console-output", "--hooks", *HOOKS]
+COMMANDS = {
+    "resume": ["resume", "{run}"],
+    "--resume": [*RUN, "--resume", "--save-checkpoints", "--output-dir", "{output}"],
+    "diff": ["diff", "{whole}", "{run}"],
+    "--validate-checkpoints": [*RUN, "--validate-checkpoints", "--output-dir", "{output}"],
+}
+MISSING = object()
+Path_ = tuple[Any, ...]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries():
+    with registered(Small):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train, and return the folder of the run with its first checkpoint alone, as if it had been killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+        words = [*RUN, "--hook-jsonl", "--hook-csv", "--save-checkpoints", "--output-dir", str(folder)]
+        assert main(words) == 0
+    run = folder / "small/plain"
+    shutil.rmtree(next(checkpoints_in(run / "checkpoints")))
+    for name in ("summary.json", "plain_final.pt"):
+        (run / name).unlink()
+    return run
+
+
+def paths(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Yield the ways to every entry of nested values."""
+    if path:
+        yield path
+    keys = value if isinstance(value, Mapping) else range(min(3, len(value))) if type(value) in (list, tuple) else ()
+    for key in keys:
+        yield from paths(value[key], (*path, key))
+
+
+def changed(value: Any, path: Path_, new: Any) -> Any:
+    """Return nested values with another entry, or without it."""
+    if not path:
+        return new
+    items = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    if len(path) == 1 and new is MISSING:
+        del items[path[0]]
+    else:
+        items[path[0]] = changed(items[path[0]], path[1:], new)
+    return items if isinstance(value, Mapping) else type(value)(items.values())
+
+
+def signed(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "digest": _digest_of_manifest(manifest)}))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return {key: value for key, value in read_json(folder / "manifest.json").items() if key != "digest"}
+
+
+def with_state(folder: Path, content: Any) -> None:
+    torch.save(content, folder / "state.pt")
+    data = (folder / "state.pt").read_bytes()
+    files = {"state.pt": {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}}
+    signed(folder, {**manifest_of(folder), "files": files})
+
+
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else 1
+
+
+VALUES = [MISSING, None, -1, 10**400, float("inf"), float("nan"), "x", "\x1b[31m", [], {}, [1], {"a": 1}, True, 2**70]
+OF_MANIFEST = [*VALUES, deep(200), "\ud800"]
+OF_STATE = [value for value in VALUES if value != 10**400] + [torch.zeros(3), torch.zeros(0), torch.tensor(1.5)]
+
+
+def refused_or_done(command: str, whole: Path, capfd: Any, damage: Any) -> None:
+    with tempfile.TemporaryDirectory() as output:
+        run = Path(output) / "small/plain"
+        shutil.copytree(whole, run)
+        damage(next(checkpoints_in(run / "checkpoints")))
+        capfd.readouterr()
+        status = main([word.format(whole=whole, run=run, output=output) for word in COMMANDS[command]])
+        said = capfd.readouterr().err
+        assert status in (0, 1, 2), said
+        assert all(line.startswith("loopscope: ") and line.isprintable() for line in said.splitlines()), said
+        assert status == 0 or said
+        assert status == 0 or command in ("diff", "--validate-checkpoints") or run.joinpath("checkpoints").is_dir()
+
+
+REST = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow], "deadline": None}
+
+
+def check_manifest(whole: Path, capfd: Any, data: Any, command: str) -> None:
+    manifest = manifest_of(next(checkpoints_in(whole / "checkpoints")))
+    path, value = data.draw(st.sampled_from([*paths(manifest)])), data.draw(st.sampled_from(OF_MANIFEST))
+    refused_or_done(command, whole, capfd, lambda folder: signed(folder, changed(manifest, path, value)))
+
+
+def check_state(whole: Path, capfd: Any, data: Any, command: str) -> None:
+    content = open_checkpoint(next(checkpoints_in(whole / "checkpoints"))).content()
+    path, value = data.draw(st.sampled_from([*paths(content)])), data.draw(st.sampled_from(OF_STATE))
+    refused_or_done(command, whole, capfd, lambda folder: with_state(folder, changed(content, path, value)))
+
+
+@settings(max_examples=40, **REST)
+@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
+def test_whatever_a_signed_manifest_says_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
+    check_manifest(whole, capfd, data, command)
+
+
+@settings(max_examples=40, **REST)
+@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)))
+def test_whatever_a_signed_state_holds_it_is_used_or_refused_in_a_sentence(whole, capfd, data, command) -> None:
+    check_state(whole, capfd, data, command)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, **REST)
+@given(data=st.data(), command=st.sampled_from(sorted(COMMANDS)), of_state=st.booleans())
+def test_whatever_a_signed_checkpoint_holds(whole, capfd, data, command, of_state) -> None:
+    (check_state if of_state else check_manifest)(whole, capfd, data, command)
+
+
+KNOWN = {
+    "state/optimizer/state/0/exp_avg": (torch.tensor(1.5), "exp_avg of parameter 0 has not its shape"),
+    "state/optimizer/state/1/exp_avg": (MISSING, "could not go on from .*: KeyError"),
+    "state/loop/epoch": (None, "its field 'epoch' must be an integer"),
+    "state/loop/step": (5, "its epoch and step are not those in manifest.json"),
+    "state/loop/accumulated_grads": ({"0.weight": -1}, "its field 'accumulated_grads' must be"),
+    "state/parameters/0.bias": (2**70, "could not go on from .*: OverflowError"),
+    "state/modules/1._non_persistent_buffers_set": (MISSING, "of its modules, 1._non_persistent_buffers_set differ"),
+    "state/scheduler/last_epoch": (None, "last_epoch of the scheduler is no number"),
+    "samples": ("x", "its field 'samples' must be an object"),
+    "left_out": ("x", "its field 'left_out' must be an object"),
+}
+
+
+@pytest.mark.parametrize("path", KNOWN)
+def test_a_state_that_no_run_writes_is_named_with_what_is_wrong(path: str, whole: Path, tmp_path: Path, capfd) -> None:
+    value, sentence = KNOWN[path]
+    keys = [int(key) if key.isdigit() else key for key in path.split("/")]
+    shutil.copytree(whole, tmp_path / "small/plain")
+    folder = next(checkpoints_in(tmp_path / "small/plain/checkpoints"))
+    with_state(folder, changed(open_checkpoint(folder).content(), tuple(keys), value))
+    assert main(["resume", str(tmp_path / "small/plain")]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"loopscope: {folder}") or "could not go on" in said
+    assert re.search(sentence, said), said
+
+
+class Enormous(Small):
+    """Evaluates to a number that is no float."""
+
+    name = "enormous"
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        return {"val_loss": NUMBERS[0], "val_acc": -NUMBERS[0]}
+
+
+NUMBERS = [1]
+
+
+@pytest.mark.parametrize("display", ["--silent", "--no-console-output", "--live"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_score_beyond_all_floats_ends_no_run(digits: int, display: str, tmp_path: Path, capfd) -> None:
+    NUMBERS[0] = 10**digits
+    words = ["run", "enormous", "--strategy", "plain", "--epochs", "4", "--save-checkpoints", "1", "--hooks", "norms"]
+    with registered(Enormous):
+        status = main([*words, "--hook-jsonl", "--hook-csv", display, "--output-dir", str(tmp_path)])
+    assert status == 0, capfd.readouterr().err
+    assert [open_checkpoint(path).score for path in checkpoints_in(tmp_path / "enormous/plain/checkpoints")][-1] > 1e300
+    assert read_json(tmp_path / "enormous/plain/summary.json")["status"] == "completed"

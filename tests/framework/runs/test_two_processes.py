@@ -1,0 +1,61 @@
+"""Two processes that come to one run, one after the other: the second asks again once it holds the lock."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope.errors import UsageError
+from loopscope.runs import Display
+
+from tests.framework.checkpoints.crash_runs import BOTH_SINKS, run
+from tests.framework.runs.small_experiment import Small, contents, read_json, registered, session
+
+WORDS = ["run", "small", "--epochs", "1", "--save-checkpoints", "1", *BOTH_SINKS]
+
+
+class Meanwhile(Display):
+    """Has another process train other-order when plain has ended."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._folder, self._flags = folder, flags
+        self.left: dict[str, bytes] = {}
+
+    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
+        words = [*WORDS, "--strategy", "other-order", *self._flags, "--output-dir", str(self._folder)]
+        assert run(words, self._folder.with_suffix(".log")) == 0
+        self.left = contents(self._folder / "small/other-order")
+
+
+@pytest.fixture(autouse=True)
+def entries():
+    with registered(Small):
+        yield
+
+
+@pytest.mark.parametrize("option", [None, "resume", "overwrite"])
+def test_a_run_that_another_process_finished_meanwhile_is_left_as_it_is(option: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    mine = session(folder, epochs=1, strategies=["plain", "other-order"], **({option: True} if option else {}))
+    mine.display = meanwhile = Meanwhile(folder)
+    with pytest.raises(UsageError, match=r"was written by another process since .* It holds a finished run, which is"):
+        mine.run()
+    assert contents(folder / "small/other-order") == meanwhile.left
+    assert read_json(folder / "small/plain/summary.json")["status"] == "completed"
+
+
+@pytest.mark.parametrize("option", ["resume", "overwrite"])
+def test_a_run_that_was_found_and_another_process_went_on_with_is_left_as_it_is(option: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    session(folder, epochs=1, strategies=["other-order"], save_checkpoints=1).run()
+    (folder / "small/other-order/summary.json").unlink()
+    mine = session(folder, epochs=1, strategies=["plain", "other-order"], save_checkpoints=1, **{option: True})
+    mine.display = meanwhile = Meanwhile(folder, "--resume")
+    with pytest.raises(UsageError, match="start the command again to go by what lies there now"):
+        mine.run()
+    assert contents(folder / "small/other-order") == meanwhile.left
+
+
+def test_what_was_found_and_is_still_there_is_written_over_where_that_is_asked_for(tmp_path: Path) -> None:
+    session(tmp_path, epochs=1).run()
+    assert [summary["status"] for summary in session(tmp_path, epochs=1, overwrite=True).run()] == ["completed"] * 3
