@@ -6,7 +6,7 @@ from .model_parts import OwnFunction, OwnHook
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .structure import Structure
-from .tensor_identity import BriefIdentities, TensorIdentities, addresses
+from .tensor_identity import BriefIdentities, TensorIdentities, addresses, byte_tensors
 from .training_state import GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, finish_sharding, fully_sharded_modules, gathered_for_a_while,
@@ -17,9 +17,9 @@ from .vectors import (
 __all__ = [
     "ATOMS", "GENERATORS", "NATIVE", "ON_DEMAND", "PARTS", "WIDE", "BriefIdentities", "Guarded", "LoopState",
     "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure", "TensorIdentities",
-    "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "copied", "cosine",
-    "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding", "fully_sharded_modules",
-    "gathered_for_a_while", "gradients", "is_partial", "is_sharded", "joint_norm", "leave_modes", "live_gradients",
-    "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "of_the_run", "overwrite",
-    "scaled", "seed_everything", "settings", "trainable", "whole", "widened",
+    "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "byte_tensors", "copied",
+    "cosine", "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding",
+    "fully_sharded_modules", "gathered_for_a_while", "gradients", "is_partial", "is_sharded", "joint_norm",
+    "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each",
+    "of_the_run", "overwrite", "scaled", "seed_everything", "settings", "trainable", "whole", "widened",
 ]
