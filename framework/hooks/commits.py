@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
 from ..state import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
+from ..training import takes_closure
 
 Values = TypeVarTuple("Values")
 
@@ -24,6 +25,21 @@ class StatePart(Enum):
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
+
+
+def refuse_what_is_computed_anew(treatments: Mapping[str, Iterable[str]], optimizer: Optimizer) -> None:
+    """Raise :class:`UsageError` for a hook whose commits an optimizer would undo that evaluates the loss several times.
+
+    ``treatments`` are the parts that hooks declare to change, by the hook's name.
+    """
+    for hook, parts in treatments.items():
+        changed = {StatePart.GRADIENTS.value, StatePart.OPTIMIZER.value}.intersection(parts)
+        if changed and takes_closure(optimizer):
+            raise UsageError(
+                f"Hook {hook!r} changes the {' and '.join(sorted(changed))}, but {type(optimizer).__name__} computes "
+                "gradients several times a step, of which a hook reaches the first alone; leave the hook out, or take "
+                "an optimizer that computes them once."
+            )
 
 
 class UndeclaredCommitError(UsageError):
