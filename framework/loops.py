@@ -137,6 +137,7 @@ def _training_step(
     loop = manager.state.loop
     loop.step += 1
     loop.batch, loop.loss = batch, None
+    manager.hooks.see_first(batch)
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
     manager.fire(HookPoint.PRE_STEP)
     loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ..data import Batch, Loader, derived_seed
+from ..data import Batch, Loader, derived_seed, lent
 from ..errors import LoopscopeError
 from ..isolation import LightSnapshot, Snapshot, borrowed_buffers, borrowed_gradients, borrowed_learning_rates
 from ..state import Vector, accumulate, local_shards
@@ -113,7 +113,7 @@ class Experimenting(Measuring):
         on what it restored.
         """
         self._shuffles += 1
-        return self._task.loader.shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
+        return lent(self._task.loader).shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
 
     def apply_perturbation(self, direction: Vector, scale: float) -> None:
         """Add ``scale * direction`` to the parameters, in place."""
