@@ -2,6 +2,7 @@
 
 from .attributes import ATOMS, NATIVE, Transient
 from .batch_contents import copy_of_batch, tensors_of, visited
+from .digest import digest as digest_of
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
 from .parts import Guarded, LoopState, Part, Stored, Watched, nested
@@ -19,8 +20,9 @@ __all__ = [
     "ATOMS", "GENERATORS", "NATIVE", "ON_DEMAND", "PARTS", "WIDE", "BriefIdentities", "Guarded", "LoopState",
     "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure", "TensorIdentities",
     "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "byte_tensors", "copied",
-    "copy_of_batch", "cosine", "deterministic", "differing", "dot", "entered_modes", "explained", "finish_sharding",
-    "fully_sharded_modules", "gathered_for_a_while", "gradients", "is_partial", "is_sharded", "joint_norm",
-    "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "of_the_run",
-    "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole", "widened",
+    "copy_of_batch", "cosine", "deterministic", "differing", "digest_of", "dot", "entered_modes", "explained",
+    "finish_sharding", "fully_sharded_modules", "gathered_for_a_while", "gradients", "is_partial", "is_sharded",
+    "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each",
+    "of_the_run", "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole",
+    "widened",
 ]

@@ -35,6 +35,8 @@ _MUTABLE = (dict, list, set, deque)
 _LARGEST = 10_000  # values in one object; what holds more is a data set or somebody's whole program
 # nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
+HOOK_KIND = "_is_full_backward_hook"
+"""What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
 _ABSENT: Any = object()
@@ -303,7 +305,8 @@ def _outside_the_tree(module: nn.Module) -> dict[str, Any]:
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES and not is_hook_table(key, value)}
+    left_out = (*TABLES, HOOK_KIND)
+    return {key: value for key, value in vars(module).items() if key not in left_out and not is_hook_table(key, value)}
 
 
 def is_hook_table(key: str, value: Any) -> bool:

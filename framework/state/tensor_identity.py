@@ -183,7 +183,8 @@ class TensorIdentities:
             for index, was, now in self._changes()
             if was._replace(pointer=0) != now._replace(pointer=0)
         ]
-        return found + [holder for holder, was, now in pairs if was is not now]
+        # An empty dict is what the first hook of a tensor leaves there when it is gone.
+        return found + [holder for holder, was, now in pairs if was is not now and (was is not None or now)]
 
     def _changes(self) -> Iterator[tuple[int, Mark, Mark]]:
         """Yield the place of every tensor whose mark differs, with the mark it had and the one it has."""
