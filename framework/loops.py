@@ -9,7 +9,7 @@ from .firing import GradientKeeper, HookManager
 from .hooks import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
 from .state import LoopState
-from .training import TrainingTask, forward_backward, is_skipped, update
+from .training import TrainingTask, advance, evaluations, forward_backward, is_skipped, step_by_metric, update
 
 
 class Progress(Protocol):
@@ -67,8 +67,8 @@ def epoch_loop(
             _pause(manager, pauses, loop, unit_ended=False)
         _end_of_batches(loop)
         manager.dispatch.flush_steps(loop.epoch)
-        if task.scheduler is not None and task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
-            task.scheduler.step()
+        if task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
+            advance(task, loop.epoch + 1)
         _finish_accumulation(loop)
         if _is_due(loop.epoch + 1, task.eval_every, task.length):
             evaluate(task, manager, loop)
@@ -137,6 +137,7 @@ def _training_step(
     loop = manager.state.loop
     loop.step += 1
     loop.batch, loop.loss = batch, None
+    manager.hooks.see_first(batch)
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
     manager.fire(HookPoint.PRE_STEP)
     loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()
@@ -149,7 +150,8 @@ def _training_step(
     manager.fire(HookPoint.POST_BACKWARD)
     if not skipped:
         manager.fire(HookPoint.PRE_UPDATE)
-    update(task, step_scheduler=step_scheduler, skipped=skipped)
+    closure = evaluations(task, batch, loss, manager.deaf)
+    update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=loop.step)
     if skipped:
         loop.skipped_steps += 1
     else:
@@ -187,7 +189,7 @@ def _finish_accumulation(loop: LoopState) -> None:
 
 
 def evaluate(task: TrainingTask, manager: HookManager, loop: LoopState) -> None:
-    """Evaluate in eval mode, isolated from the run, and decide whether to stop."""
+    """Evaluate in eval mode, isolated from the run; step a scheduler that waits for it, and decide whether to stop."""
 
     def in_eval_mode() -> dict[str, float]:
         with borrowed_for_evaluation(task.model):
@@ -195,6 +197,7 @@ def evaluate(task: TrainingTask, manager: HookManager, loop: LoopState) -> None:
 
     loop.evaluation = manager.isolated("evaluation", in_eval_mode)
     loop.evaluated_at = loop.step
+    step_by_metric(task, loop.evaluation)
     if task.should_stop(loop.evaluation):
         loop.stopped = True
         loop.reached = {"epoch": loop.epoch, "step": loop.step}

@@ -52,6 +52,8 @@ class Staging:
         """Copy the containers, and note which tensor is to be copied into which buffer."""
         if isinstance(value, Tensor):
             value = value.detach()
+            if value.layout is not torch.strided:  # the compressed ones have neither strides nor foreach kernels
+                return value.clone().cpu()
             # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
             key = (value.shape, value.stride(), value.dtype)
             spare = self._spare.get(key)

@@ -1,9 +1,9 @@
 """Batches as a function of (epoch, start)."""
 
 from .batches import micro_batches, rows
-from .loaders import Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
+from .loaders import Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, fixed_order, lent, random_order
 
 __all__ = [
-    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "fixed_order", "micro_batches",
-    "random_order", "rows",
+    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "fixed_order", "lent",
+    "micro_batches", "random_order", "rows",
 ]

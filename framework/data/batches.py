@@ -1,21 +1,18 @@
 """Counting the samples of a batch, and splitting it, whatever containers it is made of."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import LoopscopeError
+from ..state import tensors_of
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch that have rows, in order."""
-    if isinstance(batch, Tensor):
-        if batch.ndim:
-            yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(item)
+    return (tensor for tensor in tensors_of(batch) if tensor.ndim)
 
 
 def rows(batch: Any) -> int:
@@ -28,9 +25,9 @@ def rows(batch: Any) -> int:
 def micro_batches(batch: Any, pieces: int) -> list[Any]:
     """Split a batch along the first dimension of its tensors into at most ``pieces`` parts of the same structure.
 
-    Tensors, tuples (named ones too), lists and mappings are split; a mapping's parts are dicts. What has no rows
-    (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises :class:`LoopscopeError` if the
-    tensors have different lengths.
+    Tensors, tuples (named ones too), lists, dataclasses and mappings are split; a mapping's parts are dicts. What has
+    no rows (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises :class:`LoopscopeError`
+    if the tensors have different lengths, or lie in an object that is none of these.
 
     >>> import torch
     >>> micro_batches({"x": torch.arange(3), "scale": 2.0}, 2)
@@ -58,4 +55,12 @@ def _part(item: Any, window: slice) -> Any:
     if isinstance(item, (list, tuple)):
         parts = [_part(value, window) for value in item]
         return type(item)(*parts) if isinstance(item, tuple) and type(item) is not tuple else type(item)(parts)
+    if is_dataclass(item) and not isinstance(item, type):
+        named = {field.name: getattr(item, field.name) for field in fields(item) if field.init}
+        return replace(item, **{name: _part(value, window) for name, value in named.items()})
+    if next(_tensors(item), None) is not None:
+        raise LoopscopeError(
+            f"A batch with a {type(item).__name__} cannot be split into micro-batches; set accumulation_steps to 1, or "
+            "give batches that are tensors, or tuples, lists, dicts or dataclasses of them."
+        )
     return item

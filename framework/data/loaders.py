@@ -20,11 +20,12 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 
 from ..errors import UsageError
-from ..state import RandomStreams
+from ..state import RandomStreams, copy_of_batch
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 
@@ -51,9 +52,46 @@ class Loader(ABC):
         """Return the random generators that this loader owns."""
         return ()
 
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own, so that whoever writes to it does not write to the data."""
+        return False
+
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the batches of epoch 0."""
         return self.batches(0)
+
+
+class LentLoader(Loader):
+    """A loader as hooks are given it: what it yields are copies, since batches may be views of the data."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield copies of the loader's batches."""
+        return map(copy_of_batch, self._loader.batches(epoch, start))
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._loader)
+
+    def shuffled(self, seed: int) -> Loader:
+        """Return the same data in another order, as copies too."""
+        return lent(self._loader.shuffled(seed))
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Return the random generators of the loader."""
+        return self._loader.generators()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what an experiment's own loader has beside."""
+        return getattr(self._loader, name)
+
+
+def lent(loader: Loader) -> Loader:
+    """Return a loader whose batches may be written to without changing the data."""
+    return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
 
 
 PIECES = 256
@@ -91,6 +129,11 @@ class TensorLoader(Loader):
             part = order[first : first + PIECES * self._batch_size]
             for index in part.split(self._batch_size):  # type: ignore[no-untyped-call]
                 yield tuple([tensor[index] for tensor in self._tensors])
+
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own: rows that are gathered do."""
+        return type(self).batches is TensorLoader.batches
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -250,6 +293,13 @@ class TorchLoader(Loader):
                 except StopIteration:
                     return
             yield batch
+
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own: rows that torch stacks do."""
+        source = self._dataloader
+        stacks = source.batch_sampler is not None and source.collate_fn is default_collate
+        return stacks and type(source).__iter__ is DataLoader.__iter__ and type(self).batches is TorchLoader.batches
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

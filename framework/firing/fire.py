@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from ..data import lent
 from ..errors import unknown
 from ..hooks import (
     EPOCH_END,
@@ -61,6 +62,7 @@ class Firing:
         self._state = state
         self._isolation = hooks.isolation
         self._dispatch = dispatch
+        self._loader = lent(task.loader)
         self._guardian_device = guardian_device
         self._needs_target = hooks.listeners.need("needs_target_grad")
         self._reference_weights = _frozen(reference_weights)
@@ -154,7 +156,7 @@ class Firing:
             step=loop.step,
             model=task.model,
             config=task.config,
-            loader=task.loader,
+            loader=self._loader,
             services=self._services,
             profiler=self._hooks.profiler,
             batch_idx=loop.batch_idx if at_step else None,

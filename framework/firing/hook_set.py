@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -25,7 +26,7 @@ from ..hooks import (
     windows_for,
 )
 from ..isolation import Call, Isolation
-from ..state import TrainingState, explained
+from ..state import TrainingState, explained, visited
 from ..training import Profiler
 
 Result = TypeVar("Result")
@@ -194,6 +195,7 @@ class HookSet:
         self._taps = taps
         self._offload = offload
         self._abandoned = False
+        self._has_seen = False
 
     def __iter__(self) -> Iterator[TrainingHook]:
         return iter(self._hooks)
@@ -258,6 +260,21 @@ class HookSet:
     def isolated(self, name: str, where: str, function: Callable[[], Result]) -> Result:
         """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
         return self._isolated(Call(name, where, self._state.loop.step, "The"), function, None)
+
+    def see_first(self, batch: object) -> None:
+        """Raise :class:`UsageError` if a hook may change a run's first batch, which no rollback could put back."""
+        if self._has_seen:
+            return
+        self._has_seen = True
+        if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
+            return
+        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
+        if hook := next((each.hook.name for each in due if each.intervention.mutates), ""):  # type: ignore[union-attr]
+            raise UsageError(
+                f"Hook {hook!r} is rolled back within a step, but in its batch, a {type(batch).__name__}, there is no "
+                "tensor to be found, and so nothing that could be put back; give batches that are tensors, arrays, or "
+                "containers or plain objects of them, or leave the hook out."
+            )
 
     def abandon(self) -> None:
         """Call no hook any more: the training state is damaged, and what they would find there is not the run."""

@@ -20,6 +20,7 @@ from ..hooks import (
     TapOwner,
     TapSet,
     TrainingHook,
+    refuse_what_is_computed_anew,
     treatments,
     without_duplicates,
 )
@@ -71,6 +72,7 @@ class HookManager:
         reference_weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         named = without_duplicates(hooks)
+        refuse_what_is_computed_anew(treatments(named), task.optimizer)
         self.task = task
         self.state = state
         self.counts_epochs = loop == "epoch"
@@ -90,6 +92,8 @@ class HookManager:
             offload=StateOffload() if offload_state else None,
         )
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call)
+        self.deaf = self._taps.deaf
+        """Makes the context of a step's further evaluations, where the optimizer makes several: no tap hears them."""
         self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self._reference_weights = reference_weights
         self._started = self._ended = False

@@ -1,7 +1,7 @@
 """What a hook is, is told, may ask for and may keep."""
 
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
-from .commits import CommitRecord, StatePart, UndeclaredCommitError
+from .commits import CommitRecord, StatePart, UndeclaredCommitError, refuse_what_is_computed_anew
 from .contexts import (
     ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table,
 )
@@ -23,5 +23,6 @@ __all__ = [
     "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered", "Remembering",
     "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart", "StepSchedule", "Tap", "TapOwner", "TapSet",
     "TrainingHook", "UndeclaredCommitError", "always_on", "build_hooks", "bulk_hooks", "hook_kind", "hook_options",
-    "metric_table", "refuse_idle_options", "select_hooks", "treatments", "windows_for", "without_duplicates",
+    "metric_table", "refuse_idle_options", "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for",
+    "without_duplicates",
 ]

@@ -1,9 +1,11 @@
 """Declared changes: recorded while a hook runs, applied after it was rolled back."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple, TypeVarTuple
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import LoopscopeError, UsageError, unknown
-from ..state import Vector, gradients, joint_norm, live_gradients, local_shards, overwrite
+from ..state import Vector, byte_tensors, gradients, joint_norm, live_gradients, local_shards, overwrite
+from ..training import takes_closure
 
 Values = TypeVarTuple("Values")
 
@@ -22,6 +25,21 @@ class StatePart(Enum):
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
+
+
+def refuse_what_is_computed_anew(treatments: Mapping[str, Iterable[str]], optimizer: Optimizer) -> None:
+    """Raise :class:`UsageError` for a hook whose commits an optimizer would undo that evaluates the loss several times.
+
+    ``treatments`` are the parts that hooks declare to change, by the hook's name.
+    """
+    for hook, parts in treatments.items():
+        changed = {StatePart.GRADIENTS.value, StatePart.OPTIMIZER.value}.intersection(parts)
+        if changed and takes_closure(optimizer):
+            raise UsageError(
+                f"Hook {hook!r} changes the {' and '.join(sorted(changed))}, but {type(optimizer).__name__} computes "
+                "gradients several times a step, of which a hook reaches the first alone; leave the hook out, or take "
+                "an optimizer that computes them once."
+            )
 
 
 class UndeclaredCommitError(UsageError):
@@ -49,6 +67,31 @@ class CommitRecord:
         """Make the recorded changes, in the order in which they were asked for."""
         for change in self.changes:
             change()
+
+
+class Memory:
+    """The memory in which the parameters of a model and their gradients lie, all of it that commits write to."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note where that memory is at this moment."""
+        owners = list(parameters)
+        spans = sorted(_spans([*owners, *live_gradients(owners)]))
+        self._begins = [begin for begin, _ in spans]
+        self._reaches = [*accumulate([end for _, end in spans], max)]  # a storage may lie within another, as arrays do
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether the tensor shares a storage with it, or its bytes by way of an array; wrappers may, always."""
+        spans = _spans([tensor])
+        before = [bisect_left(self._begins, end) for _, end in spans]
+        pairs = zip(spans, before, strict=True)
+        return not spans or any(count and self._reaches[count - 1] > begin for (begin, _), count in pairs)
+
+
+def _spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return where the storages of the tensors' own bytes begin and end; those of wrappers are left out."""
+    parts = chain.from_iterable(map(byte_tensors, local_shards(tensors)))
+    storages = [part.untyped_storage() for part in parts]
+    return [(begin := storage.data_ptr(), begin + storage.nbytes()) for storage in storages]
 
 
 class Clipping(NamedTuple):

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from ..data import Batch, Loader, derived_seed
+from ..data import Batch, Loader, derived_seed, lent
 from ..errors import LoopscopeError
 from ..isolation import (
     LightSnapshot,
@@ -17,7 +17,7 @@ from ..isolation import (
     borrowed_learning_rates,
 )
 from ..state import Vector, accumulate, local_shards
-from ..training import Profiler, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+from ..training import Profiler, borrowed_scaler, evaluations, forward_backward, is_skipped, measure_gradients, update
 from .commits import check_vector
 from .measuring import Measuring
 
@@ -110,7 +110,9 @@ class Experimenting(Measuring):
         with borrowed_gradients(self.model), borrowed_scaler(self._task), rates, torch.enable_grad():
             loss = forward_backward(self._task, chosen)
             steps_scheduler = self._steps_scheduler and learning_rates is None
-            update(self._task, step_scheduler=steps_scheduler, skipped=is_skipped(self._task))
+            skipped, closure = is_skipped(self._task), evaluations(self._task, chosen, loss)
+            count = self._state.loop.step
+            update(self._task, step_scheduler=steps_scheduler, skipped=skipped, closure=closure, count=count)
         return loss
 
     def get_shuffled_loader(self) -> Loader:
@@ -120,7 +122,7 @@ class Experimenting(Measuring):
         on what it restored.
         """
         self._shuffles += 1
-        return self._task.loader.shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
+        return lent(self._task.loader).shuffled(derived_seed(self._state.streams.seed, *self._stream, self._shuffles))
 
     def apply_perturbation(self, direction: Vector, scale: float) -> None:
         """Add ``scale * direction`` to the parameters, in place."""
@@ -144,13 +146,14 @@ class Experimenting(Measuring):
         for batch in loader.batches(self._state.loop.epoch):
             self._profiler.passed("forward_backward", batch)
             compute_gradients = forward_backward if step else measure_gradients
-            compute_gradients(self._task, batch)
+            loss = compute_gradients(self._task, batch)
             skipped = step and is_skipped(self._task)
             if not skipped:
                 live = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
                 total = accumulate(total, live)
             if step:
-                update(self._task, step_scheduler=self._steps_scheduler, skipped=skipped)
+                count, closure = self._state.loop.step + steps, evaluations(self._task, batch, loss)
+                update(self._task, step_scheduler=self._steps_scheduler, skipped=skipped, closure=closure, count=count)
             steps += not skipped
             skips += skipped
         if not steps:

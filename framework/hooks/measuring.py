@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch, Loader
+from ..data import Batch, Loader, lent
 from ..errors import LoopscopeError, unknown
 from ..state import TrainingState, Vector
 from ..training import METHODS, LossProbe, Method, TrainingTask
@@ -39,8 +39,8 @@ class Measuring:
 
     @property
     def loader(self) -> Loader:
-        """The training data, in the run's order."""
-        return self._task.loader
+        """The training data, in the run's order; batches that may be written to."""
+        return lent(self._task.loader)
 
     @property
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:

@@ -86,10 +86,10 @@ class ModelDataContext(Experimenting):
         """
         if isinstance(factor, Mapping):
             commits.check_factors(self.model, factor)
-            each = {name: self._lasting_factor(value) for name, value in factor.items()}
+            each = {name: _lasting_factor(value) for name, value in factor.items()}
             self._commits.record(StatePart.GRADIENTS, "scale_gradients", commits.scale_each, self.model, each)
         else:
-            kept = self._lasting_factor(factor)
+            kept = _lasting_factor(factor)
             parameters = self._parameters
             # Looked up when the change is made, since an earlier commit may give a parameter its first gradient.
             change = lambda: commits.scale(live_gradients(parameters), kept)
@@ -133,7 +133,7 @@ class ModelDataContext(Experimenting):
     def add_to_gradients(self, values: Vector, factor: Tensor) -> None:
         """Keep: add ``factor`` (zero-dimensional) times ``values``, tensors that the hook then leaves alone."""
         commits.check_vector(self.model, values)
-        kept, by = self._lasting(values), factor.clone() if self._mutates else factor
+        kept, by = self._lasting(values), factor.clone()
         self._commits.record(StatePart.GRADIENTS, "add_to_gradients", commits.add_scaled, self.model, kept, by)
 
     def blend_parameters(self, target: Vector, weight: float) -> None:
@@ -153,8 +153,12 @@ class ModelDataContext(Experimenting):
         self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._task.optimizer, chosen)
 
     def _lasting(self, vector: Vector) -> Vector:
-        """Copy a vector that the coming rollback might change."""
-        return copied(vector) if self._mutates else vector
+        """Copy what the coming rollback, or the commits themselves, might change before it is used."""
+        if self._mutates:
+            return copied(vector)
+        memory = commits.Memory(self._parameters)
+        return {name: value.detach().clone() if memory.holds(value) else value for name, value in vector.items()}
 
-    def _lasting_factor(self, factor: float | Tensor) -> float | Tensor:
-        return factor.clone() if self._mutates and isinstance(factor, Tensor) else factor
+
+def _lasting_factor(factor: float | Tensor) -> float | Tensor:
+    return factor.clone() if isinstance(factor, Tensor) else factor

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -123,14 +123,13 @@ class TapSet:
             # Not module.weight, which may be computed from other parameters and so be no leaf.
             _refuse_frozen(module._parameters.get("weight"), owner, tap)
             around = _around_weight(watched, is_heard)
-            self._attached.callback(vars(module).pop, "weight", None)  # the alias of a forward that raised
         if tap.kind == "input":
             around = _around_input(watched, is_heard)
         if is_apart:
             self._apart.append((owner.is_due, module, around))
         elif self._compiled and tap.kind == "weight":
             self._attached.enter_context(quiet_graph_breaks())
-            self._attached.enter_context(_forward_on_the_alias(module, around))
+            self._attached.enter_context(_uncompiled_forward(module, around))
         elif self._compiled:
             self._attached.callback(module.register_forward_hook(_uncompiled_hook()(around[1])).remove)
         else:
@@ -177,6 +176,15 @@ class TapSet:
         if not self._silent:
             self._stances.close()
 
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Call no tap in the body, a further pass of the run's own, which runs compiled where the model is."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
     @property
     def need_a_pass(self) -> bool:
         """Whether a tap is due now that a compiled pass cannot serve."""
@@ -213,24 +221,23 @@ def _uncompiled_hook() -> type[OwnFunction]:
 
 
 @contextmanager
-def _forward_on_the_alias(module: nn.Module, around: Around) -> Iterator[None]:
-    """Let a module of a compiled model work on an alias in the body, which no graph must see.
+def _uncompiled_forward(module: nn.Module, around: Around) -> Iterator[None]:
+    """Keep a module's forward, whose nodes are tapped, out of the graphs of a compiled model in the body.
 
     Its forward is exchanged, since a hook of the module could only end the graph before and after it.
     """
     before, after = around
     forward, own = module.forward, vars(module).get("forward")
 
-    def eagerly_on_the_alias(*inputs: Any, **options: Any) -> Any:
+    def eagerly_tapped(*inputs: Any, **options: Any) -> Any:
         if before is not None:
             before(module, inputs)
-        try:
-            return forward(*inputs, **options)
-        finally:
-            after(module, inputs, None)
+        output = forward(*inputs, **options)
+        after(module, inputs, output)
+        return output
 
     # As an instance attribute, which hides the method of the class until it is removed.
-    module.forward = _uncompiled(eagerly_on_the_alias)
+    module.forward = _uncompiled(eagerly_tapped)
     try:
         yield
     finally:
@@ -271,20 +278,62 @@ def _around_input(on_input: OnGradient, is_heard: Callable[[], bool]) -> Around:
 
 
 def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
-    """Listen to the gradient that reaches a module's weight through this module: it works on an alias meanwhile."""
+    """Listen where the gradient of a module's weight leaves this module: at the nodes of the graph that make it.
+
+    The graph stays as it is. A stand-in for the weight would not do: autocast casts leaves once a region and all else
+    at every use, so that the parts would be summed in another precision than in the run without the tap.
+    """
+    begins: list[int] = []
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if torch.is_grad_enabled() and is_heard():
-            weight: Any = module.weight
-            # A view has a gradient of its own in the graph: the part of the weight's that comes through this module.
-            alias = weight.view_as(weight)
-            alias.register_hook(on_gradient)
-            vars(module)["weight"] = alias  # found before the parameter, which stays; setattr refuses what is none
+        # Nodes are numbered as they are made (torch 2.9 to 2.15); torch shows it nowhere else.
+        begins.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        vars(module).pop("weight", None)
+        begin = begins.pop()
+        if torch.is_grad_enabled() and is_heard():
+            weight: Any = module.weight
+            for node, index in _uses(weight, output, begin):
+                node.register_hook(partial(_pass_on, on_gradient, weight.dtype, index))
 
     return before, after
+
+
+def _uses(weight: Tensor, output: object, begin: int) -> list[tuple[Any, int]]:
+    """Return the nodes made since ``begin`` that give a leaf gradients, with the places of these among what they give.
+
+    A node that casts the leaf stands for it, since under autocast others may use the same cast.
+    """
+    nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
+    seen, found = set(nodes), []
+    for node in nodes:  # which grows
+        for index, (source, _) in enumerate(node.next_functions):
+            if source is None or source in seen:
+                continue
+            if _is_leaf(source, weight) or _is_cast(source, weight):
+                found.append((node, index))
+            elif source._sequence_nr() >= begin:
+                seen.add(source)
+                nodes.append(source)
+    return found
+
+
+def _is_leaf(node: Any, weight: Tensor) -> bool:
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight
+
+
+def _is_cast(node: Any, weight: Tensor) -> bool:
+    return node.name() == "ToCopyBackward0" and _is_leaf(node.next_functions[0][0], weight)
+
+
+def _pass_on(
+    on_gradient: OnGradient, dtype: torch.dtype, index: int, given: tuple[Tensor | None, ...], _: object
+) -> tuple[Tensor | None, ...] | None:
+    """Show what a node gives at a place, in the weight's dtype, and give the replacement in its stead."""
+    gradient = given[index]
+    if gradient is None or (replacement := on_gradient(gradient.to(dtype))) is None:
+        return None
+    return *given[:index], replacement.to(gradient.dtype), *given[index + 1 :]
 
 
 def _refuse_frozen(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) -> None:

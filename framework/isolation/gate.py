@@ -53,6 +53,7 @@ class Isolation:
         self._modes, self._grad_mode = entered_modes(), torch.is_grad_enabled()
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
+        self._rewriting: set[tuple[str, str]] = set()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -97,8 +98,7 @@ class Isolation:
 
     def check(self, call: Call) -> None:
         """Raise :class:`StateMutationError` if the state differs from the baseline in anything that can be seen."""
-        self._tripwire.check_quickly(call)
-        self._unsettled.append(call)
+        self._check_quickly(call)
         self.settle()
         if self._audit.enabled:
             self._restore_streams_for_audit()
@@ -116,6 +116,7 @@ class Isolation:
         The first calls of an observer, and every call under audit, are checked completely, the later ones quickly.
         """
         self._rebase_after_commit()
+        closely = self._looks_closely(call)
         self._streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
         grad_mode = torch.is_grad_enabled()
@@ -128,14 +129,10 @@ class Isolation:
         finally:
             torch._C._set_grad_enabled(self._grad_mode)
             leave_modes(self._modes)
-            key = (call.name, call.where)
-            seen = self._calls.get(key, 0)
-            if seen < CALLS_CHECKED_ALONE or self._audit.enabled:
-                self._calls[key] = seen + 1
+            if closely:
                 self.check(call)
             else:
-                self._tripwire.check_quickly(call)
-                self._unsettled.append(call)
+                self._check_quickly(call)
             if grad_mode is not self._grad_mode:  # this was a call within a call, which goes on without gradients
                 torch._C._set_grad_enabled(grad_mode)
 
@@ -176,6 +173,21 @@ class Isolation:
             state.parts = [part for part in state.parts if part.name != "gradients"]
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
+    def _looks_closely(self, call: Call) -> bool:
+        """Return whether this is one of the first calls; note bytes for these, and where they were rewritten before."""
+        key = call[:2]
+        seen = self._calls[key] = self._calls.get(key, 0) + 1
+        closely = seen <= CALLS_CHECKED_ALONE or self._audit.enabled
+        if closely or key in self._rewriting:
+            self._tripwire.remember(everywhere=self._audit.enabled)
+        return closely
+
+    def _check_quickly(self, call: Call) -> None:
+        self._tripwire.check_quickly(call)
+        if self._tripwire.rewritten:
+            self._rewriting.add(call[:2])
+        self._unsettled.append(call)
+
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""
         self.settle()
@@ -184,6 +196,8 @@ class Isolation:
         if mutates and not self._guarded:
             self._guardian.save(self._state)
             self._guarded = True
+        if not mutates:
+            self._looks_closely(call)
         self._streams.derive(call.name, call.where, call.step)
         try:
             return function()

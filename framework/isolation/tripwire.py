@@ -14,7 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import StateMutationError, listed
-from ..state import ATOMS, TrainingState, addresses, differing, is_sharded, local_shards, nested
+from ..state import (
+    ATOMS,
+    TrainingState,
+    addresses,
+    differing,
+    digest_of,
+    is_sharded,
+    live_gradients,
+    local_shards,
+    nested,
+)
 from .guardian import Objects
 
 # Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
@@ -157,6 +167,9 @@ class Tripwire:
         self._quick: Sweep = ()
         self._rest: Sweep = ()
         self._swept: list[Tensor] = []
+        self._bytes: dict[int, int] = {}
+        self.rewritten = False
+        """Whether the last check found tensors written to that hold the bytes they held."""
 
     def begin(self) -> None:
         """Take the baseline of a fire."""
@@ -170,11 +183,34 @@ class Tripwire:
             self.watch = WatchList(self._state)
             self._quick, tensors = self._sweep()
             self._rest = self._sweep_rest(tensors)
+        self._bytes = {}
+
+    def remember(self, *, everywhere: bool) -> None:
+        """Note what parameters, gradients and buffers hold, so that a write that leaves their bytes equal is none.
+
+        Measuring a norm by ``clip_grad_norm_`` with an infinite limit is such a write: it multiplies by 1. Unless
+        ``everywhere``, what lies on an accelerator is left out, as it would have to come to the host.
+        """
+        if not self._bytes:
+            owners = self.watch.parameters
+            tensors = (*owners, *live_gradients(owners), *self._state.model.buffers())
+            near = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
+            self._bytes = {id(tensor): digest_of(tensor) for tensor in near}
+
+    def _holds_the_same(self, now: Sweep) -> bool:
+        """Return whether versions alone differ from the baseline, and none of them by a change of bytes."""
+        if not self._bytes or not _equal(self._quick[:-1], now[:-1]) or len(self._quick[-1]) != len(now[-1]):
+            return False
+        triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
+        return all(self._bytes.get(id(tensor)) == digest_of(tensor) for tensor, was, is_now in triples if was != is_now)
 
     def check_quickly(self, culprit: object) -> None:
         """Make the quick sweep; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
         try:
             quick, self._swept = self._sweep()
+            self.rewritten = not _equal(quick, self._quick) and self._holds_the_same(quick)
+            if self.rewritten:
+                self._quick = quick
             changes = [] if _equal(quick, self._quick) else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
             raise unreadable(culprit, error) from error
@@ -208,7 +244,7 @@ class Tripwire:
 
     def release(self) -> None:
         """Let go of what the last sweep read, so that gradients and batches live no longer than without it."""
-        self._quick, self._rest, self._swept = (), (), []
+        self._quick, self._rest, self._swept, self._bytes = (), (), [], {}
 
     def _sweep(self) -> tuple[Sweep, list[Tensor]]:
         """Return what the tables hold, what was glanced at, and versions, with the tensors of these."""

@@ -41,7 +41,8 @@ class ExperimentRunner(ABC, Generic[Config]):
     compared_metrics: ClassVar[Sequence[str]] = ()
     """Metrics in which strategies are compared at the end, beside the final evaluation, as full names."""
     best_metric: ClassVar[str] = "val_loss"
-    """The number of the evaluation by which the best checkpoint is chosen: the lowest is best."""
+    """The number of the evaluation by which the best checkpoint is chosen, the lowest being best, and which a scheduler
+    is given that takes a metric."""
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Metrics worth watching, by group, as full names."""
     progress_metrics: ClassVar[Mapping[str, Sequence[str]]] = {}

@@ -287,6 +287,7 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
+        scheduler_metric=runner.best_metric,
         length=runner.length,
         log_every=config.log_every,
         eval_every=config.eval_every,

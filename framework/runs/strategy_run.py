@@ -28,7 +28,7 @@ from ..hooks import RunInfo
 from ..isolation import borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
-from ..training import TrainingTask
+from ..training import TrainingTask, check_metric
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -129,6 +129,7 @@ class StrategyRun:
             go_on(self.manager, self.resumed)
         self.manager.start_hooks(self.run_info)
         self._refuse_what_no_checkpoint_holds()
+        check_metric(self.task, self._evaluate)
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
             self.manager.hooks.goes_on()

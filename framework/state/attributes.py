@@ -17,8 +17,19 @@ from torch.optim import Optimizer
 
 from ..registry import qualified
 from .digest import described
-from .natives import native_of, read_native, write_native
-from .objects import ABSENT, ATOMS, attributes_of, beside_items, is_code, is_frozen, reached_from, write_attributes
+from .objects import (
+    ABSENT,
+    ATOMS,
+    attributes_of,
+    beside_items,
+    is_code,
+    is_frozen,
+    native_of,
+    reached_from,
+    read_native,
+    write_attributes,
+    write_native,
+)
 
 _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     **{kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size, dict, OrderedDict, Counter)},
@@ -29,6 +40,8 @@ DEEPEST = 100
 """How many objects deep a walk goes: what lies deeper counts as out of reach."""
 # nn.Module keeps parameters, buffers and children in these dicts, and finds them by __getattr__.
 TABLES = ("_parameters", "_buffers", "_modules")
+HOOK_KIND = "_is_full_backward_hook"
+"""What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
 HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
@@ -268,7 +281,8 @@ def _space(value: Any) -> dict[str, Any]:
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    return {key: value for key, value in without_hooks(vars(module)).items() if key not in TABLES}
+    left_out = (*TABLES, HOOK_KIND)
+    return {key: value for key, value in without_hooks(vars(module)).items() if key not in left_out}
 
 
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def _add_bytes(summary: "xxhash.xxh3_64", tensor: Tensor) -> None:
         summary.update(f"{tuple(tensor.shape)} without memory".encode())
         return
     # conj(), and imag of what it returns, only set a bit on a view: the bytes below would be those of the original.
-    host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    plain = tensor.resolve_conj().resolve_neg()
+    host = (plain if plain.device.type == "cpu" else plain.cpu()).contiguous()
     summary.update(f"{tuple(host.shape)}".encode())
     if host.nbytes:
         summary.update(memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .batch_contents import tensors_of
 from .flags import GlobalFlags
 from .random_streams import RandomStreams, StreamState
 
@@ -64,8 +65,10 @@ class LoopState:
         batch = self.batch
         if isinstance(batch, tuple) and all(isinstance(leaf, Tensor) for leaf in batch):
             shown += batch
+        elif type(batch) is dict and all(isinstance(leaf, Tensor) for leaf in batch.values()):
+            shown += batch.values()
         elif batch is not None:
-            shown += [leaf for _, leaf in nested("", batch) if isinstance(leaf, Tensor)]
+            shown += tensors_of(batch)
         for vector in (self.gradient_sum, self.accumulated_grads, self.prev_step_grads, self.current_grads):
             if vector:
                 shown += vector.values()

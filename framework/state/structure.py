@@ -11,9 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .attributes import DEEPEST, refill
-from .natives import native_of, read_native, write_native
-from .objects import Slots, attributes_of, beside_items, is_frozen, is_opaque, reached_from
+from .attributes import DEEPEST, HOOK_KIND, refill
+from .objects import (
+    Slots,
+    attributes_of,
+    beside_items,
+    is_frozen,
+    is_opaque,
+    native_of,
+    reached_from,
+    read_native,
+    write_native,
+)
 from .tensor_identity import addresses, attached
 
 OBJECTS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -158,7 +167,11 @@ class Structure:
         found += [
             thing for thing, kind, space in self._natures() if type(thing) is not kind or vars(thing) is not space
         ]
-        return found + [container for container, *held in self._contents() if not _holds(container, *held)]
+        return found + [
+            container
+            for container, *held in self._contents()
+            if not _holds(container, *held) and not _has_had_hooks(container, *held)
+        ]
 
     def put_back(self) -> None:
         """Make every object and container what it was."""
@@ -174,6 +187,14 @@ class Structure:
         for container, keys, values in self._contents():
             if not _holds(container, keys, values):
                 refill(container, keys, values)
+
+
+def _has_had_hooks(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """Return whether all that differs is the note of a module that it had full backward hooks."""
+    if not isinstance(container, dict) or HOOK_KIND not in container or addresses((*container,)) != addresses(keys):
+        return False
+    triples = zip(keys, container.values(), values, strict=True)
+    return all(now is was or (key == HOOK_KIND and now is True) for key, now, was in triples)
 
 
 def _holds(container: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:

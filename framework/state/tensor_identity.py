@@ -21,6 +21,8 @@ _requires_grad = attrgetter("requires_grad")
 _implementation = attrgetter("_cdata")
 _use_count = methodcaller("_use_count")
 _layout = attrgetter("layout")
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+"""Layouts of sparse tensors that have no strides."""
 
 
 def is_owner(tensor: Tensor) -> bool:
@@ -65,6 +67,10 @@ def byte_tensors(tensor: Tensor) -> list[Tensor]:
     if tensor.layout is torch.sparse_coo:
         # The public indices() and values() refuse a tensor that is not coalesced; coalescing it would change its bytes.
         return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _COMPRESSED:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     raise TypeError(f"A tensor of layout {tensor.layout} cannot be part of a training state.")
 
 
@@ -113,11 +119,13 @@ class TensorIdentities:
     def __init__(self, tensors: list[Tensor], *, lasting: bool) -> None:
         self._tensors = tensors
         self._read_pointer = _pointer_reader(tensors)
+        have_strides = _COMPRESSED.isdisjoint(map(_layout, tensors))
+        self._read_stride = Tensor.stride if have_strides else _no_stride
         self._marks = types, *_, requires_grad = self._read_marks()
         plain = PLAIN.issuperset(types)
         self._wrappers = [] if plain else [*filter(is_wrapper, tensors)]
         self.owners = [*filter(is_owner, tensors)] if not plain or any(requires_grad) else []
-        self._guards = _guards(tensors) if lasting else None
+        self._guards = _guards(tensors) if lasting and have_strides else None
         # torch.utils.swap_tensors exchanges the implementations (TensorImpl) of two Python objects
         self._implementations = [*map(_implementation, self.owners)]
         # 1 if nothing but this object holds the implementation, more once a graph holds the node that accumulates
@@ -137,7 +145,7 @@ class TensorIdentities:
             [*map(type, tensors)],
             [*map(self._read_pointer, tensors)],
             [*map(_shape, tensors)],
-            [*map(Tensor.stride, tensors)],
+            [*map(self._read_stride, tensors)],
             [*map(_dtype, tensors)],
             [*map(_requires_grad, tensors)],
         )
@@ -175,7 +183,8 @@ class TensorIdentities:
             for index, was, now in self._changes()
             if was._replace(pointer=0) != now._replace(pointer=0)
         ]
-        return found + [holder for holder, was, now in pairs if was is not now]
+        # An empty dict is what the first hook of a tensor leaves there when it is gone.
+        return found + [holder for holder, was, now in pairs if was is not now and (was is not None or now)]
 
     def _changes(self) -> Iterator[tuple[int, Mark, Mark]]:
         """Yield the place of every tensor whose mark differs, with the mark it had and the one it has."""
@@ -254,6 +263,10 @@ def _pointer(tensor: Tensor) -> Any:
     if tensor.layout is torch.strided:
         return tensor.data_ptr()
     return [(part.data_ptr(), part.shape) for part in byte_tensors(tensor)]
+
+
+def _no_stride(tensor: Tensor) -> tuple[int, ...]:
+    return () if tensor.layout in _COMPRESSED else tensor.stride()
 
 
 def _put_back(tensor: Any, alias: Tensor, before: Mark, *, leaf: bool) -> None:

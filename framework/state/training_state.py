@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
+from .batch_contents import Kept, leaves_of
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
@@ -103,7 +104,10 @@ def _watch_extras(state: StateObjects) -> Watched:
 
 def _loop_leaves(state: StateObjects) -> Leaves:
     for name, value in vars(state.loop).items():
-        yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
+        if name == "batch":
+            yield from leaves_of("loop/batch", value)
+        else:
+            yield from nested(f"loop/{name}", value.tensors if name == "pre_epoch" and value is not None else value)
 
 
 def _watch_loop(state: StateObjects) -> Watched:
@@ -204,7 +208,11 @@ _NAMED = (
     Part(
         "loop",
         _loop_leaves,
-        Guarded(keep=lambda state, owners: vars(state.loop), passing=lambda kept: (kept,)),
+        Guarded(
+            keep=lambda state, owners: (vars(state.loop), Kept.of(state.loop.batch)),
+            passing=lambda kept: (kept[0], *kept[1].walked),
+            put_back=lambda state, owners, kept: kept[1].put_back(),
+        ),
         _watch_loop,
         Stored(lambda state, streams: state.loop.state_dict(), _load_loop),
     ),

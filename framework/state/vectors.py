@@ -158,11 +158,12 @@ def widened(vector: Vector) -> dict[str, Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in WIDE else tensor.float()
+    # a complex number has a type of its own in either width, and float() would take its real part
+    return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.float()
 
 
 def _plain_dot(a: Tensor, b: Tensor) -> Tensor:
-    return (_wide(a) * _wide(b)).sum()
+    return (_wide(a) * _wide(b).conj()).real.sum()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

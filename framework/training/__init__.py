@@ -4,10 +4,12 @@ from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .loss_probe import METHODS, LossProbe, Method
 from .profiler import Profiler
 from .train_step import (
-    Precision, TrainingTask, borrowed_scaler, forward_backward, is_skipped, measure_gradients, update
+    Precision, TrainingTask, advance, borrowed_scaler, check_metric, evaluations, forward_backward, is_skipped,
+    measure_gradients, step_by_metric, takes_closure, update,
 )
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "TrainingTask", "borrowed_scaler", "compile_model",
-    "eagerly", "forward_backward", "is_compiled", "is_skipped", "measure_gradients", "quiet_graph_breaks", "update",
+    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "TrainingTask", "advance", "borrowed_scaler",
+    "check_metric", "compile_model", "eagerly", "evaluations", "forward_backward", "is_compiled", "is_skipped",
+    "measure_gradients", "quiet_graph_breaks", "step_by_metric", "takes_closure", "update",
 ]

@@ -1,18 +1,22 @@
 """One optimizer step: zero_grad, forward and backward over the micro-batches, then the update; mixed precision."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
+from inspect import Parameter, signature
+from itertools import chain
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, micro_batches, rows
+from ..errors import UsageError, listed
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -66,7 +70,10 @@ class TrainingTask:
     scaler: GradScaler | None = None
     """Scales the loss, for float16."""
     scheduler_interval: str = "epoch"
-    """When the scheduler steps in the epoch loop: every ``epoch`` or every ``step``; in the step loop, every step."""
+    """When the scheduler steps in the epoch loop: every ``epoch`` or every ``step``; in the step loop, every step. One
+    that takes a metric, such as ``ReduceLROnPlateau``, steps in both after every evaluation."""
+    scheduler_metric: str = "val_loss"
+    """The number of the evaluation that such a scheduler takes."""
     length: int = 1
     """Epochs of the epoch loop, steps of the step loop."""
     eval_every: int = 1
@@ -74,6 +81,71 @@ class TrainingTask:
     log_every: int = 100
     accumulation_steps: int = 1
     config: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for what cannot be trained together, before anything is."""
+        named = chain(self.model.named_parameters(), self.model.named_buffers()) if self.model is not None else ()
+        if lazy := [name for name, tensor in named if is_lazy(tensor)]:  # type: ignore[no-untyped-call]
+            raise UsageError(
+                f"The model has tensors that get their shape only in its first forward pass: {listed(lazy, 3)}. Give "
+                "their modules the sizes, or call the model on a batch before the optimizer is built."
+            )
+        if self.scaler is not None and self.scaler.is_enabled() and takes_closure(self.optimizer):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} evaluates the loss several times a step, which a GradScaler (float16)"
+                " does not support; train in bfloat16 or float32, or with another optimizer."
+            )
+        required = [] if self.scheduler is None else _required(self.scheduler)
+        kind = type(self.scheduler).__name__
+        if required not in ([], METRIC, COUNT):
+            raise UsageError(
+                f"{kind}.step() must be given {listed(required, 3)}; what a scheduler can be given is nothing, a number"
+                " of the evaluation (metrics), or how many epochs or steps are done (epoch)."
+            )
+        if required == METRIC and not self.eval_every:
+            raise UsageError(f"{kind} steps after evaluations, but eval_every is 0; set it to 1 or more.")
+
+
+METRIC, COUNT = ["metrics"], ["epoch"]
+"""What ``step`` of a scheduler must be given: a number of the evaluation (as in torch), or a count (as in timm)."""
+
+
+@cache
+def _required_of(kind: type[Any]) -> list[str]:
+    """Return the names of the parameters that the method ``step`` of a class must be given."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    found = [*signature(kind.step).parameters.values()][1:]
+    return [item.name for item in found if item.kind in kinds and item.default is Parameter.empty]
+
+
+def _required(owner: Any) -> list[str]:
+    kind: Any = type(owner)
+    return _required_of(kind)
+
+
+def advance(task: TrainingTask, count: int) -> None:
+    """Let the scheduler step after ``count`` epochs or steps, unless it waits for an evaluation."""
+    if task.scheduler is not None and (required := _required(task.scheduler)) != METRIC:
+        task.scheduler.step(*[count] * len(required))
+
+
+def step_by_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None:
+    """Let a scheduler step that waits for an evaluation; raises :class:`UsageError` if its number is not there."""
+    if task.scheduler is not None and _required(task.scheduler) == METRIC:
+        check_metric(task, lambda: evaluation)
+        task.scheduler.step(evaluation[task.scheduler_metric])  # type: ignore[arg-type]  # not the number of an epoch
+
+
+def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]) -> None:
+    """Raise :class:`UsageError` if a scheduler takes a number that the evaluation lacks; others need none."""
+    if task.scheduler is None or _required(task.scheduler) != METRIC:
+        return
+    if task.scheduler_metric not in (evaluation := evaluate()):
+        raise UsageError(
+            f"{type(task.scheduler).__name__} takes {task.scheduler_metric!r} of the evaluation, which returns "
+            f"{listed(list(evaluation), 9) or 'nothing'}; return it, or name another number as best_metric of the "
+            "experiment (scheduler_metric of the task)."
+        )
 
 
 def forward_backward(task: TrainingTask, batch: Batch) -> Tensor:
@@ -104,28 +176,71 @@ def is_skipped(task: TrainingTask) -> bool:
     return any(bool(found) for found in task.scaler._found_inf_per_device(task.optimizer).values())
 
 
-def measure_gradients(task: TrainingTask, batch: Batch) -> None:
+def measure_gradients(task: TrainingTask, batch: Batch) -> Tensor:
     """Compute the gradients for nobody's step: where they leave float16, again with the loss scaled less."""
     while True:
-        forward_backward(task, batch)
+        loss = forward_backward(task, batch)
         if task.scaler is None:
-            return
+            return loss
         skipped = is_skipped(task)
         task.scaler.update()
         if not skipped or task.scaler.get_scale() < 1:
-            return
+            return loss
 
 
-def update(task: TrainingTask, *, step_scheduler: bool, skipped: bool = False) -> None:
-    """Let the optimizer use the gradients; a ``skipped`` step only lowers the scale of the loss."""
-    if task.scaler is None:
-        task.optimizer.step()
-    else:
+def update(
+    task: TrainingTask,
+    *,
+    step_scheduler: bool,
+    skipped: bool = False,
+    closure: Callable[[], Tensor] | None = None,
+    count: int = 0,
+) -> None:
+    """Let the optimizer use the gradients; a ``skipped`` step only lowers the scale of the loss.
+
+    ``closure`` is what :func:`evaluations` returns; ``count`` is how many steps are done with this one.
+    """
+    if task.scaler is not None:
         if not skipped:
             task.scaler.step(task.optimizer)
         task.scaler.update()
-    if step_scheduler and not skipped and task.scheduler is not None:
-        task.scheduler.step()
+    elif closure is not None:
+        task.optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        task.optimizer.step()
+    if step_scheduler and not skipped:
+        advance(task, count)
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer evaluates the loss itself, several times a step, as LBFGS does."""
+    return "closure" in _required(optimizer)
+
+
+def evaluations(
+    task: TrainingTask, batch: Batch, loss: Tensor, again: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Callable[[], Tensor] | None:
+    """Return what an optimizer calls that evaluates the loss several times a step, as LBFGS does; else ``None``.
+
+    Its first evaluation are the ``loss`` and the gradients that are there, unless it has moved something by then. Each
+    further one is made of ``batch``, within ``again()``, and leaves its gradients.
+    """
+    if not takes_closure(task.optimizer):
+        return None
+
+    def where() -> list[tuple[int, int, int | None]]:
+        leaves = [parameter for group in task.optimizer.param_groups for parameter in group["params"]]
+        return [(leaf.data_ptr(), leaf._version, None if leaf.grad is None else leaf.grad._version) for leaf in leaves]
+
+    found = [where()]
+
+    def evaluate() -> Tensor:
+        if found and found.pop() == where():
+            return loss
+        with again():
+            return forward_backward(task, batch)
+
+    return evaluate
 
 
 @contextmanager

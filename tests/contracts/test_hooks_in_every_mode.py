@@ -9,7 +9,7 @@ import pytest
 import torch
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.errors import UnsuitableError, UsageError
-from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, hook_kind
+from loopscope.hooks import EVERY_STEP, HookRegistry, InterventionHook, TrainingHook, hook_kind
 from loopscope.state import TrainingState
 from loopscope.training import Precision, TrainingTask
 from torch import nn
@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from tests.contracts.test_hooks import HEALTH, fires
 from tests.support import LOOPS, Case, Run, differences, mean_loss, train
 from tests.support.cases import slow_unless, turn
+from tests.support.models import ChunkedModel
 
 QUIET = [hook.name for hook in HookRegistry if not (issubclass(hook, InterventionHook) and hook.commits)]
 COMMITTING = [hook.name for hook in HookRegistry if hook_kind(hook) == "committing"]
@@ -27,32 +28,50 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to train: mixed precision, and whether the model is compiled (by a backend that changes no number)."""
+    """A way to train: mixed precision, a head in chunks, a compiled model (by a backend that changes no number)."""
 
     amp: str = "none"
     compiled: bool = False
+    chunked: bool = False
 
     def introduce(self, task: TrainingTask, state: TrainingState) -> None:
         precision = Precision.of(self.amp, torch.device("cpu"))
         task.compute_loss = precision.autocast(mean_loss)
         if self.amp == "fp16":
             task.scaler = state.scaler = GradScaler("cpu", init_scale=2.0**16)
+        if self.chunked:
+            task.model.__class__ = ChunkedModel
         if self.compiled:
             task.model.compile(backend="eager", dynamic=False)
 
 
-MODES = {"micro-batches": Mode(), "bf16": Mode("bf16"), "fp16": Mode("fp16"), "compiled": Mode(compiled=True)}
+MODES = {
+    "micro-batches": Mode(),
+    "bf16": Mode("bf16"),
+    "fp16": Mode("fp16"),
+    "compiled": Mode(compiled=True),
+    "chunked": Mode("bf16", chunked=True),
+}
 
 
 def every_mode_and_loop(names: list[str]) -> pytest.MarkDecorator:
-    """Test every hook in every mode and loop; without ``slow``, in one of the loops in which it fires."""
+    """Test every hook in every mode and loop; without ``slow``, in one of the loops in which it fires.
+
+    A head in chunks matters to hooks with taps.
+    """
     rows = [
-        pytest.param(mode, loop, name, id=f"{mode}-{loop}-{name}", marks=slow_unless(loop == loop_for(name, row)))
+        pytest.param(mode, loop, name, id=f"{mode}-{loop}-{name}", marks=slow_unless(always_on(mode, loop, name, row)))
         for name in names
         for row, mode in enumerate(MODES)
         for loop in LOOPS
     ]
     return pytest.mark.parametrize(("mode", "loop", "name"), rows)
+
+
+def always_on(mode: str, loop: str, name: str, row: int) -> bool:
+    """Tell whether a hook is tested without ``slow`` in a mode and a loop."""
+    has_taps = HookRegistry.get(name).taps is not TrainingHook.taps
+    return loop == loop_for(name, row) and (has_taps or not MODES[mode].chunked)
 
 
 def loop_for(name: str, row: int) -> str:

@@ -30,9 +30,9 @@ BOTH_PATHS = """
 class EmbeddingProvenance(TrainingHook):
     """Measure the gradient through the input embedding and the one through the output projection, apart.
 
-    With tied weights both end in one matrix, g = g_in + g_out. Each use of the matrix works on an alias of it, whose
-    gradient is read while it flows: no product is computed twice, no activation kept. Without tying they are the
-    gradients of two matrices. Gradients are those of POST_BACKWARD: of all micro-batches, before any clipping.
+    With tied weights both end in one matrix, g = g_in + g_out. What each use of the matrix gives it is read while it
+    flows: no product is computed twice, no activation kept. Without tying they are the gradients of two matrices.
+    Gradients are those of POST_BACKWARD: of all micro-batches, before any clipping.
 
     Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights.
 

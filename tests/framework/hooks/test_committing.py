@@ -2,9 +2,10 @@ import pytest
 import torch
 from loopscope.errors import HookError, LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, StatePart, UndeclaredCommitError
+from loopscope.hooks.commits import Memory
 from loopscope.state import copied, differing, gradients, scaled, trainable
 
-from tests.framework.hooks.context_call import BOTH, assert_close, context
+from tests.framework.hooks.context_call import BOTH, assert_close, assert_equal, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
 
 
@@ -90,6 +91,47 @@ def test_commits_of_one_call_build_on_each_other(mutates):
     torch.nn.utils.clip_grad_value_(ctx.model.parameters(), 0.5)
     torch.nn.utils.clip_grad_norm_(ctx.model.parameters(), 0.25)
     assert_close(found, gradients(ctx.model))
+
+
+P, Q = "0.bias", "1.bias"  # of equal shape
+ALIASING = {
+    "replace_gradients": lambda ctx, g, w, see: ctx.replace_gradients({P: see(g[Q]), Q: see(g[P])}),
+    "replace_gradients by parameters": lambda ctx, g, w, see: (
+        ctx.blend_parameters({P: see(w[Q]), Q: see(w[P])}, 1.0),
+        ctx.replace_gradients({P: see(w[P])}),
+    ),
+    "add_to_gradients": lambda ctx, g, w, see: ctx.add_to_gradients({P: see(g[Q]), Q: see(g[P])}, see(g[P])[0]),
+    "scale_gradients": lambda ctx, g, w, see: ctx.scale_gradients(see(g[P])[0]),
+    "scale_gradients of each": lambda ctx, g, w, see: ctx.scale_gradients({P: see(g[P])[0], Q: see(g[P])[0]}),
+    "blend_parameters": lambda ctx, g, w, see: ctx.blend_parameters({P: see(w[Q]), Q: see(w[P])}, 0.25),
+    "twice": lambda ctx, g, w, see: (ctx.scale_gradients(2.0), ctx.replace_gradients({P: see(g[P]), Q: see(g[P])})),
+}
+SEEN_AS = {
+    "itself": lambda tensor: tensor,
+    "alias": lambda tensor: tensor.detach()[1:].as_strided((8,), (1,), tensor.storage_offset()),
+    "array": lambda tensor: torch.from_numpy(tensor.detach().numpy()),
+    "part of an array": lambda tensor: torch.from_numpy(tensor.detach().numpy()[::1][0:8]),
+}
+
+
+@pytest.mark.parametrize("mutates", [True, False])
+@pytest.mark.parametrize("kind", SEEN_AS)
+@pytest.mark.parametrize("verb", ALIASING)
+def test_what_a_commit_is_given_counts_as_it_was_when_asked_for_though_it_is_a_live_tensor(verb, kind, mutates):
+    found = []
+    for see in (SEEN_AS[kind], lambda tensor: tensor.detach().clone()):
+        ctx = context(mutates=mutates)
+        ALIASING[verb](ctx, gradients(ctx.model), trainable(ctx.model), see)
+        ctx._commits.apply()
+        found.append({**gradients(ctx.model), **{f"{name} itself": p for name, p in ctx.model.named_parameters()}})
+    assert_equal(*found)
+
+
+def test_what_a_commit_is_given_is_copied_only_where_a_commit_could_write_to_it():
+    ctx = context(mutates=False)
+    memory = Memory(ctx.model.parameters())
+    assert not memory.holds(torch.ones(8))
+    assert memory.holds(ctx.model[0].weight[1:])
 
 
 UNDECLARED = {

@@ -22,6 +22,7 @@ from loopscope.hooks import (
 )
 from loopscope.loops import epoch_loop
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.support import (
     ActingHook,
@@ -413,21 +414,74 @@ def test_a_tap_that_raises_can_be_skipped_and_changes_nothing():
 
 
 class Failing(nn.Linear):
-    """A projection whose forward raises."""
+    """A projection whose forward raises once."""
+
+    fails = True
 
     def forward(self, inputs: Tensor) -> Tensor:
-        raise Mishap(self.weight.is_leaf)
+        if self.fails:
+            self.fails = False
+            raise Mishap("as told")
+        return super().forward(inputs)
 
 
-def test_a_forward_that_raises_leaves_no_alias_behind():
-    model = nn.Sequential(Failing(2, 2))
+def tapped(model: nn.Module, *targets: str, function: Callable = lambda gradient: None) -> TapSet:
+    """Tap weights of a model outside of any run."""
     taps = TapSet(model)
-    owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=False)
-    taps.attach(owner, [GradientTap("0", "weight", lambda gradient: None)])
-    with pytest.raises(Mishap, match="False"):
+    owner = TapOwner("any", lambda: True, lambda target, function: function(), may_replace=True)
+    taps.attach(owner, [GradientTap(target, "weight", function, replaces=True) for target in targets])
+    return taps
+
+
+def test_a_weight_is_heard_after_a_forward_that_raised():
+    model, seen = nn.Sequential(Failing(2, 2)), []
+    taps = tapped(model, "0", function=lambda gradient: seen.append(gradient.clone()))
+    with pytest.raises(Mishap):
         model(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
     taps.remove()
-    assert isinstance(model[0].weight, nn.Parameter)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(torch.stack(seen), torch.ones(1, 2, 2))
+
+
+class Heads(nn.Module):
+    """Two heads that share a matrix, used in parts, by a function and with a cast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.tanh()
+        parts = [self.first(part) for part in hidden.split(2)]
+        other = self.second(hidden) + functional.linear(hidden, self.first.weight)
+        return torch.cat(parts) + other + hidden @ self.first.weight.bfloat16().to(hidden.dtype).t()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_each_use_of_a_shared_weight_is_heard_apart_and_the_sum_has_the_bits_it_has_unheard(dtype):
+    torch.manual_seed(0)
+    model, inputs, seen = Heads(), torch.randn(5, 4), []
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(inputs).square().mean()
+        loss.backward()
+        return model.first.weight.grad.clone()
+
+    unheard = gradient()
+    taps = tapped(model, "first", function=lambda gradient: seen.append(gradient.clone()))
+    assert torch.equal(gradient(), unheard)
+    assert len(seen) == 3
+    assert {part.dtype for part in seen} == {torch.float32}
+    taps.remove()
+    silent = tapped(model, "first", function=torch.zeros_like)
+    without = gradient()
+    silent.remove()
+    torch.testing.assert_close(without + sum(seen), unheard, rtol=0.05, atol=0.01)
+    assert not torch.equal(without, unheard)
 
 
 def test_the_gradients_of_both_uses_of_a_weight_add_up_to_its_own():

@@ -1,0 +1,231 @@
+"""Batches that are no tuples of tensors: what hooks do to one does not reach the run, and what is lent is a copy."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from loopscope.data import Loader, TensorLoader, TorchLoader, fixed_order, lent, micro_batches, rows
+from loopscope.errors import LoopscopeError, StateMutationError, UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState, of_the_run
+from loopscope.training import TrainingTask
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.support import ActingHook, ReadOnlyHook, SpyHook, at, differences
+
+ROWS = 8
+
+
+@dataclass
+class Fields:
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    x: Any
+    y: Any
+
+
+class Graph:
+    """An object as graph libraries make them: it keeps its data a level deeper, and knows its parent."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self._store = {"x": x, "y": y, "parent": self}
+
+    @property
+    def x(self) -> Any:
+        return self._store["x"]
+
+    @property
+    def y(self) -> Any:
+        return self._store["y"]
+
+
+class Opaque:
+    """An object whose data nobody finds."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.read = lambda: (x, y)
+
+
+Pair = namedtuple("Pair", "x y")
+KINDS: dict[str, Any] = {
+    "dict": lambda x, y: {"x": x, "y": y},
+    "nested": lambda x, y: [{"x": [x]}, {"y": (y,)}],
+    "UserDict": lambda x, y: UserDict(x=x, y=y),
+    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
+    "named": Pair,
+    "dataclass": Fields,
+    "slots": Slots,
+    "object": Graph,
+    "arrays": lambda x, y: {"x": x.numpy(), "y": y.numpy()},
+    "encoding": lambda x, y: encoding(x=x, y=y),
+}
+
+
+def encoding(**data: Tensor) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding(data)
+
+
+def parts(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a batch of any kind."""
+    if isinstance(batch, list):
+        return batch[0]["x"][0], batch[1]["y"][0]
+    if isinstance(batch, Opaque):
+        return batch.read()
+    found = (batch["x"], batch["y"]) if isinstance(batch, (dict, UserDict)) else (batch.x, batch.y)
+    return tuple(torch.as_tensor(part) for part in found)
+
+
+class Views(Loader):
+    """Yields views of the data, in containers of a kind; batches of the same rows are the same objects if ``kept``."""
+
+    def __init__(self, kind: str, *, kept: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.data = torch.randn(ROWS, 3, generator=generator), torch.randint(2, (ROWS,), generator=generator)
+        self._make = {**KINDS, "opaque": Opaque}[kind]
+        self._kind, self._kept = kind, [*self._made()] if kept else None
+
+    def _made(self) -> Iterator[Any]:
+        return (self._make(self.data[0][first : first + 4], self.data[1][first : first + 4]) for first in (0, 4))
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        yield from [*(self._kept or self._made())][start:]
+
+    def __len__(self) -> int:
+        return 2
+
+    def shuffled(self, seed: int) -> Loader:
+        return self
+
+
+def run(loader: Loader, *hooks: Any, audit: bool = True, **options: Any) -> dict[str, int]:
+    """Train two epochs with hooks and return the digest of the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    loss = lambda model, batch: functional.cross_entropy(model(parts(batch)[0]), parts(batch)[1])
+    task = TrainingTask(model, optimizer, loader, loss, length=2, **options)
+    state = TrainingState(model, optimizer, RandomStreams(3))
+    epoch_loop(task, HookManager(hooks, task, state, audit=audit))
+    return of_the_run(state.digest())
+
+
+def write(batch: Any) -> None:
+    """Write to a batch by every way that its kind has."""
+    x, y = parts(batch)
+    with torch.no_grad():
+        x.mul_(2), y.zero_()
+    if isinstance(batch, (dict, UserDict)):
+        batch["x"], batch["new"] = torch.zeros(4, 3), 1
+    elif isinstance(batch, list):
+        batch[0]["x"][0] = torch.zeros(4, 3)
+        batch.reverse()
+    elif isinstance(batch, Graph):
+        batch._store["x"] = torch.zeros(4, 3)
+        batch.extra = 1
+    elif isinstance(batch, (Fields, Slots)):
+        object.__setattr__(batch, "x", torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("point", [HookPoint.PRE_STEP, HookPoint.POST_STEP])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_intervention_writes_into_a_batch_is_rolled_back(kind: str, point: HookPoint) -> None:
+    writing = at(ActingHook, point)(lambda run_ctx, model_ctx: write(run_ctx.batch_data))
+    assert differences(run(Views(kind, kept=True), audit=False), run(Views(kind, kept=True), writing)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_observer_that_writes_into_a_batch_is_caught(kind: str) -> None:
+    double = lambda ctx, *_: parts(ctx.batch_data)[0].mul_(2) and None
+    for kind_of_hook in (SpyHook, ReadOnlyHook):
+        with pytest.raises(StateMutationError, match="batch"):
+            run(Views(kind), at(kind_of_hook, HookPoint.PRE_STEP)(double), audit=kind == "arrays")
+
+
+def draw_and_write(ctx: Any) -> None:
+    for loader in (ctx.loader, ctx.loader.shuffled(1)):
+        for batch in loader.batches(0):
+            write(batch)
+    write(next(iter(ctx.loader)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_hooks_write_into_batches_that_they_draw_reaches_no_data(kind: str) -> None:
+    loader = Views(kind)
+    before = loader.data[0].clone()
+    observer = at(SpyHook, HookPoint.POST_EPOCH)(draw_and_write)
+    reader = at(ReadOnlyHook, HookPoint.POST_STEP)(lambda run_ctx, model_ctx: draw_and_write(model_ctx))
+    shuffling = at(ActingHook, HookPoint.POST_EPOCH)(
+        lambda run_ctx, model_ctx: [write(batch) for batch in model_ctx.get_shuffled_loader().batches(0)] and None
+    )
+    assert differences(run(Views(kind), audit=False), run(loader, observer, reader, shuffling)) == []
+    assert torch.equal(before, loader.data[0])
+
+
+def test_a_copy_of_a_view_takes_the_memory_of_the_view_alone() -> None:
+    loader = Views("UserDict")
+    drawn = next(iter(lent(loader)))
+    assert drawn["x"].untyped_storage().nbytes() == drawn["x"].nbytes
+    assert lent(loader).data is loader.data
+
+
+class Items(Dataset):
+    """Views of rows, several at once."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index : index + 2]
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_loaders_that_gather_rows_lend_them_as_they_are_and_all_others_copies() -> None:
+    data = torch.randn(ROWS, 3)
+    gathering = TensorLoader((data,), 4, fixed_order(torch.arange(ROWS)))
+    stacking = TorchLoader(DataLoader(TensorDataset(data), batch_size=2), 0)
+    showing = TorchLoader(DataLoader(Items(data), batch_size=None), 0)
+    assert lent(gathering) is gathering
+    assert lent(stacking) is stacking
+    before = data.clone()
+    for loader in (gathering, stacking, showing):
+        for batch in lent(loader):
+            (batch if isinstance(batch, Tensor) else batch[0]).zero_()
+    assert torch.equal(data, before)
+
+
+def test_a_batch_in_which_nothing_is_found_is_refused_where_a_hook_might_change_it() -> None:
+    writing = at(ActingHook, HookPoint.PRE_STEP, needs_pre_epoch_state=False)(lambda *ctx: None)
+    with pytest.raises(UsageError, match="'acting' is rolled back within a step, but in its batch, a Opaque, there"):
+        run(Views("opaque"), writing)
+    looking = [at(SpyHook, HookPoint.PRE_STEP)(), at(ReadOnlyHook, HookPoint.PRE_STEP)(lambda *ctx: None)]
+    assert differences(run(Views("opaque"), audit=False), run(Views("opaque"), *looking)) == []
+
+
+@pytest.mark.parametrize("kind", ["dict", "UserDict", "dataclass", "slots", "nested", "encoding"])
+def test_batches_of_these_kinds_are_counted_and_split(kind: str) -> None:
+    batch = next(iter(Views(kind)))
+    assert rows(batch) == 4
+    pieces = [parts(piece) for piece in micro_batches(batch, 2)]
+    assert torch.equal(torch.cat([x for x, _ in pieces]), parts(batch)[0])
+    bare, hooked = (run(Views(kind), *hooks, accumulation_steps=2) for hooks in ([], [at(SpyHook)()]))
+    assert differences(bare, hooked) == []
+
+
+def test_an_object_with_tensors_that_nobody_knows_how_to_split_is_refused() -> None:
+    with pytest.raises(LoopscopeError, match="A batch with a Graph cannot be split into micro-batches; set"):
+        micro_batches(next(iter(Views("object"))), 2)

@@ -1,0 +1,254 @@
+"""Optimizers that evaluate the loss several times a step, schedulers that are given something, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loopscope.checkpoints.content import load_checkpoint, save_checkpoint
+from loopscope.errors import UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, StatePart
+from loopscope.loops import NoPauses, epoch_loop, step_loop
+from loopscope.state import of_the_run
+from loopscope.training import forward_backward
+from loopscope.training_hooks import EmbeddingProvenance, GradClip, Norms, TrainingMetrics
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from tests.support import LOOPS, OPTIMIZERS, ActingHook, Case, SpyHook, at, build, differences, train
+from tests.support.cases import matrix
+from tests.support.models import MODELS
+
+STEPS = 3
+
+
+class Sharpness(torch.optim.SGD):
+    """Sharpness-aware minimisation, which moves the weights before it evaluates the loss."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        leaves = [leaf for group in self.param_groups for leaf in group["params"]]
+        moves = [0.05 * leaf.grad.sign() for leaf in leaves]
+        torch._foreach_add_(leaves, moves)
+        loss = torch.enable_grad()(closure)()
+        torch._foreach_sub_(leaves, moves)
+        super().step()
+        return loss
+
+
+CLOSURES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.2, max_iter=4, history_size=3),
+    "wolfe": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
+    "sharpness": lambda parameters: Sharpness(parameters, lr=0.1),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimizers():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, make in CLOSURES.items():
+            patch.setitem(OPTIMIZERS, name, make)
+        yield
+
+
+def disturbing() -> list[Any]:
+    """Make hooks that measure and train."""
+
+    def disturb(run_ctx, model_ctx) -> None:
+        model_ctx.compute_batch_gradients(run_ctx.batch_data)
+        model_ctx.take_step(run_ctx.batch_data)
+        if run_ctx.step == 1:
+            model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
+
+    looking = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"loss": ctx.forward(ctx.batch_data[0]).output.sum()})
+    acting = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(disturb)
+    return [acting, looking, Norms(), TrainingMetrics()]
+
+
+def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
+    """Train as torch's documentation tells to with a closure."""
+    task, _ = build(case, steps=STEPS, accumulation_steps=pieces)
+    for step in range(STEPS):
+        batch = [*task.loader.batches(step // 3)][step % 3]
+        if case.optimizer == "sharpness":
+            forward_backward(task, batch)
+        task.optimizer.step(lambda batch=batch: forward_backward(task, batch))
+        if case.loop == "step" or step % 3 == 2:
+            task.scheduler.step()
+    return task.model.state_dict()
+
+
+@matrix("optimizer, loop, model, pieces", CLOSURES, LOOPS, MODELS, [1, 2])
+def test_a_step_with_several_evaluations_is_that_of_torch_and_no_hook_changes_it(optimizer, loop, model, pieces):
+    case = Case(model, optimizer, loop)
+    bare, hooked = (train(case, hooks, steps=STEPS, accumulation_steps=pieces) for hooks in ([], disturbing()))
+    assert [differences(*pair) for pair in zip(bare.digests, hooked.digests, strict=True)] == [[]] * STEPS
+    assert differences(bare.final, hooked.final) == []
+    for name, value in by_hand(case, pieces).items():
+        assert torch.equal(value, bare.task.model.state_dict()[name]), name
+
+
+def test_hooks_see_the_gradients_of_the_first_evaluation_before_the_step_and_of_the_last_after_it():
+    evaluated, seen = [], []
+
+    def loss(model, batch):
+        evaluated.append(model(batch[0]).square().mean())
+        return evaluated[-1]
+
+    look = lambda ctx: seen.append((ctx.hook_point.name, len(evaluated), ctx.model[0].weight.grad.clone(), ctx.loss))
+    spy = at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE, HookPoint.POST_STEP)(look)
+    train(Case(optimizer="lbfgs"), [spy], steps=1, introduce=lambda task, state: setattr(task, "compute_loss", loss))
+    (_, count, before, first), (_, same, equal, _), (_, more, after, told) = seen[:3]
+    assert count == same == 1 < more
+    assert torch.equal(before, equal)
+    assert not torch.equal(before, after)
+    assert first == told == evaluated[0]
+
+
+def test_a_tap_hears_the_first_evaluation_of_a_step():
+    metrics = [
+        train(Case("tied", optimizer), [EmbeddingProvenance()], steps=1).sink.rows("embedding_provenance")
+        for optimizer in ("lbfgs", "sgd_momentum")
+    ]
+    first = [[row for row in rows if row[2] == 1] for rows in metrics]
+    assert first[0] == first[1]
+    assert first[0]
+
+
+class OneSave(NoPauses):
+    """Saves the run once, after a step."""
+
+    def __init__(self, manager, path, step):
+        self.manager, self.path, self.step = manager, path, step
+
+    def pause(self, loop, *, unit_ended):
+        if loop.step == self.step and (unit_ended or not self.manager.counts_epochs):
+            state = self.manager.state
+            save_checkpoint(self.path, state, {}, state.streams.save())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("optimizer", ["lbfgs", "adamw_fused"])
+def test_a_run_goes_on_from_a_checkpoint_with_a_closure_and_a_scheduler_that_waits(optimizer, loop, tmp_path):
+    case, run = Case(optimizer=optimizer, loop=loop), epoch_loop if loop == "epoch" else step_loop
+    finals = []
+    for resumed in (False, True):
+        task, state = with_plateau(*build(case, steps=9))
+        manager = HookManager([Norms()], task, state, loop=loop)
+        if resumed:
+            load_checkpoint(tmp_path / "saved", state)
+            assert state.loop.step == 6
+        run(task, manager, pauses=NoPauses() if resumed else OneSave(manager, tmp_path / "saved", 6))
+        finals.append(of_the_run(state.digest()))
+    assert differences(*finals) == []
+
+
+def with_plateau(task, state):
+    """Have the rate fall whenever the accuracy does not rise."""
+    task.scheduler = state.scheduler = ReduceLROnPlateau(task.optimizer, mode="max", patience=0, factor=0.5)
+    task.scheduler_metric = "val_acc"
+    return task, state
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_that_takes_a_metric_steps_after_every_evaluation(loop, interval):
+    told, rates = [], {}
+
+    def evaluate(model):
+        told.append([0.5, 0.6, 0.6, 0.6, 0.6][len(told)])
+        return {"val_acc": told[-1]}
+
+    for name, hooks in (("bare", []), ("hooked", disturbing())):
+        told.clear()
+        run = train(Case(loop=loop), hooks, steps=9, evaluate=evaluate, eval_every=3 if loop == "step" else 1,
+                    scheduler_interval=interval, introduce=with_plateau)  # fmt: skip
+        rates[name] = run.task.optimizer.param_groups[0]["lr"], run.final
+        assert run.task.scheduler.best == 0.6
+        assert run.task.scheduler.last_epoch == len(told) == 3
+    assert rates["bare"] == rates["hooked"]
+    assert rates["bare"][0] == 0.01 / 2
+
+
+class Counting:
+    """A scheduler as timm has them: it is told how many epochs, or steps, are done."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.told = optimizer, []
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.told.append(epoch)
+        self.optimizer.param_groups[0]["lr"] = 0.1 / epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": [*self.told]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told = [*state["told"]]
+
+
+@pytest.mark.parametrize(
+    ("loop", "interval", "count"), [("epoch", "epoch", 2), ("epoch", "step", 6), ("step", "epoch", 6)]
+)
+def test_a_scheduler_that_asks_how_much_is_done_is_told(loop, interval, count):
+    def introduce(task, state):
+        task.scheduler = state.scheduler = Counting(task.optimizer)
+
+    run = train(Case(loop=loop), disturbing(), steps=6, scheduler_interval=interval, introduce=introduce)
+    assert run.task.scheduler.told == [*range(1, count + 1)]
+
+
+class Strange(Counting):
+    """A scheduler that wants more than anybody can give it."""
+
+    def step(self, epoch: int, loss: float) -> None:
+        """Do nothing."""
+
+
+REFUSED = {
+    "a GradScaler": (
+        "LBFGS evaluates the loss several times a step, which a GradScaler .float16. does not support",
+        lambda model, make: {"optimizer": make("lbfgs"), "scaler": torch.amp.GradScaler("cpu")},
+    ),
+    "no evaluation": (
+        "ReduceLROnPlateau steps after evaluations, but eval_every is 0",
+        lambda model, make: {"scheduler": ReduceLROnPlateau(make("sgd_momentum")), "eval_every": 0},
+    ),
+    "a strange scheduler": (
+        r"Strange.step\(\) must be given epoch, loss; what a scheduler can be given is",
+        lambda model, make: {"scheduler": Strange(make("sgd_momentum"))},
+    ),
+    "lazy modules": (
+        r"tensors that get their shape only in its first forward pass: 0.weight, 0.bias, 1.weight and \d more. Give",
+        lambda model, make: {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_together_is_refused_in_a_sentence(name):
+    sentence, fields = REFUSED[name]
+    task, _ = build(Case())
+    with pytest.raises(UsageError, match=sentence):
+        type(task)(**{**vars(task), **fields(task.model, lambda kind: OPTIMIZERS[kind](task.model.parameters()))})
+
+
+@pytest.mark.parametrize("part", [StatePart.GRADIENTS, StatePart.OPTIMIZER])
+def test_a_hook_that_changes_what_is_computed_several_times_a_step_is_refused(part):
+    hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=frozenset({part}))(lambda *ctx: None)
+    with pytest.raises(
+        UsageError, match=f"'acting' changes the {part.value}, but LBFGS computes gradients several times"
+    ):
+        train(Case(optimizer="lbfgs"), [hook])
+    with pytest.raises(UsageError, match="Hook 'grad_clip' changes the gradients"):
+        train(Case(optimizer="lbfgs"), [GradClip(max_norm=1.0)])
+
+
+def test_an_evaluation_without_the_number_that_a_scheduler_takes_is_refused():
+    def introduce(task, state):
+        with_plateau(task, state)
+        task.scheduler_metric = "val_loss"
+
+    with pytest.raises(UsageError, match="ReduceLROnPlateau takes 'val_loss' of the evaluation, which returns val_acc"):
+        train(Case(), introduce=introduce)
