@@ -102,6 +102,9 @@ class StrategyRun:
             except BaseException as error:
                 stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
                 self._fail("interrupted" if stopped else "failed", error)
+                if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
+                    sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
+                    raise LoopscopeError(f"{sentence}; to end a run early return True from should_stop.") from error
                 raise
             return self._summarise("completed", None, final, sample)
 

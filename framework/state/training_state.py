@@ -23,7 +23,7 @@ from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .random_streams import from_plain, plain
 from .structure import Structure
 from .tensor_identity import inner_tensors
-from .update_parts import UPDATE_PARTS, beside_tables
+from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing
 
 
 def _watch_flags(state: StateObjects) -> Watched:
@@ -61,13 +61,7 @@ def _load_scaler(state: StateObjects, stored: Mapping[str, Any]) -> None:
 
 
 def _misfit_of_scaler(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    numbers = [key for key, value in _scaler_state(state).items() if isinstance(value, (int, float))]
-    others = [key for key in numbers if not _is_number(stored.get(key))]
-    return f"does not fit this run: {others[0]} of the scaler is no number" if others else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return numbers_missing("scaler", _scaler_state(state), stored)
 
 
 def _watch_scaler(state: StateObjects) -> Watched:

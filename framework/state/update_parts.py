@@ -180,6 +180,21 @@ def _watch_hanging(state: StateObjects) -> Watched:
     )
 
 
+def numbers_missing(name: str, now: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
+    """Say which number among the named values of ``now`` is stored as something else; empty if none is."""
+    numbers = [key for key, value in now.items() if isinstance(value, (int, float))]
+    others = [key for key in numbers if not _is_number(stored.get(key))]
+    return f"does not fit this run: {others[0]} of the {name} is no number" if others else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    return numbers_missing("scheduler", _scheduler_forms(state), stored)
+
+
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
     # torch's fused kernels do not compare the sizes of moments and parameters: they write past the end of smaller ones.
     if not stored:  # a face before other optimizers, whose states are attributes
@@ -223,7 +238,7 @@ UPDATE_PARTS = (
         lambda state: nested("scheduler", _scheduler_forms(state)),
         Guarded(keep=lambda state, owners: state.scheduler, passing=lambda kept: (kept,)),
         _watch_scheduler,
-        Stored(_scheduler_forms, _load_scheduler_forms),
+        Stored(_scheduler_forms, _load_scheduler_forms, _misfit_of_scheduler),
     ),
     Part("hooks", _hook_leaves, stored=Stored(_hook_forms, _load_hook_forms)),
     Part("what modules, hooks, the optimizer or the scheduler hold", lambda state: (), watched=_watch_hanging),

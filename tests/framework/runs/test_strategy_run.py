@@ -10,11 +10,11 @@ import torch
 from loopscope import training_hooks
 from loopscope.checkpoints import load_checkpoint
 from loopscope.cli import main
-from loopscope.errors import HookError, StateMutationError
+from loopscope.errors import HookError, LoopscopeError, StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, InterventionHook, StatePart, TrainingHook
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.runs import build_run
+from loopscope.runs import RunOptions, Session, build_run
 from loopscope.sinks import read_jsonl
 
 from tests.framework.runs.small_experiment import Small, SmallConfig, SmallSteps, read_json, registered, session, train
@@ -334,3 +334,21 @@ def test_how_often_it_is_evaluated_does_not_change_the_run(tmp_path: Path) -> No
         weights.append(torch.load(tmp_path / f"{every}/small/plain/plain_final.pt", weights_only=True))
     for other in weights[1:]:
         assert all(torch.equal(other[name], value) for name, value in weights[0].items())
+
+
+class Quitting(Small):
+    """Leaves the program in the middle of a step."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        if model.training and len(CALLS) > 0:
+            raise SystemExit(0)
+        CALLS.append(("loss", ""))
+        return super().compute_loss(model, batch)
+
+
+def test_an_experiment_that_leaves_the_program_is_a_failed_run(tmp_path):
+    CALLS.clear()
+    runner = Quitting(SmallConfig(output_dir=tmp_path))
+    with pytest.raises(LoopscopeError, match=r"called sys\.exit\(0\) at step 2"):
+        Session(runner, RunOptions(strategies=["plain"])).run()
+    assert read_json(tmp_path / "small" / "plain" / "summary.json")["status"] == "failed"
