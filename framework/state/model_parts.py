@@ -193,8 +193,18 @@ def _load_attributes(state: StateObjects, stored: Mapping[str, Any]) -> None:
 def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
     have = {name for name, _ in state.model.named_modules()}
     others = have ^ {name.rpartition(".")[0] for name in stored}
-    own = own_attributes(nn.Module())  # no module works without those that all have
-    return _of_another_model("modules", sorted(others or {f"{name}.{key}" for name in have for key in own} - {*stored}))
+    own = plain_forms(state).table(own_attributes(nn.Module()))  # no module works without those that all have
+    missing = [
+        f"{name}.{key}" for name in have for key, form in own.items() if not _alike(stored.get(f"{name}.{key}"), form)
+    ]
+    return _of_another_model("modules", sorted(others or missing))
+
+
+def _alike(stored: Any, form: Any) -> bool:
+    """Return whether two plain forms are of the same kind, whatever they hold."""
+    return type(stored) is type(form) and (
+        not isinstance(form, dict) or "again" in stored or stored.keys() == form.keys()
+    )
 
 
 def _watch_modules(state: StateObjects) -> Watched:
