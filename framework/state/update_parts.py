@@ -192,7 +192,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    return numbers_missing("scheduler", _scheduler_forms(state), stored)
+    now = _scheduler_forms(state)
+    shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]  # such as the optimizer
+    if others := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
+        return f"does not fit this run: its scheduler lacks {others[0]}"
+    return numbers_missing("scheduler", now, stored)
 
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
