@@ -287,15 +287,17 @@ def _write_slots(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 
 
 class Slots:
-    """The slots of an object, or the variable in a cell, as a sequence that can be refilled in place."""
+    """The slots of an object, the fields of a frozen one, or the variable in a cell: a sequence to refill in place."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self._owner, self._names = owner, names
 
     @classmethod
     def of(cls, value: Any) -> "Slots | None":
-        """Return the slots of an object that has any and is not frozen."""
-        names = None if isinstance(value, _WITHOUT_SPACE) or is_frozen(value) else _slots(kind_of(value))
+        """Return the slots of an object that has any; of a frozen dataclass the fields, wherever they lie."""
+        if isinstance(value, _WITHOUT_SPACE):
+            return None
+        names = tuple([item.name for item in fields(value)]) if is_frozen(value) else _slots(kind_of(value))
         return cls(value, names) if names else None
 
     def __len__(self) -> int:

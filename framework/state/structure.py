@@ -95,16 +95,14 @@ class Structure:
         self.seen.add(id(value))
         if native_of(value) is not None:
             self.natives.append(value)
-        elif (attributes := attributes_of(value)) is None:
+        elif attributes_of(value) is None:
             self._visit_all(reached_from(value))
             self.opaque += [value] if is_opaque(value) else []
-        elif is_frozen(value):
-            self._visit_all(attributes.values())
         else:
             if (slots := Slots.of(value)) is not None:
                 self._sequences.append(slots)
                 self._visit_all(slots)
-            if hasattr(value, "__dict__"):
+            if hasattr(value, "__dict__") and not is_frozen(value):  # whose __dict__ may get cached properties
                 self._note(self._objects, value, (vars(value),))
 
     def _note(self, found: list[Any], value: Any, contents: Iterable[Any]) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
-from .batch_contents import Kept, leaves_of
+from .batch_contents import leaves_of
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
@@ -202,11 +202,7 @@ _NAMED = (
     Part(
         "loop",
         _loop_leaves,
-        Guarded(
-            keep=lambda state, owners: (vars(state.loop), Kept.of(state.loop.batch)),
-            passing=lambda kept: (kept[0], *kept[1].walked),
-            put_back=lambda state, owners, kept: kept[1].put_back(),
-        ),
+        Guarded(keep=lambda state, owners: vars(state.loop), passing=lambda kept: (kept,)),
         _watch_loop,
         Stored(lambda state, streams: state.loop.state_dict(), _load_loop),
     ),

@@ -35,6 +35,12 @@ class Slots:
     y: Any
 
 
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any
+
+
 class Graph:
     """An object as graph libraries make them: it keeps its data a level deeper, and knows its parent."""
 
@@ -66,6 +72,7 @@ KINDS: dict[str, Any] = {
     "named": Pair,
     "dataclass": Fields,
     "slots": Slots,
+    "frozen": Frozen,
     "object": Graph,
     "arrays": lambda x, y: {"x": x.numpy(), "y": y.numpy()},
     "encoding": lambda x, y: encoding(x=x, y=y),
@@ -135,7 +142,7 @@ def write(batch: Any) -> None:
     elif isinstance(batch, Graph):
         batch._store["x"] = torch.zeros(4, 3)
         batch.extra = 1
-    elif isinstance(batch, (Fields, Slots)):
+    elif isinstance(batch, (Fields, Slots, Frozen)):
         object.__setattr__(batch, "x", torch.zeros(4, 3))
 
 
