@@ -54,6 +54,7 @@ class Isolation:
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
         self._rewriting: set[tuple[str, str]] = set()
+        self._trusted: set[tuple[str, str]] = set()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -116,7 +117,7 @@ class Isolation:
         The first calls of an observer, and every call under audit, are checked completely, the later ones quickly.
         """
         self._rebase_after_commit()
-        closely = self._looks_closely(call)
+        closely = call[:2] not in self._trusted and self._looks_closely(call)
         self._streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
         grad_mode = torch.is_grad_enabled()
@@ -180,12 +181,15 @@ class Isolation:
         closely = seen <= CALLS_CHECKED_ALONE or self._audit.enabled
         if closely or key in self._rewriting:
             self._tripwire.remember(everywhere=self._audit.enabled)
+        else:
+            self._trusted.add(key)
         return closely
 
     def _check_quickly(self, call: Call) -> None:
         self._tripwire.check_quickly(call)
         if self._tripwire.rewritten:
             self._rewriting.add(call[:2])
+            self._trusted.discard(call[:2])
         self._unsettled.append(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:

@@ -80,13 +80,13 @@ class WatchList:
         return (*map(len, self._spaces), *own, *chain.from_iterable(self._attribute_views))
 
     def is_current(self, tensors: tuple[Any, ...], others: tuple[Any, ...], attributes: tuple[Any, ...]) -> bool:
-        """Return whether what was just read is in the containers of this list; plain values and tensors may change."""
+        """Return whether what a sweep just read is in the containers of this list; plain values, tensors may change."""
         if any(self.empty) or addresses(tensors) != self._tensors or addresses(others) != self._others:
             return False
         if any([look() != before for look, before in self._settled]):
             return False
         # Plain values are new objects at most steps: a difference here calls for a closer look, not yet for a new list.
-        now = addresses(attributes)
+        now = self._placed_at  # the addresses of ``attributes``, of which the tensors were just asked
         if now != self._seen and addresses(_containers(attributes)) != addresses(self._containers):
             return False
         self._seen = now
@@ -208,14 +208,16 @@ class Tripwire:
         """Make the quick sweep; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
         try:
             quick, self._swept = self._sweep()
-            self.rewritten = not _equal(quick, self._quick) and self._holds_the_same(quick)
-            if self.rewritten:
-                self._quick = quick
-            changes = [] if _equal(quick, self._quick) else self._changes(quick) or ["the set of tensors"]
+            self.rewritten = False
+            if _equal(quick, self._quick):
+                return
+            self.rewritten = self._holds_the_same(quick)
+            changes = [] if self.rewritten else self._changes(quick) or ["the set of tensors"]
         except Exception as error:
             raise unreadable(culprit, error) from error
         if changes:
             raise mutation(culprit, changes)
+        self._quick = quick
 
     def check_rest(self, culprit: object) -> None:
         """Add to the quick sweep just made what makes it a complete one."""
@@ -263,11 +265,13 @@ class Tripwire:
         """Return what attributes hold, what was looked at, and pointers."""
         watch = self.watch
         attributes = watch.read_attributes()
+        looked = [look() for look in watch.looks]
         beside = watch.tensors_of(attributes)
+        if not beside:
+            return (attributes, *looked, (), _column(_pointer, tensors))
         if watch.sharded:
             beside = local_shards(beside)
-        pointers = _column(_pointer, [*tensors, *beside])
-        return (attributes, *[look() for look in watch.looks], _column(_version, beside), pointers)
+        return (attributes, *looked, _column(_version, beside), _column(_pointer, [*tensors, *beside]))
 
     def _changes(self, now: Sweep) -> list[str]:
         """Name what differs from the baseline in a quick sweep."""

@@ -95,7 +95,7 @@ class TrainingTask:
                 f"{type(self.optimizer).__name__} evaluates the loss several times a step, which a GradScaler (float16)"
                 " does not support; train in bfloat16 or float32, or with another optimizer."
             )
-        required = [] if self.scheduler is None else _required(self.scheduler)
+        required = [] if self.scheduler is None else _required(type(self.scheduler))
         kind = type(self.scheduler).__name__
         if required not in ([], METRIC, COUNT):
             raise UsageError(
@@ -118,27 +118,25 @@ def _required_of(kind: type[Any]) -> list[str]:
     return [item.name for item in found if item.kind in kinds and item.default is Parameter.empty]
 
 
-def _required(owner: Any) -> list[str]:
-    kind: Any = type(owner)
-    return _required_of(kind)
+_required: Callable[[Any], list[str]] = _required_of  # mypy takes a class of torch's for one that cannot be a key
 
 
 def advance(task: TrainingTask, count: int) -> None:
     """Let the scheduler step after ``count`` epochs or steps, unless it waits for an evaluation."""
-    if task.scheduler is not None and (required := _required(task.scheduler)) != METRIC:
+    if task.scheduler is not None and (required := _required(type(task.scheduler))) != METRIC:
         task.scheduler.step(*[count] * len(required))
 
 
 def step_by_metric(task: TrainingTask, evaluation: Mapping[str, float]) -> None:
     """Let a scheduler step that waits for an evaluation; raises :class:`UsageError` if its number is not there."""
-    if task.scheduler is not None and _required(task.scheduler) == METRIC:
+    if task.scheduler is not None and _required(type(task.scheduler)) == METRIC:
         check_metric(task, lambda: evaluation)
         task.scheduler.step(evaluation[task.scheduler_metric])  # type: ignore[arg-type]  # not the number of an epoch
 
 
 def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]) -> None:
     """Raise :class:`UsageError` if a scheduler takes a number that the evaluation lacks; others need none."""
-    if task.scheduler is None or _required(task.scheduler) != METRIC:
+    if task.scheduler is None or _required(type(task.scheduler)) != METRIC:
         return
     if task.scheduler_metric not in (evaluation := evaluate()):
         raise UsageError(
@@ -214,7 +212,7 @@ def update(
 
 def takes_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer evaluates the loss itself, several times a step, as LBFGS does."""
-    return "closure" in _required(optimizer)
+    return "closure" in _required(type(optimizer))
 
 
 def evaluations(
@@ -225,7 +223,7 @@ def evaluations(
     Its first evaluation are the ``loss`` and the gradients that are there, unless it has moved something by then. Each
     further one is made of ``batch``, within ``again()``, and leaves its gradients.
     """
-    if not takes_closure(task.optimizer):
+    if "closure" not in _required(type(task.optimizer)):
         return None
 
     def where() -> list[tuple[int, int, int | None]]:
