@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: types run test lint docs bench slow clean
+.PHONY: types run test lint docs bench slow xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -19,6 +19,12 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# torch_xla has no build for the torch that the constraints name; this one has several GB.
+xla:
+	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install --quiet --disable-pip-version-check "torch==2.9.*" "torch_xla==2.9.*" pytest hypothesis --editable .
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -m xla tests/training_hooks/averaging/test_on_xla.py
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
@@ -51,4 +57,4 @@ $(BENCH_STAMP): $(STAMP)
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-xla build *.egg-info

@@ -1,8 +1,7 @@
 """Copies of a model's tensors that live beside it: sharded as they are, remembered by name, fitted to it again.
 
 Also the one place that knows of XLA: steps of its lazy graph, and copies that are sharded as their originals. Nothing
-here imports ``torch_xla`` before a tensor lies on an XLA device. Written after the interface of torch_xla 2.x;
-docs/smoothing.md says what of it has been run.
+here imports ``torch_xla`` before a tensor lies on an XLA device. docs/smoothing.md says what of it has been run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,10 +31,10 @@ def step_markers(tensors: Iterable[Tensor]) -> Iterator[None]:
     if not on_xla(tensors):
         yield
         return
-    xla_model: Any = import_module("torch_xla.core.xla_model")
-    xla_model.mark_step()
+    xla: Any = import_module("torch_xla")
+    xla.sync()
     yield
-    xla_model.mark_step()
+    xla.sync()
 
 
 def shard_alike(copy: Tensor, original: Tensor) -> None:
