@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from .record import plain
-from .run_file import reopened, write_all
+from .run_file import RunFile
 from .wandb_process import as_float, cells
 
 CASTAGNOLI = 0x82F63B78  # the polynomial of CRC-32C with its bits reversed
@@ -76,12 +76,11 @@ def _masked(data: bytes) -> bytes:
 class EventFile:
     """An event file; every write has reached the operating system when it returns."""
 
-    def __init__(self, path: Path, *, size: int | None = None) -> None:
-        """Write over the file, or go on behind its first ``size`` bytes; raise :class:`UsageError` for another."""
-        if size is not None:
-            self.file = reopened(path, size, lambda file: _fault(file, size))
+    def __init__(self, path: Path, position: Mapping[str, Any] | None = None) -> None:
+        """Write over the file, or go on in it at a ``position``; raise :class:`UsageError` for another."""
+        self.file = RunFile(path, position, _fault)
+        if position is not None:
             return
-        self.file = FileIO(path, "w")
         try:
             self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except BaseException:
@@ -122,7 +121,7 @@ class EventFile:
     def _append(self, *events: Any) -> None:
         """Write events in TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
         records = [event.SerializeToString() for event in events]
-        write_all(self.file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
+        self.file.write(b"".join(_header(len(record)) + record + _masked(record) for record in records))
 
 
 def _fault(file: FileIO, size: int) -> str:
