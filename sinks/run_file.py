@@ -25,12 +25,16 @@ class RunFile:
     def __init__(
         self, path: Path, position: Mapping[str, Any] | None = None, fault: Callable[[FileIO, int], str] | None = None
     ) -> None:
-        """Write over the file at ``path``, or go on at the ``position`` of a checkpoint and cut off what follows it.
+        """Write over the file at ``path``, or go on in it at the ``position`` of a checkpoint.
 
+        What follows the position is cut off by :meth:`cut`, the first write or flush, and not before: until then another file of
+        the run may be refused, and this one is to be left as it is.
         Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, or another one
         than the checkpoint knows: ``fault`` says of file and size why, or nothing.
         """
         self.path, self._digest = path, xxhash.xxh3_128()
+        self.is_as_found = position is not None
+        """Whether what follows the position is still there."""
         if position is None:
             self._file = FileIO(path, "w")
             return
@@ -46,7 +50,6 @@ class RunFile:
                 raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")
             if reason := (fault and fault(self._file, size)) or self._changed(size, position):
                 raise UsageError(f"{path} is not the file that the checkpoint knows: {reason}; {_REMEDY}")
-            self._file.truncate(size)
             self._file.seek(size)
         except BaseException:
             self.close()
@@ -61,6 +64,7 @@ class RunFile:
 
     def write(self, data: bytes) -> None:
         """Append all of ``data``, of which the operating system takes a part where the disk is nearly full."""
+        self.cut()
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -78,7 +82,14 @@ class RunFile:
 
     def flush(self) -> None:
         """Force everything written so far onto the disk."""
+        self.cut()
         os.fsync(self._file.fileno())
+
+    def cut(self) -> None:
+        """Cut off what follows the position at which the file was opened again."""
+        if self.is_as_found:
+            self._file.truncate()
+            self.is_as_found = False
 
     def close(self) -> None:
         """Close the file."""
@@ -110,7 +121,7 @@ class FileSink(RecordSink):
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position; raises :class:`UsageError` for another file."""
+        """Go on in the strategy's file at the position; raises :class:`UsageError` for another file."""
         self.close("")
         header = self.header(run, position).encode()
 
@@ -140,9 +151,14 @@ class FileSink(RecordSink):
             self._file.flush()
 
     def close(self, status: str) -> None:
-        """Close the strategy's file; closing twice does nothing."""
+        """Close the strategy's file, which a run that failed before its first row leaves as it found it.
+
+        Closing twice does nothing.
+        """
         file, self._file = self._file, None
         if file is not None:
+            if status != "failed":
+                file.cut()
             file.close()
 
     def _write(self, text: str) -> None:

@@ -59,7 +59,7 @@ class TensorBoardSink(ReplaySink):
         return [] if self._events is None else [self._events.file.path]
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's event file, cut back to the position."""
+        """Go on in the strategy's event file at the position."""
         self._open(run.output_dir, run.strategy, position["step"], position)
 
     def _begin(self, folder: Path, run: RunRecord) -> None:
@@ -94,10 +94,15 @@ class TensorBoardSink(ReplaySink):
             )
         return self._events
 
+    def flush(self) -> None:
+        """Force everything emitted so far onto the disk."""
+        if self._events is not None:
+            self._events.file.flush()
+
     def close(self, status: str) -> None:
-        """Write how the strategy ended and close its file."""
+        """Write how the strategy ended, unless it failed before it went on, and close its file."""
         try:
-            if self._events is not None:
+            if self._events is not None and not (status == "failed" and self._events.file.is_as_found):
                 self._events.end(status, self._step)
         finally:
             self._release()
