@@ -27,8 +27,9 @@ class RunFile:
     ) -> None:
         """Write over the file at ``path``, or go on in it at the ``position`` of a checkpoint.
 
-        What follows the position is cut off by :meth:`cut`, the first write or flush, and not before: until then another file of
-        the run may be refused, and this one is to be left as it is.
+        What follows the position is cut off by :meth:`cut`, the first write or flush, and not before: until then
+        another file of the run may be refused, and this one is to be left as it is.
+
         Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, or another one
         than the checkpoint knows: ``fault`` says of file and size why, or nothing.
         """
