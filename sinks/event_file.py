@@ -20,7 +20,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from .record import plain
-from .run_file import reopened, write_all
+from .run_file import RunFile
 from .wandb_process import as_float, cells
 
 CASTAGNOLI = 0x82F63B78  # the polynomial of CRC-32C with its bits reversed
@@ -76,12 +76,11 @@ def _masked(data: bytes) -> bytes:
 class EventFile:
     """An event file; every write has reached the operating system when it returns."""
 
-    def __init__(self, path: Path, *, size: int | None = None) -> None:
-        """Write over the file, or go on behind its first ``size`` bytes; raise :class:`UsageError` for another."""
-        if size is not None:
-            self.file = reopened(path, size, lambda file: _fault(file, size))
+    def __init__(self, path: Path, position: Mapping[str, Any] | None = None) -> None:
+        """Write over the file, or go on in it at a ``position``; raise :class:`UsageError` for another."""
+        self.file = RunFile(path, position, _fault)
+        if position is not None:
             return
-        self.file = FileIO(path, "w")
         try:
             self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         except BaseException:
@@ -93,10 +92,12 @@ class EventFile:
         shown: dict[str, Any] = {}  # the tab holds numbers, booleans and texts
         for name, value in options.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            shown[name] = as_float(value) if is_number else value if isinstance(value, bool) else str(value)
+            known = as_float(value) if is_number else value if isinstance(value, bool) else unicode(value)
+            shown[unicode(name)] = known
         row = hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
         lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
-        self._write({0: [row, text_pb("run", "\n".join(["| | |", "|---|---|", *lines])).value[0]]})
+        table = unicode("\n".join(["| | |", "|---|---|", *lines]))
+        self._write({0: [row, text_pb("run", table).value[0]]})
 
     def write(self, by_step: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
         """Write names and values at their steps."""
@@ -122,7 +123,7 @@ class EventFile:
     def _append(self, *events: Any) -> None:
         """Write events in TensorFlow's record format: length, its masked checksum, data, its masked checksum."""
         records = [event.SerializeToString() for event in events]
-        write_all(self.file, b"".join(_header(len(record)) + record + _masked(record) for record in records))
+        self.file.write(b"".join(_header(len(record)) + record + _masked(record) for record in records))
 
 
 def _fault(file: FileIO, size: int) -> str:
@@ -137,6 +138,11 @@ def _fault(file: FileIO, size: int) -> str:
     return "" if position == size else f"no event ends at byte {size:,}, where one did at the checkpoint"
 
 
+def unicode(value: Any) -> str:
+    """Return the text of a value; what of it is no Unicode, as half of a surrogate pair, is a question mark."""
+    return str(value).encode(errors="replace").decode()
+
+
 def messages(name: str, value: Any) -> list[Any]:
     """Return the ``Summary.Value`` messages of one value.
 
@@ -146,9 +152,10 @@ def messages(name: str, value: Any) -> list[Any]:
     if type(value) is float:
         return [Summary.Value(tag=name, simple_value=value)]
     found: list[Any] = []
-    for tag, cell in cells(name, plain(value), histogram).items():
+    for key, cell in cells(name, plain(value), histogram).items():
+        tag = unicode(key)
         if isinstance(cell, str):
-            found += text_pb(tag, cell).value
+            found += text_pb(tag, unicode(cell)).value
         elif isinstance(cell, (int, float)):
             found.append(Summary.Value(tag=tag, simple_value=cell))
         else:

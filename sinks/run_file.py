@@ -16,19 +16,97 @@ CHUNK = 1 << 24
 _REMEDY = "put that file back, or start the run anew with --overwrite."
 
 
+class RunFile:
+    """A file that a run writes from its beginning to its end, and a digest of all that stands in it.
+
+    Every write reaches the operating system before it returns, so that a killed process loses nothing.
+    """
+
+    def __init__(
+        self, path: Path, position: Mapping[str, Any] | None = None, fault: Callable[[FileIO, int], str] | None = None
+    ) -> None:
+        """Write over the file at ``path``, or go on in it at the ``position`` of a checkpoint.
+
+        What follows the position is cut off by :meth:`cut`, the first write or flush, and not before: until then
+        another file of the run may be refused, and this one is to be left as it is.
+
+        Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, or another one
+        than the checkpoint knows: ``fault`` says of file and size why, or nothing.
+        """
+        self.path, self._digest = path, xxhash.xxh3_128()
+        self.is_as_found = position is not None
+        """Whether what follows the position is still there."""
+        if position is None:
+            self._file = FileIO(path, "w")
+            return
+        size = size_at(position)
+        try:
+            self._file = FileIO(path, "r+")
+        except FileNotFoundError as error:
+            raise UsageError(f"{path} is missing, of which the checkpoint knows {size:,} bytes; {_REMEDY}") from error
+        except OSError as error:
+            raise UsageError(f"{path} cannot be opened to go on in it: {error.strerror}; {_REMEDY}") from error
+        try:
+            if (found := os.fstat(self._file.fileno()).st_size) < size:
+                raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")
+            if reason := (fault and fault(self._file, size)) or self._changed(size, position):
+                raise UsageError(f"{path} is not the file that the checkpoint knows: {reason}; {_REMEDY}")
+            self._file.seek(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _changed(self, size: int, position: Mapping[str, Any]) -> str:
+        """Digest the first ``size`` bytes, and say what is wrong with them."""
+        for begin in range(0, size, CHUNK):
+            self._digest.update(os.pread(self._file.fileno(), min(CHUNK, size - begin), begin))
+        same = position.get("xxh3_128", self._digest.hexdigest()) == self._digest.hexdigest()
+        return "" if same else f"of its first {size:,} bytes some were changed since the checkpoint"
+
+    def write(self, data: bytes) -> None:
+        """Append all of ``data``, of which the operating system takes a part where the disk is nearly full."""
+        self.cut()
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._digest.update(data)
+
+    def position(self) -> dict[str, Any]:
+        """Return size and digest of the file; ``FileNotFoundError`` if another file, or none, has its name by now."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise FileNotFoundError(f"{self.path} was removed or replaced under the run, and what it held is lost")
+        return {"size": self._file.tell(), "xxh3_128": self._digest.hexdigest()}
+
+    def flush(self) -> None:
+        """Force everything written so far onto the disk."""
+        self.cut()
+        os.fsync(self._file.fileno())
+
+    def cut(self) -> None:
+        """Cut off what follows the position at which the file was opened again."""
+        if self.is_as_found:
+            self._file.truncate()
+            self.is_as_found = False
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class FileSink(RecordSink):
     """A sink with a text file of its own for each strategy; an older file of that name is written over.
 
-    Every write reaches the operating system before it returns, so that a killed process loses nothing;
-    :meth:`flush` makes it survive a power cut.
+    A killed process loses nothing of it; :meth:`flush` makes it survive a power cut.
     """
 
     notation: ClassVar[Mapping[str, str]] = {}  # what else a checkpoint must know of how the file is written
 
     def __init__(self) -> None:
-        self._file: FileIO | None = None
-        self._digest = xxhash.xxh3_128()
-        """Of all that stands in the file."""
+        self._file: RunFile | None = None
 
     @abstractmethod
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
@@ -40,62 +118,55 @@ class FileSink(RecordSink):
     def set_run_context(self, run: RunInfo) -> None:
         """Start the strategy's file."""
         self.close("")
-        self._file, self._digest = FileIO(run.output_dir / self.leaves(run.strategy)[0], "w"), xxhash.xxh3_128()
+        self._file = RunFile(run.output_dir / self.leaves(run.strategy)[0])
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file, cut back to the position; raises :class:`UsageError` for another file."""
+        """Go on in the strategy's file at the position; raises :class:`UsageError` for another file."""
         self.close("")
-        header, size, self._digest = self.header(run, position).encode(), size_at(position), xxhash.xxh3_128()
+        header = self.header(run, position).encode()
 
-        def fault(file: FileIO) -> str:
+        def fault(file: FileIO, size: int) -> str:
             if file.read(len(header)) != header:
                 return "its first line is not the one that this run, with its hooks, begins with"
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 return f"no line ends at byte {size:,}, where one did at the checkpoint"
-            for begin in range(0, size, CHUNK):
-                self._digest.update(os.pread(file.fileno(), min(CHUNK, size - begin), begin))
-            same = position.get("xxh3_128", self._digest.hexdigest()) == self._digest.hexdigest()
-            return "" if same else f"of its first {size:,} bytes some were changed since the checkpoint"
+            return ""
 
-        self._file = reopened(run.output_dir / self.leaves(run.strategy)[0], size, fault)
+        self._file = RunFile(run.output_dir / self.leaves(run.strategy)[0], position, fault)
 
     def position(self) -> dict[str, Any]:
         """Return size and digest of the file, all of which the operating system has, and how it is written.
 
         Raises ``FileNotFoundError`` if another file, or none, has its name by now.
         """
-        file = self._opened()
-        try:
-            is_there = os.path.samestat(os.fstat(file.fileno()), os.stat(str(file.name)))
-        except OSError:
-            is_there = False
-        if not is_there:
-            raise FileNotFoundError(f"{file.name} was removed or replaced under the run, and what it held is lost")
-        return {"size": file.tell(), "xxh3_128": self._digest.hexdigest(), **self.notation}
+        return {**self._opened().position(), **self.notation}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's file, if it is open."""
-        return [] if self._file is None else [Path(str(self._file.name))]
+        return [] if self._file is None else [self._file.path]
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            self._file.flush()
 
     def close(self, status: str) -> None:
-        """Close the strategy's file; closing twice does nothing."""
+        """Close the strategy's file, which a run that failed before its first row leaves as it found it.
+
+        Closing twice does nothing.
+        """
         file, self._file = self._file, None
         if file is not None:
+            if status != "failed":
+                file.cut()
             file.close()
 
     def _write(self, text: str) -> None:
         """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
-        data = text.encode()
-        write_all(self._opened(), data)
-        self._digest.update(data)
+        self._opened().write(text.encode())
 
-    def _opened(self) -> FileIO:
+    def _opened(self) -> RunFile:
         if self._file is None:
             raise RuntimeError(
                 f"No .{self.name} file is open: emit and position are called after set_run_context(run) and before "
@@ -110,38 +181,6 @@ def size_at(position: Mapping[str, Any]) -> int:
     if type(size) is not int or size < 0:
         raise UsageError(f"The checkpoint does not say how many bytes a file of the run had: {size!r}; {_REMEDY}")
     return size
-
-
-def write_all(file: FileIO, data: bytes) -> None:
-    """Write all of ``data``, of which the operating system takes a part where the disk is nearly full."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
-def reopened(path: Path, size: int, fault: Callable[[FileIO], str]) -> FileIO:
-    """Open the file of an earlier part of the run behind its first ``size`` bytes, and cut off what follows them.
-
-    Raises :class:`UsageError`, and leaves the file as it is, where it is missing, shorter than that, or another one
-    than the checkpoint knows: ``fault`` says why, or nothing.
-    """
-    try:
-        file = FileIO(path, "r+")
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} is missing, of which the checkpoint knows {size:,} bytes; {_REMEDY}") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be opened to go on in it: {error.strerror}; {_REMEDY}") from error
-    try:
-        if (found := os.fstat(file.fileno()).st_size) < size:
-            raise UsageError(f"{path} has {found:,} bytes, but the checkpoint knows {size:,} of it; {_REMEDY}")
-        if reason := fault(file):
-            raise UsageError(f"{path} is not the file that the checkpoint knows: {reason}; {_REMEDY}")
-        file.truncate(size)
-        file.seek(size)
-    except BaseException:
-        file.close()
-        raise
-    return file
 
 
 def complete_lines(path: Path) -> Iterator[str]:

@@ -51,27 +51,27 @@ class TensorBoardSink(ReplaySink):
         self._begin(run.output_dir, RunRecord.of_run(run))
 
     def position(self) -> dict[str, Any]:
-        """Return the size of the event file and the newest step."""
-        return {"size": self._opened().file.tell(), "step": self._step}
+        """Return size and digest of the event file, and the newest step."""
+        return {**self._opened().file.position(), "step": self._step}
 
     def files(self) -> Sequence[Path]:
         """Name the strategy's event file."""
-        return [] if self._events is None else [Path(str(self._events.file.name))]
+        return [] if self._events is None else [self._events.file.path]
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's event file, cut back to the position."""
-        self._open(run.output_dir, run.strategy, position["step"], size=position["size"])
+        """Go on in the strategy's event file at the position."""
+        self._open(run.output_dir, run.strategy, position["step"], position)
 
     def _begin(self, folder: Path, run: RunRecord) -> None:
         (folder / FOLDER).mkdir(exist_ok=True)
         head = {"experiment": run.experiment, "strategy": run.strategy, "treatments": run.treatments_text}
-        self._open(folder, run.strategy, step=0).begin(head | dict(flat(run.config)))
+        self._open(folder, run.strategy, 0).begin(head | dict(flat(run.config)))
 
-    def _open(self, folder: Path, strategy: str, step: int, *, size: int | None = None) -> "EventFile":
+    def _open(self, folder: Path, strategy: str, step: int, position: Mapping[str, Any] | None = None) -> "EventFile":
         from .event_file import EventFile
 
         self._release()
-        self._events, self._step = EventFile(folder / FOLDER / f"events.out.tfevents.{strategy}", size=size), step
+        self._events, self._step = EventFile(folder / FOLDER / f"events.out.tfevents.{strategy}", position), step
         return self._events
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
@@ -94,10 +94,15 @@ class TensorBoardSink(ReplaySink):
             )
         return self._events
 
+    def flush(self) -> None:
+        """Force everything emitted so far onto the disk."""
+        if self._events is not None:
+            self._events.file.flush()
+
     def close(self, status: str) -> None:
-        """Write how the strategy ended and close its file."""
+        """Write how the strategy ended, unless it failed before it went on, and close its file."""
         try:
-            if self._events is not None:
+            if self._events is not None and not (status == "failed" and self._events.file.is_as_found):
                 self._events.end(status, self._step)
         finally:
             self._release()

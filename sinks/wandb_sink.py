@@ -140,6 +140,7 @@ class WandbSink(ReplaySink):
         """Go on in the record, cut back to the position, and in the W&B run; without one, as before, in a new one."""
         self._part("failed")
         self._record.resume(run, position)
+        self._record.flush()  # which cuts the file back, before the client reads it
         self._start_client(run, position.get("run_id") or new_run_id(), resumed=True)
 
     def _start_client(self, run: RunInfo, run_id: str, *, resumed: bool) -> None:

@@ -60,13 +60,13 @@ def _locked(path: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """Open the file, or make it; raises :class:`UsageError` for a link, behind which another file would be emptied."""
+    """Open the file, or make it; raises :class:`UsageError` for a folder, or a link, behind which another lies."""
     try:
         # Without O_NONBLOCK a FIFO under the name would keep the process waiting for a reader.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno not in (errno.ELOOP, errno.EISDIR):
             raise
         raise _no_lock(path) from error
     found = os.fstat(descriptor)

@@ -87,6 +87,13 @@ class Kept:
                 kept._scores[path] = open_checkpoint(path).score
         return kept
 
+    def removed(self) -> list[Path]:
+        """Forget those that somebody removed meanwhile, and return them."""
+        gone = [path for path in self._scores if not path.is_dir()]
+        for path in gone:
+            del self._scores[path]
+        return gone
+
     def add(self, checkpoint: Checkpoint) -> list[Path]:
         """Take in a new one, and return those that go.
 
@@ -141,12 +148,17 @@ class CheckpointWriter:
         """Wait until nothing is being written, and leave nothing but checkpoints: nothing of earlier crashes either."""
         self.wait()
         self._spare = None
+        self._note_removed()
         remove_leftovers(self._folder)
 
     def failures(self) -> list[str]:
-        """Return, once, why checkpoints could not be written or removed."""
+        """Return, once, why checkpoints could not be written or removed, and which are gone."""
         told, self._failures = self._failures, []
         return told
+
+    def _note_removed(self) -> None:
+        removed = [] if self._kept is None else self._kept.removed()
+        self._failures += [f"The checkpoint {path} was removed under the run." for path in removed]
 
     def _write(
         self, folder: Path, staged: Mapping[str, Any], manifest: Mapping[str, Any], before: Sequence[Path]
@@ -159,6 +171,7 @@ class CheckpointWriter:
             return
         try:
             self._kept = self._kept or Kept.of(self._folder, self._keep)
+            self._note_removed()
             for path in self._kept.add(written):
                 if self._spare is not None:
                     shutil.rmtree(self._spare, ignore_errors=True)

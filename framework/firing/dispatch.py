@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunNotice, StateMutationError, UsageError
-from ..hooks import STEP_POINTS, HookPoint, Metrics, MetricSink, PendingMetrics, RunInfo, Series, TrainingHook
+from ..hooks import (
+    STEP_POINTS,
+    HookPoint,
+    Metrics,
+    MetricSink,
+    PendingMetrics,
+    RunInfo,
+    Series,
+    SinkRegistry,
+    TrainingHook,
+)
 from ..isolation import Call, Isolation
 
 
@@ -120,10 +130,12 @@ class MetricDispatch:
     ) -> None:
         """Announce a strategy to the sinks; with the ``positions`` of a checkpoint, let each go on at its own.
 
-        A sink that the checkpoint does not know begins anew; one that had failed before it stays off. Raises what is
-        ``fatal``, such as the :class:`UsageError` of a sink whose earlier files are no longer there.
+        A sink that the checkpoint does not know begins anew; one that had failed before it stays off; the files of
+        one that is off now are named. Raises what is ``fatal``, such as the :class:`UsageError` of a sink whose earlier
+        files are no longer there.
         """
         known = positions or {}
+        self._tell_of_those_off(run, known)
         for sink in list(self._sinks):
             if _known(sink, known)[:1] == [None]:
                 self._switch_off(sink)
@@ -140,6 +152,15 @@ class MetricDispatch:
         with self._isolation.visit():
             self._each(0, begin, fatal=fatal)
         self._started = True
+
+    def _tell_of_those_off(self, run: RunInfo, known: Positions) -> None:
+        """Name the files that the checkpoint knows and that no sink goes on in: what follows it stays in them."""
+        going_on = {name for sink in self._sinks for name in sink.leaves(run.strategy)}
+        off = [entry for entry in SinkRegistry if known.get(entry.name) is not None]
+        for name in dict.fromkeys(name for entry in off for name in entry.leaves(run.strategy)):
+            if name not in going_on and (run.output_dir / name).exists():
+                sentence = f"No sink goes on in {run.output_dir / name}, as one did before: it stays as it is."
+                warnings.warn(sentence, RunNotice, stacklevel=3)
 
     def positions(self) -> dict[str, Position | None]:
         """Return how far the sinks have come, by their names and those they include; ``None`` for one that failed."""
@@ -158,7 +179,8 @@ class MetricDispatch:
 
     def end(self, status: str) -> None:
         """Close the sinks."""
-        self._each(0, lambda sink: sink.flush())
+        if self._started:  # the files of a run that could not go on are left as they are
+            self._each(0, lambda sink: sink.flush())
         # A closed sink cannot tell its position, which is still asked for after the end.
         self._at_end = self.positions() if self._started else {}
         self._each(0, lambda sink: sink.close(status))

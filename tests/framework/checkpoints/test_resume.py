@@ -498,6 +498,29 @@ def test_a_record_that_was_removed_under_the_run_is_told_of_and_written_again(tm
     assert (tmp_path / "small/plain/experiment_config.json").is_file()
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_checkpoint_that_was_removed_under_the_run_is_told_of_and_the_rest_is_written(
+    at: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small/plain"
+    evaluate = Small.evaluate
+
+    def removing(runner: Any, model: Any) -> Any:
+        found = [*checkpoints_in(folder / "checkpoints")]
+        if len(found) == at - 1 and found[-1].name == "step_000000003":
+            shutil.rmtree(found[-1])
+        return evaluate(runner, model)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(Small, "evaluate", removing)
+        train(tmp_path, epochs=3, save_checkpoints=1)
+    texts = [str(warning.message) for warning in said]
+    assert any("step_000000003 was removed under the run" in text for text in texts), texts
+    assert (folder / "plain_final.pt").is_file()
+    assert next(checkpoints_in(folder / "checkpoints")).name == "step_000000009"
+
+
 def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     write = checkpoint_files.write_checkpoint
 

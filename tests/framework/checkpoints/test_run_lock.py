@@ -141,3 +141,9 @@ def test_a_pipe_in_the_place_of_the_lock_is_refused_at_once(tmp_path: Path) -> N
     os.mkfifo(tmp_path / LOCK)
     with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
         pass
+
+
+def test_a_folder_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(UsageError, match="no plain file"), run_lock(tmp_path):
+        pass
