@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch.utils.data import (
 )
 
 from ..errors import UsageError
-from ..state import RandomStreams, copy_of_batch
+from ..state import RandomStreams, Structure, copy_of_batch
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 
@@ -92,6 +93,19 @@ class LentLoader(Loader):
 def lent(loader: Loader) -> Loader:
     """Return a loader whose batches may be written to without changing the data."""
     return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
+
+
+def first_batch(loader: Loader) -> Batch:
+    """Return the first batch of a run, and put back what the loader holds: a loader may count what it has given."""
+    held = Structure([getattr(loader, "__dict__", {})])
+    held.natives = [native for native in held.natives if not isinstance(native, np.ndarray)]  # data, not a position
+    states = held.read_natives()
+    with undisturbed(dataset_generators(loader)):
+        try:
+            return next(iter(loader.batches(0)))
+        finally:
+            held.put_back()
+            held.write_natives(states)
 
 
 PIECES = 256

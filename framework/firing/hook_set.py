@@ -261,6 +261,12 @@ class HookSet:
         """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
         return self._isolated(Call(name, where, self._state.loop.step, "The"), function, None)
 
+    @property
+    def acting(self) -> str:
+        """The name of a hook that is rolled back within a step; empty if none is."""
+        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
+        return next((each.hook.name for each in due if each.intervention.mutates), "")  # type: ignore[union-attr]
+
     def see_first(self, batch: object) -> None:
         """Raise :class:`UsageError` if a hook may change a run's first batch, which no rollback could put back."""
         if self._has_seen:
@@ -268,8 +274,7 @@ class HookSet:
         self._has_seen = True
         if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
             return
-        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
-        if hook := next((each.hook.name for each in due if each.intervention.mutates), ""):  # type: ignore[union-attr]
+        if hook := self.acting:
             raise UsageError(
                 f"Hook {hook!r} is rolled back within a step, but in its batch, a {type(batch).__name__}, there is no "
                 "tensor to be found, and so nothing that could be put back; give batches that are tensors, arrays, or "
