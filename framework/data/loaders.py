@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     MapDataPipe,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -28,7 +29,7 @@ from torch.utils.data import (
 from ..errors import UsageError
 from ..state import RandomStreams, Structure, copy_of_batch
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
-from .generators import dataset_generators, seed_all, undisturbed
+from .generators import all_holders, attributes, dataset_generators, seed_all, undisturbed
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
@@ -97,15 +98,14 @@ def lent(loader: Loader) -> Loader:
 
 def first_batch(loader: Loader) -> Batch:
     """Return the first batch of a run, and put back what the loader holds: a loader may count what it has given."""
-    held = Structure([getattr(loader, "__dict__", {})])
+    held = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
     held.natives = [native for native in held.natives if not isinstance(native, np.ndarray)]  # data, not a position
     states = held.read_natives()
-    with undisturbed(dataset_generators(loader)):
-        try:
-            return next(iter(loader.batches(0)))
-        finally:
-            held.put_back()
-            held.write_natives(states)
+    try:
+        return next(iter(loader.batches(0)))
+    finally:
+        held.put_back()
+        held.write_natives(states)
 
 
 PIECES = 256

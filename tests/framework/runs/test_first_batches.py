@@ -11,6 +11,7 @@ import torch
 from loopscope.data import Loader
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, InterventionHook
+from torch.utils.data import Dataset
 
 from tests.framework.runs.small_experiment import BATCH, ROWS, STEPS_PER_EPOCH, Small, contents, registered, session
 
@@ -22,11 +23,23 @@ class Opaque:
         self.read = lambda: data
 
 
+class Rows(Dataset):
+    """Rows that count how often they are asked for."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.asked = data, 0
+
+    def __getitem__(self, rows: Any) -> Any:
+        self.asked += 1
+        inputs, targets = (part[rows] for part in self.data)
+        return inputs * self.asked, targets
+
+
 class Counting(Loader):
     """Gives batches that depend on all that was drawn before, by counts, by generators of every kind, by an order."""
 
-    def __init__(self, data: Any, kind: type[Any]) -> None:
-        self.data, self.kind = data, kind
+    def __init__(self, data: Any, kind: Any) -> None:
+        self.data, self.kind = Rows(data), kind
         self.drawn, self.order, self.counts = 0, [*range(ROWS)], {"batches": 0}
         self.own, self.numpy, self.torch = random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)
 
@@ -37,7 +50,7 @@ class Counting(Loader):
             self.own.shuffle(self.order)
             noise = self.numpy.normal() + torch.randn((), generator=self.torch) + torch.randn(()) + random.random()
             rows = self.order[self.drawn % 2 : BATCH]
-            inputs, targets = (part[rows] for part in self.data)
+            inputs, targets = self.data[rows]
             yield self.kind((inputs + 0.01 * float(noise) + self.counts["batches"], targets))
 
     def __len__(self) -> int:
