@@ -74,6 +74,11 @@ class LentLoader(Loader):
         """Yield copies of the loader's batches."""
         return map(copy_of_batch, self._loader.batches(epoch, start))
 
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own."""
+        return True
+
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return len(self._loader)
