@@ -1,11 +1,13 @@
 """One optimizer step: zero_grad, forward and backward over the micro-batches, then the update; mixed precision."""
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
-from inspect import Parameter, signature
+from inspect import Parameter, getsource, signature
 from itertools import chain
+from textwrap import dedent
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -207,14 +209,50 @@ def update(
     elif closure is not None:
         task.optimizer.step(closure)  # type: ignore[arg-type]
     else:
-        task.optimizer.step()
+        try:
+            task.optimizer.step()
+        except Exception as error:
+            if "closure" in str(error) or str(error) == "'NoneType' object is not callable":
+                kind = type(task.optimizer).__name__
+                raise UsageError(
+                    f"{kind}.step() failed without a closure ({type(error).__name__}: {error}). If it needs one, give "
+                    f"its parameter closure no default, say in a subclass of {kind}, and it is called with one."
+                ) from error
+            raise
     if step_scheduler and not skipped:
         advance(task, count)
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer evaluates the loss itself, several times a step, as LBFGS does."""
-    return "closure" in _required(optimizer)
+    kind: Any = type(optimizer)
+    return "closure" in _required(optimizer) or _demands_closure(kind)
+
+
+@cache
+def _demands_closure(kind: type[Any]) -> bool:
+    """Return whether ``step`` of a class begins by refusing that ``closure`` is None, as that of SAM does."""
+    try:
+        function = ast.parse(dedent(getsource(kind.step))).body[0]
+    except (OSError, TypeError, SyntaxError):  # of no source that can be read
+        return False
+    found: list[tuple[ast.expr, bool]] = []
+    for statement in getattr(function, "body", []):
+        if isinstance(statement, ast.Assert):
+            found.append((statement.test, False))
+        elif isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise):
+            found.append((statement.test, True))
+    return any(_without_closure(test) is refused for test, refused in found)
+
+
+def _without_closure(test: ast.expr) -> bool | None:
+    """Return what a condition is where ``closure`` is None; ``None`` if that depends on more."""
+    match ast.unparse(test):
+        case "closure" | "closure is not None" | "callable(closure)" | "closure != None":
+            return False
+        case "not closure" | "closure is None" | "not callable(closure)" | "closure == None":
+            return True
+    return None
 
 
 def evaluations(

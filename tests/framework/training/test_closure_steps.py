@@ -11,7 +11,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, StatePart
 from loopscope.loops import NoPauses, epoch_loop, step_loop
 from loopscope.state import of_the_run
-from loopscope.training import forward_backward
+from loopscope.training import forward_backward, takes_closure
 from loopscope.training_hooks import EmbeddingProvenance, GradClip, Norms, TrainingMetrics
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -21,6 +21,7 @@ from tests.support.cases import matrix
 from tests.support.models import MODELS
 
 STEPS = 3
+PLAIN = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adafactor]
 
 
 class Sharpness(torch.optim.SGD):
@@ -37,10 +38,38 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
+class Asserting(Sharpness):
+    """The same as its authors write it: the closure has a default, and must be there all the same."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Take a step."""
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        return super().step(closure)
+
+
+class Raising(Sharpness):
+    """The same in other words."""
+
+    def step(self, closure=None):
+        if not callable(closure):
+            raise ValueError("no closure")
+        return super().step(closure)
+
+
+class Undetected(Sharpness):
+    """The same where nobody can see it before."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
 CLOSURES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.2, max_iter=4, history_size=3),
     "wolfe": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
     "sharpness": lambda parameters: Sharpness(parameters, lr=0.1),
+    "asserting": lambda parameters: Asserting(parameters, lr=0.1),
+    "raising": lambda parameters: Raising(parameters, lr=0.1),
 }
 
 
@@ -71,7 +100,7 @@ def by_hand(case: Case, pieces: int) -> dict[str, Tensor]:
     task, _ = build(case, steps=STEPS, accumulation_steps=pieces)
     for step in range(STEPS):
         batch = [*task.loader.batches(step // 3)][step % 3]
-        if case.optimizer == "sharpness":
+        if "wolfe" != case.optimizer != "lbfgs":
             forward_backward(task, batch)
         task.optimizer.step(lambda batch=batch: forward_backward(task, batch))
         if case.loop == "step" or step % 3 == 2:
@@ -142,6 +171,31 @@ def test_a_run_goes_on_from_a_checkpoint_with_a_closure_and_a_scheduler_that_wai
         run(task, manager, pauses=NoPauses() if resumed else OneSave(manager, tmp_path / "saved", 6))
         finals.append(of_the_run(state.digest()))
     assert differences(*finals) == []
+
+
+def test_an_optimizer_that_needs_a_closure_and_says_so_nowhere_is_told_of_in_a_sentence():
+    def introduce(task, state):
+        task.optimizer = state.optimizer = Undetected(task.model.parameters(), lr=0.1)
+
+    sentence = r"Undetected.step\(\) failed without a closure \(TypeError: .*give its parameter closure no default"
+    with pytest.raises(UsageError, match=sentence):
+        train(Case(), introduce=introduce)
+
+
+class Refusing(torch.optim.SGD):
+    """An optimizer that takes no closure, and says so."""
+
+    def step(self, closure=None):
+        assert closure is None
+        if closure is not None:
+            raise ValueError("no closure")
+        super().step()
+
+
+def test_an_optimizer_that_refuses_a_closure_is_given_none():
+    assert not takes_closure(Refusing([nn.Parameter(torch.ones(1))]))
+    assert all(takes_closure(kind([nn.Parameter(torch.ones(1))])) for kind in (Asserting, Raising, torch.optim.LBFGS))
+    assert not any(takes_closure(make([nn.Parameter(torch.ones(1))])) for make in PLAIN)
 
 
 def with_plateau(task, state):
