@@ -1,8 +1,10 @@
 """The errors of loopscope, and what their sentences are made of."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from traceback import walk_tb
 
 
 class LoopscopeError(Exception):
@@ -25,8 +27,21 @@ class HookError(LoopscopeError):
     """A hook raised; the run was put back to the state before the hook and ends with a checkpoint."""
 
 
+class ReloadedHookError(HookError):
+    """A hook raised in the first epoch with a state from a checkpoint, which may not be what was written."""
+
+
 class StateMutationError(LoopscopeError):
     """Something that may only read changed the training state; fatal, since the change cannot be undone."""
+
+
+_NOT_THE_USERS = {"loopscope", "torch", "numpy", *sys.stdlib_module_names}
+
+
+def passed_through_users_code(error: BaseException) -> bool:
+    """Return whether code that is neither loopscope's nor torch's, NumPy's or Python's own was running at an error."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] not in _NOT_THE_USERS for name in names)
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -160,6 +160,8 @@ class RunState:
             state.loop.pre_epoch.save(state)
         put_back(content["state"], state, where)
         manager.hooks.load_state_dict(content["hooks"])
+        last = state.loop.step + len(manager.task.loader)
+        manager.hooks.failures.reloaded = dict.fromkeys(content["hooks"], last)
         manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})

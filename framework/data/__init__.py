@@ -1,9 +1,11 @@
 """Batches as a function of (epoch, start)."""
 
 from .batches import micro_batches, rows
-from .loaders import Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, fixed_order, lent, random_order
+from .loaders import (
+    Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, first_batch, fixed_order, lent, random_order,
+)
 
 __all__ = [
-    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "fixed_order", "lent",
+    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "lent",
     "micro_batches", "random_order", "rows",
 ]

@@ -16,25 +16,37 @@ Generator = torch.Generator | random.Random | np.random.Generator | np.random.Ra
 def dataset_generators(*holders: object) -> list[Generator]:
     """List the generators among the attributes of ``holders``, of the datasets that these wrap, and so on.
 
-    A dataset is wrapped by another if it is an attribute of it, or in a list that is one (torch's ``Subset`` and
-    ``ConcatDataset``). Generators elsewhere, inside a transform say, are not found.
+    Generators elsewhere, inside a transform say, are not found.
     """
-    found: dict[int, Generator] = {}
-    seen: set[int] = set()
+    held = [value for holder in all_holders(*holders, kinds=(Dataset,)) for value in attributes(holder).values()]
+    found = [value for value in held if isinstance(value, Generator) and not isinstance(value, random.SystemRandom)]
+    return list({id(value): value for value in found}.values())
+
+
+def all_holders(*holders: object, kinds: tuple[type, ...]) -> list[object]:
+    """List ``holders``, the objects of these ``kinds`` that they wrap, and so on.
+
+    One is wrapped by another if it is an attribute of it, or in a list that is one (torch's ``Subset`` and
+    ``ConcatDataset``).
+    """
+    found: dict[int, object] = {}
     waiting = list(holders)
     while waiting:
         holder = waiting.pop()
-        if id(holder) in seen:
+        if id(holder) in found:
             continue
-        seen.add(id(holder))
-        for value in list(getattr(holder, "__dict__", {}).values()):  # a list, or a class with slots alone, has none
-            if isinstance(value, Generator) and not isinstance(value, random.SystemRandom):
-                found[id(value)] = value
-            elif isinstance(value, Dataset):
+        found[id(holder)] = holder
+        for value in list(attributes(holder).values()):
+            if isinstance(value, kinds):
                 waiting.append(value)
-            elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset):
+            elif isinstance(value, (list, tuple)) and value and isinstance(value[0], kinds):
                 waiting.extend(value)
     return list(found.values())
+
+
+def attributes(holder: object) -> dict[str, Any]:
+    """Return the ``__dict__`` of an object; a list, or an object of a class with slots alone, has none."""
+    return getattr(holder, "__dict__", {})
 
 
 def seed_all(generators: Sequence[Generator]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     MapDataPipe,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -25,9 +27,9 @@ from torch.utils.data import (
 )
 
 from ..errors import UsageError
-from ..state import RandomStreams, copy_of_batch
+from ..state import RandomStreams, Structure, copy_of_batch
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
-from .generators import dataset_generators, seed_all, undisturbed
+from .generators import all_holders, attributes, dataset_generators, seed_all, undisturbed
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
@@ -72,6 +74,11 @@ class LentLoader(Loader):
         """Yield copies of the loader's batches."""
         return map(copy_of_batch, self._loader.batches(epoch, start))
 
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own."""
+        return True
+
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return len(self._loader)
@@ -92,6 +99,18 @@ class LentLoader(Loader):
 def lent(loader: Loader) -> Loader:
     """Return a loader whose batches may be written to without changing the data."""
     return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
+
+
+def first_batch(loader: Loader) -> Batch:
+    """Return the first batch of a run, and put back what the loader holds: a loader may count what it has given."""
+    held = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
+    held.natives = [native for native in held.natives if not isinstance(native, np.ndarray)]  # data, not a position
+    states = held.read_natives()
+    try:
+        return next(iter(loader.batches(0)))
+    finally:
+        held.put_back()
+        held.write_natives(states)
 
 
 PIECES = 256

@@ -151,6 +151,8 @@ class MetricDispatch:
 
         with self._isolation.visit():
             self._each(0, begin, fatal=fatal)
+            if known:  # none was refused: what follows the checkpoint goes now
+                self._each(0, lambda sink: sink.flush())
         self._started = True
 
     def _tell_of_those_off(self, run: RunInfo, known: Positions) -> None:

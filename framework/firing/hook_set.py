@@ -1,18 +1,16 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -22,17 +20,15 @@ from ..hooks import (
     RunInfo,
     TapSet,
     TrainingHook,
-    UndeclaredCommitError,
     windows_for,
 )
 from ..isolation import Call, Isolation
-from ..state import TrainingState, explained, visited
+from ..state import TrainingState, visited
 from ..training import Profiler
+from .failures import HookFailures
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
-BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
-"""Where a :class:`UsageError` of a hook refuses the run."""
 
 
 class Listener:
@@ -113,57 +109,6 @@ class StateOffload:
             if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
                 hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
                 self._away[hook.name] = homes
-
-
-@dataclass
-class HookFailures:
-    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
-
-    on_error: Literal["raise", "skip"]
-    required: set[str]
-    errors: list[dict[str, Any]] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-    pending: HookError | None = None
-    """The first error of the step that is under way, which is finished before the run ends."""
-    before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
-    """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
-
-    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
-        """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        if isinstance(error, UnsuitableError) and hook.name not in self.required:
-            self.left_out[hook.name] = str(error)
-            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
-            return
-        told = explained(error)
-        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
-        self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
-        if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
-            raise error
-        if self.on_error == "skip":
-            warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
-            return
-        failure = HookError(message)
-        failure.__cause__ = error
-        # A step comes out the same without the hook that raised, and can be finished, unless the hook commits.
-        within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
-        if not within or (isinstance(hook, InterventionHook) and hook.commits):
-            raise failure
-        self.pending = self.pending or failure
-
-    def raise_pending(self) -> None:
-        """Raise the error that was held back until the step was finished; a second call raises nothing."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            raise pending
-
-    def take_over(self) -> set[str]:
-        """Add what happened before the interruption, and return the names of the hooks that the run did without."""
-        errors, left_out = self.before
-        left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
-        self.left_out = {**left_out, **self.left_out}
-        if self.on_error == "skip":
-            self.errors[:] = map(dict, errors)
-        return {*left_out, *(error["hook"] for error in self.errors)}
 
 
 class HookSet:
@@ -261,6 +206,12 @@ class HookSet:
         """Call what is not a hook's, such as the evaluation, within a visit and as isolated as an observer."""
         return self._isolated(Call(name, where, self._state.loop.step, "The"), function, None)
 
+    @property
+    def acting(self) -> str:
+        """The name of a hook that is rolled back within a step; empty if none is."""
+        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
+        return next((each.hook.name for each in due if each.intervention.mutates), "")  # type: ignore[union-attr]
+
     def see_first(self, batch: object) -> None:
         """Raise :class:`UsageError` if a hook may change a run's first batch, which no rollback could put back."""
         if self._has_seen:
@@ -268,8 +219,7 @@ class HookSet:
         self._has_seen = True
         if any(isinstance(leaf, (Tensor, np.ndarray)) for _, leaf, _ in visited("", batch)):
             return
-        due = [each for point in STEP_POINTS for each in self.listeners.at[point] if each.intervention is not None]
-        if hook := next((each.hook.name for each in due if each.intervention.mutates), ""):  # type: ignore[union-attr]
+        if hook := self.acting:
             raise UsageError(
                 f"Hook {hook!r} is rolled back within a step, but in its batch, a {type(batch).__name__}, there is no "
                 "tensor to be found, and so nothing that could be put back; give batches that are tensors, arrays, or "
@@ -357,7 +307,7 @@ class HookSet:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
         for hook in self._hooks:
             if hook.name in state:
-                call, load = Call(hook.name, "load_state_dict", 0), partial(hook.load_state_dict, state[hook.name])
+                call, load = Call(hook.name, "load_state_dict", 0), partial(_load, hook, state[hook.name])
                 try:
                     with self.isolation.visit():
                         self._isolated(call, load)
@@ -373,6 +323,26 @@ class HookSet:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
         if table := self.call(hook, "table", self._state.loop.step, hook.table):
             self.tables[hook.name] = table
+
+
+def _load(hook: TrainingHook, state: Any) -> None:
+    """Give a hook its state back, unless an entry is of another kind than in the state that it has now."""
+    if sentence := _misfit("its state", state, hook.state_dict()):
+        raise UsageError(sentence)
+    hook.load_state_dict(state)
+
+
+def _misfit(name: str, stored: Any, fresh: Any) -> str:
+    word, kinds = next(((word, kinds) for word, kinds in _ALIKE.items() if isinstance(fresh, kinds)), ("", (object,)))
+    if not isinstance(stored, kinds):
+        return f"{name} is no {word}"
+    if not (isinstance(fresh, Mapping) and isinstance(stored, Mapping)):
+        return ""
+    return next(filter(None, (_misfit(str(key), stored[key], fresh[key]) for key in fresh if key in stored)), "")
+
+
+_ALIKE = {"number": (int, float, Tensor), "text": (str,), "list": (list, tuple), "mapping": (Mapping,)}
+"""Kinds of entries in the state of a hook."""
 
 
 def _described(hook: TrainingHook) -> list[MetricInfo]:

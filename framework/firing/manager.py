@@ -28,8 +28,9 @@ from ..isolation import Call, Isolation, Snapshot
 from ..state import TrainingState
 from ..training import LossProbe, Profiler, TrainingTask
 from .dispatch import MetricDispatch
+from .failures import HookFailures
 from .fire import Firing
-from .hook_set import HookFailures, HookSet, StateOffload
+from .hook_set import HookSet, StateOffload
 
 Result = TypeVar("Result")
 UNNAMED = "unnamed"

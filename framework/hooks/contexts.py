@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data import Loader
+from ..data import Loader, lent
 from ..errors import UsageError
 from ..training import Profiler
 from .hook_points import HookPoint
@@ -75,6 +75,16 @@ class Trained(Protocol):
     config: Any
 
 
+@dataclass(frozen=True)
+class ShownTask:
+    """What a :class:`RunInfo` shows of a task: its loader yields copies where batches may be views of the data."""
+
+    model: nn.Module
+    loader: Loader
+    length: int
+    config: Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class MetricPanel:
     """Metrics of a hook, by their names, that are drawn in one panel of a picture, beside those of other hooks."""
@@ -112,6 +122,11 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
+
+    def __post_init__(self) -> None:
+        """Show of the task no more than hooks and sinks may see."""
+        task = self.task
+        object.__setattr__(self, "task", ShownTask(task.model, lent(task.loader), task.length, task.config))
 
     @property
     def model(self) -> nn.Module:

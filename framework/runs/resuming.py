@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact
-from ..errors import LoopscopeError, RunNotice, UsageError, listed, shortened
+from ..errors import (
+    LoopscopeError,
+    ReloadedHookError,
+    RunNotice,
+    UsageError,
+    listed,
+    passed_through_users_code,
+    shortened,
+)
 from ..firing import HookManager
 from ..state import LoopState
 from .records import FailedHook, RunRecord, checked, differences
@@ -74,15 +82,21 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
 
 @contextmanager
 def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None]:
-    """Name the checkpoint where a run fails before or in the first step after it, as the run before it did not."""
+    """Name the checkpoint where a run fails before or in the first step after it, as the run before it did not.
+
+    An error within the user's own code keeps its own lines.
+    """
     try:
         yield
-    except LoopscopeError:
-        raise
     except Exception as error:
-        if found is None or loop.step > found.step + 1:
+        of_hook = isinstance(error, ReloadedHookError)
+        if found is None or (not of_hook and (isinstance(error, LoopscopeError) or loop.step > found.step + 1)):
             raise
-        told = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 200).rstrip('.')}"
+        if not of_hook and passed_through_users_code(error):
+            error.add_note(f"This happened before the first step after {found.folder} had ended.")
+            raise
+        text = str(error) if of_hook else f"{type(error).__name__}: {error}"
+        told = shortened(" ".join(text.split()), 200).rstrip(".")
         raise UsageError(
             f"The run could not go on from {found.folder}: {told}. Unless the code of the run has changed, the "
             "checkpoint is not what was written: remove it, and an earlier one is used."

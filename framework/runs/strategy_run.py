@@ -21,11 +21,12 @@ from ..checkpoints import (
     StoppedError,
     run_lock,
 )
+from ..data import Batch, first_batch
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
 from ..firing import HookManager
 from ..hooks import RunInfo
-from ..isolation import borrowed_for_evaluation
+from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
@@ -133,6 +134,8 @@ class StrategyRun:
         self.manager.start_hooks(self.run_info)
         self._refuse_what_no_checkpoint_holds()
         check_metric(self.task, self._evaluate)
+        if self.resumed is None and self.manager.hooks.acting:
+            self.manager.hooks.see_first(self._in_eval_mode("first batch", self._first_batch))
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
             self.manager.hooks.goes_on()
@@ -182,6 +185,10 @@ class StrategyRun:
 
     def _evaluate(self) -> dict[str, float]:
         return self._in_eval_mode("evaluation", self.task.evaluate)
+
+    def _first_batch(self, _: nn.Module) -> Batch:
+        with borrowed_extras(self.state):  # to which an experiment's own loader may write
+            return first_batch(self.task.loader)
 
     def _in_eval_mode(self, name: str, look: Callable[[nn.Module], Result]) -> Result:
         """Look at the model in eval mode, isolated from the run."""

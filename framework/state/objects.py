@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 
 class Native(NamedTuple):
@@ -178,11 +179,12 @@ _CODE = (
         torch.layout,
         torch.memory_format,
     ),
+    *(Dataset, DataLoader),  # data, which are read and not trained: a copy could take more memory than there is
     Transient,
 )
 # Functions and objects of these are machinery: of torch what compiles, traces and communicates, of loopscope what runs
-# the hooks, whose own attributes are their memory. A tokenizer sets anew at each call what it is set to, and tables
-# of Arrow never change.
+# the hooks, whose own attributes are their memory, and experiments, which hold data and declare their state. A
+# tokenizer sets anew at each call what it is set to, and tables of Arrow never change.
 _MACHINERY = (
     *(
         "torch._",
@@ -194,7 +196,8 @@ _MACHINERY = (
         "loopscope.checkpoints",
     ),
     *("loopscope.console", "loopscope.data", "loopscope.firing", "loopscope.hooks", "loopscope.isolation"),
-    *("loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
+    *("loopscope.runs.runner", "loopscope.state", "loopscope.training.", "tokenizers", "pyarrow"),
+    *("datasets.arrow_dataset", "datasets.iterable_dataset"),
 )
 # what has only this method of a container tells it something, as to a log, and reads nothing of it
 _ONLY_WRITES = frozenset({"append", "appendleft", "extend", "add", "write"})

@@ -29,13 +29,7 @@ from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing
 def _watch_flags(state: StateObjects) -> Watched:
     flags = state.flags
     known = flags.read_all()
-
-    def put_back(before: tuple[Any, ...]) -> None:
-        # With them may have changed what only the audit reads; then all stays, for the check to tell of it.
-        if flags.read_all()[len(before) :] == known[len(before) :]:
-            flags.restore(before)
-
-    return Watched(look=flags.read, differences=flags.differences, put_back=put_back)
+    return Watched(look=flags.read, differences=flags.differences, put_back=lambda was: flags.put_back(was, known))
 
 
 def _kinds(state: StateObjects, _: Any = None) -> dict[str, str]:

@@ -205,7 +205,16 @@ def update(
     elif closure is not None:
         task.optimizer.step(closure)  # type: ignore[arg-type]
     else:
-        task.optimizer.step()
+        try:
+            task.optimizer.step()
+        except Exception as error:
+            if "closure" in str(error) or str(error) == "'NoneType' object is not callable":
+                kind = type(task.optimizer).__name__
+                raise UsageError(
+                    f"{kind}.step() failed without a closure ({type(error).__name__}: {error}). If it needs one, give "
+                    f"its parameter closure no default, say in a subclass of {kind}, and it is called with one."
+                ) from error
+            raise
     if step_scheduler and not skipped:
         advance(task, count)
 

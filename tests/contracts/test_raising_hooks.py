@@ -143,6 +143,9 @@ PUT_BACK = [
     *("evaluate_for_good", "freeze_the_model", "change_dropout", "drop_a_gradient", "replace_a_gradient"),
     *("leave_a_forward_hook", "leave_a_forward_pre_hook", "change_the_default_dtype", "demand_determinism"),
     *("change_the_number_of_threads", "leave_grad_mode_off", "enter_a_function_mode", "enter_a_dispatch_mode"),
+    *("lower_the_matmul_precision", "enter_inference_mode", "change_the_default_device", "flush_denormals"),
+    *("leave_saved_tensor_hooks", "leave_a_hook_on_all_modules"),
+    "lower_the_precision_of_one_backend",
 ]
 
 
@@ -169,7 +172,7 @@ def test_what_a_reading_hook_did_before_it_raised_is_put_back_and_skip_goes_on(n
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Mishap: and raised"]
 
 
-@pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_the_matmul_precision"])
+@pytest.mark.parametrize("name", ["edit_the_learning_rate", "write_in_place", "lower_all_precisions"])
 def test_what_cannot_be_put_back_is_told_whatever_the_hook_raised(name):
     run = train_with_deed(VandalObserver, name, Mishap("and raised"), on_error="skip", raises=StateMutationError)
     assert "Hook 'spy' at POST_STEP of step 5 may only read, but changed" in str(run.error)

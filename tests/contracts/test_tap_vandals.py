@@ -112,7 +112,7 @@ def test_what_a_vandal_did_before_it_raised_in_a_tap_is_put_back_where_it_can_be
     assert [error["error"] for error in run.manager.hooks.failures.errors] == ["Spite: and raised"]
 
 
-NOT_PUT_BACK = ["edit_the_learning_rate", "write_in_place", "move_batchnorm_statistics", "lower_the_matmul_precision"]
+NOT_PUT_BACK = ["edit_the_learning_rate", "write_in_place", "move_batchnorm_statistics", "lower_all_precisions"]
 
 
 @pytest.mark.parametrize("name", NOT_PUT_BACK)

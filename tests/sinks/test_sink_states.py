@@ -88,6 +88,7 @@ class SinkStates(RuleBasedStateMachine):
             with path.open("ab") as file:
                 file.write(torn)
             sink.resume(self.run(self.strategy), position)
+        self.tell("flush")
         self.current = self.model[self.strategy] = list(emitted)
 
     @precondition(lambda self: self.current is not None)

@@ -521,7 +521,7 @@ def change_the_default_dtype(scene):
     torch.set_default_dtype(torch.float64)
 
 
-@deed()
+@deed(SEEN)
 def change_the_default_device(scene):
     torch.set_default_device("meta")
 
@@ -547,12 +547,17 @@ def lower_the_precision_of_one_backend(scene):
 
 
 @deed(SEEN)
+def lower_all_precisions(scene):
+    torch.backends.fp32_precision = "bf16"
+
+
+@deed(SEEN)
 def switch_attention_kernels_off(scene):
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
-@deed()
+@deed(SEEN)
 def flush_denormals(scene):
     torch.set_flush_denormal(True)
 
@@ -578,12 +583,12 @@ def enter_a_dispatch_mode(scene):
     Refusing().__enter__()
 
 
-@deed()
+@deed(SEEN)
 def leave_saved_tensor_hooks(scene):
     torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x).__enter__()
 
 
-@deed()
+@deed(SEEN)
 def leave_a_hook_on_all_modules(scene):
     nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 0)
 

@@ -19,7 +19,7 @@ from loopscope.checkpoints import format as checkpoint_files
 from loopscope.checkpoints.format import STATE, write_checkpoint
 from loopscope.checkpoints.writer import Kept
 from loopscope.cli import main
-from loopscope.errors import LoopscopeError, RunNotice, UnsuitableError, UsageError
+from loopscope.errors import HookError, LoopscopeError, RunNotice, UnsuitableError, UsageError
 from loopscope.runs import Display, RunFolder
 from loopscope.training_hooks import PathLength
 
@@ -304,6 +304,42 @@ def command(folder: Path, *words: str, hooks: list[str] = HOOKS[Small]) -> list[
     given = ["run", "small", "--strategy", "plain", "--epochs", "3", "--hooks", *hooks, *smoothing, "--hook-csv"]
     options = ["--hook-jsonl", "--checkpoint-every-steps", "2", "--output-dir", str(folder), "--no-console-output"]
     return [*given, *options, *words]
+
+
+class Mistaken(Small):
+    """The small experiment, in whose loss somebody made a mistake since."""
+
+    name = "mistaken"
+    is_wrong = False
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        if self.is_wrong:
+            torch.nn.functional.mse_loss(torch.zeros(2), torch.zeros(2), reduction="nothing")
+        return super().compute_loss(model, batch)
+
+
+class MistakenHook(PathLength):
+    """A hook in which somebody made a mistake since."""
+
+    name = "mistaken_hook"
+
+    def compute(self, ctx: Any) -> Any:
+        if Mistaken.is_wrong:
+            raise KeyError("mine")
+        return super().compute(ctx)
+
+
+def test_a_mistake_in_the_users_own_code_keeps_its_own_lines(tmp_path: Path, monkeypatch: Any) -> None:
+    with registered(Mistaken, MistakenHook):
+        options = {**OPTIONS, "hooks": ["mistaken_hook"], "hook_options": {}}
+        assert kill_after(4, tmp_path / "first", tmp_path / "killed", Mistaken, **options)
+        monkeypatch.setattr(Mistaken, "is_wrong", True)
+        with pytest.raises(ValueError, match="nothing is not a valid value for reduction") as caught:
+            resume(tmp_path / "killed", Mistaken, **options)
+        assert "before the first step after" in caught.value.__notes__[0]
+        monkeypatch.setattr(Mistaken, "compute_loss", Small.compute_loss)
+        with pytest.raises(HookError, match=r"Hook 'mistaken_hook' raised at .*KeyError: 'mine'"):
+            resume(tmp_path / "killed", Mistaken, **options)
 
 
 @pytest.mark.parametrize(

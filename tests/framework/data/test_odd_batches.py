@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -178,6 +178,26 @@ def test_what_hooks_write_into_batches_that_they_draw_reaches_no_data(kind: str)
         lambda run_ctx, model_ctx: [write(batch) for batch in model_ctx.get_shuffled_loader().batches(0)] and None
     )
     assert differences(run(Views(kind), audit=False), run(loader, observer, reader, shuffling)) == []
+    assert torch.equal(before, loader.data[0])
+
+
+class Writing(SpyHook):
+    """A hook that writes into what the loader of its run yields, before the first step."""
+
+    name = "writing"
+
+    def start(self, run: Any) -> None:
+        again = replace(run, seed=1)
+        assert not hasattr(run.task, "optimizer")
+        assert again.task.loader is run.task.loader
+        draw_and_write(again.task)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_at_the_start_into_batches_reaches_no_data(kind: str) -> None:
+    loader = Views(kind)
+    before = loader.data[0].clone()
+    assert differences(run(Views(kind), audit=False), run(loader, Writing())) == []
     assert torch.equal(before, loader.data[0])
 
 

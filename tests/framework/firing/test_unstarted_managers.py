@@ -58,7 +58,8 @@ def test_a_hook_is_told_what_is_known_of_the_run():
     manager.fire(HookPoint.PRE_EPOCH)
     run = hook.run
     assert (run.experiment, run.strategy, run.loop, run.seed) == ("unnamed", "unnamed", "epoch", 7)
-    assert (run.task, run.optimizer_class, [*run.reference_weights]) == (task, torch.optim.AdamW, ["0.bias"])
+    assert (run.model, run.task.length, run.steps_per_epoch) == (task.model, task.length, len(task.loader))
+    assert (run.optimizer_class, [*run.reference_weights]) == (torch.optim.AdamW, ["0.bias"])
     assert not run.output_dir.exists()
 
 

@@ -14,6 +14,10 @@ from tests.support.vandals import Refusing, Spoiling
 
 
 def set_one_backend():
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+
+def set_the_products_of_one_backend():
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
@@ -43,6 +47,7 @@ CHANGES = {
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "float32 matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
     "float32 precision by operation": set_one_backend,
+    "oneDNN matmul precision": set_the_products_of_one_backend,
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),

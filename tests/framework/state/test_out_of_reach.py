@@ -19,7 +19,9 @@ from loopscope.hooks import HookPoint
 from loopscope.isolation import Isolation, Snapshot
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+from tests.framework.runs.small_experiment import Small
 from tests.framework.state.test_foreign_objects import CALL, Named, Slotted
 from tests.support import ActingHook, Case, SpyHook, at, train
 
@@ -79,6 +81,34 @@ def test_what_comes_out_of_reach_in_the_run_is_refused_when_it_would_be_copied()
 
 def test_without_hooks_nothing_is_said_of_it() -> None:
     assert train(Case(), steps=2, introduce=lambda task, state: setattr(task.model, "kept", iter([1]))).error is None
+
+
+class Rows(Dataset):
+    """Data in memory, behind a handle that nobody can ask for."""
+
+    def __init__(self) -> None:
+        self.rows, self.file, self.seen = torch.zeros(1000), Opaque(), 0
+
+
+class Holding(Small):
+    """An experiment that holds data."""
+
+    def __init__(self) -> None:
+        self.rows = Rows().rows
+
+
+@pytest.mark.parametrize("make", [Rows, lambda: DataLoader(Rows()), Holding])
+def test_data_that_a_closure_on_a_model_reaches_are_neither_copied_nor_watched(make: Callable[[], Any]) -> None:
+    model, data = nn.Linear(2, 2), make()
+    model.register_forward_hook(lambda *_: setattr(data, "seen", 1))
+    state = TrainingState(model, torch.optim.SGD(model.parameters()), RandomStreams(1))
+    model.kept = [data]
+    assert state.out_of_reach() == ""
+    assert max(copy.numel() for copy in Snapshot().save(state).tensors.values()) == 4
+    before, isolation = state.digest(), Isolation(state, audit=True)
+    with isolation.visit():
+        isolation.observe(CALL, lambda: setattr(data, "seen", 2))
+    assert differing(before, state.digest()) == []
 
 
 class Lightningish(nn.Module):

@@ -1,0 +1,77 @@
+"""What becomes of a run when a hook raises, and the list of what was raised."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import (
+    HookError,
+    LoopscopeError,
+    ReloadedHookError,
+    RunNotice,
+    UnsuitableError,
+    UsageError,
+    passed_through_users_code,
+)
+from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
+from ..state import explained
+
+BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
+"""Where a :class:`UsageError` of a hook refuses the run."""
+
+
+@dataclass
+class HookFailures:
+    """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
+
+    on_error: Literal["raise", "skip"]
+    required: set[str]
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    pending: HookError | None = None
+    """The first error of the step that is under way, which is finished before the run ends."""
+    reloaded: Mapping[str, int] = field(default_factory=dict)
+    """The hooks that took their state back from a checkpoint, by name, and the last step of the first epoch after."""
+    before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
+    """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
+
+    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
+        """Raise what ends the run now; otherwise the caller goes on without the hook."""
+        if isinstance(error, UnsuitableError) and hook.name not in self.required:
+            self.left_out[hook.name] = str(error)
+            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
+            return
+        told = explained(error)
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
+        self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
+        if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
+            raise error
+        if self.on_error == "skip":
+            warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
+            return
+        reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, LoopscopeError)
+        if reloaded and not passed_through_users_code(error):
+            raise ReloadedHookError(message) from error
+        failure = HookError(message)
+        failure.__cause__ = error
+        # A step comes out the same without the hook that raised, and can be finished, unless the hook commits.
+        within = where in HookPoint.__members__ or where in ("check", "state_dict") or where.startswith("tap on")
+        if not within or (isinstance(hook, InterventionHook) and hook.commits):
+            raise failure
+        self.pending = self.pending or failure
+
+    def raise_pending(self) -> None:
+        """Raise the error that was held back until the step was finished; a second call raises nothing."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            raise pending
+
+    def take_over(self) -> set[str]:
+        """Add what happened before the interruption, and return the names of the hooks that the run did without."""
+        errors, left_out = self.before
+        left_out = {name: reason for name, reason in left_out.items() if name not in self.required}
+        self.left_out = {**left_out, **self.left_out}
+        if self.on_error == "skip":
+            self.errors[:] = map(dict, errors)
+        return {*left_out, *(error["hook"] for error in self.errors)}
