@@ -167,7 +167,7 @@ def test_an_optimizer_that_needs_a_closure_without_asking_for_it_is_told_of_in_a
     def introduce(task, state):
         task.optimizer = state.optimizer = kind(task.model.parameters(), lr=0.1)
 
-    sentence = rf"{kind.__name__}.step\(\) failed without a closure \(.*give its parameter closure no default"
+    sentence = rf"(?s){kind.__name__}.step\(\) failed without a closure \(.*give its parameter closure no default"
     with pytest.raises(UsageError, match=sentence):
         train(Case(), introduce=introduce)
 
@@ -176,3 +176,113 @@ def test_an_optimizer_is_given_a_closure_where_it_asks_for_one():
     parameters = [nn.Parameter(torch.ones(1))]
     assert all(takes_closure(make(parameters)) for make in CLOSURES.values())
     assert not any(takes_closure(make(parameters)) for make in PLAIN)
+
+
+def with_plateau(task, state):
+    """Have the rate fall whenever the accuracy does not rise."""
+    task.scheduler = state.scheduler = ReduceLROnPlateau(task.optimizer, mode="max", patience=0, factor=0.5)
+    task.scheduler_metric = "val_acc"
+    return task, state
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_that_takes_a_metric_steps_after_every_evaluation(loop, interval):
+    told, rates = [], {}
+
+    def evaluate(model):
+        told.append([0.5, 0.6, 0.6, 0.6, 0.6][len(told)])
+        return {"val_acc": told[-1]}
+
+    for name, hooks in (("bare", []), ("hooked", disturbing())):
+        told.clear()
+        run = train(Case(loop=loop), hooks, steps=9, evaluate=evaluate, eval_every=3 if loop == "step" else 1,
+                    scheduler_interval=interval, introduce=with_plateau)  # fmt: skip
+        rates[name] = run.task.optimizer.param_groups[0]["lr"], run.final
+        assert run.task.scheduler.best == 0.6
+        assert run.task.scheduler.last_epoch == len(told) == 3
+    assert rates["bare"] == rates["hooked"]
+    assert rates["bare"][0] == 0.01 / 2
+
+
+class Counting:
+    """A scheduler as timm has them: it is told how many epochs, or steps, are done."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.told = optimizer, []
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.told.append(epoch)
+        self.optimizer.param_groups[0]["lr"] = 0.1 / epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": [*self.told]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told = [*state["told"]]
+
+
+@pytest.mark.parametrize(
+    ("loop", "interval", "count"), [("epoch", "epoch", 2), ("epoch", "step", 6), ("step", "epoch", 6)]
+)
+def test_a_scheduler_that_asks_how_much_is_done_is_told(loop, interval, count):
+    def introduce(task, state):
+        task.scheduler = state.scheduler = Counting(task.optimizer)
+
+    run = train(Case(loop=loop), disturbing(), steps=6, scheduler_interval=interval, introduce=introduce)
+    assert run.task.scheduler.told == [*range(1, count + 1)]
+
+
+class Strange(Counting):
+    """A scheduler that wants more than anybody can give it."""
+
+    def step(self, epoch: int, loss: float) -> None:
+        """Do nothing."""
+
+
+REFUSED = {
+    "a GradScaler": (
+        "LBFGS evaluates the loss several times a step, which a GradScaler .float16. does not support",
+        lambda model, make: {"optimizer": make("lbfgs"), "scaler": torch.amp.GradScaler("cpu")},
+    ),
+    "no evaluation": (
+        "ReduceLROnPlateau steps after evaluations, but eval_every is 0",
+        lambda model, make: {"scheduler": ReduceLROnPlateau(make("sgd_momentum")), "eval_every": 0},
+    ),
+    "a strange scheduler": (
+        r"Strange.step\(\) must be given epoch, loss; what a scheduler can be given is",
+        lambda model, make: {"scheduler": Strange(make("sgd_momentum"))},
+    ),
+    "lazy modules": (
+        r"tensors that get their shape only in its first forward pass: 0.weight, 0.bias, 1.weight and \d more. Give",
+        lambda model, make: {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_together_is_refused_in_a_sentence(name):
+    sentence, fields = REFUSED[name]
+    task, _ = build(Case())
+    with pytest.raises(UsageError, match=sentence):
+        type(task)(**{**vars(task), **fields(task.model, lambda kind: OPTIMIZERS[kind](task.model.parameters()))})
+
+
+@pytest.mark.parametrize("part", [StatePart.GRADIENTS, StatePart.OPTIMIZER])
+def test_a_hook_that_changes_what_is_computed_several_times_a_step_is_refused(part):
+    hook = at(ActingHook, HookPoint.POST_BACKWARD, commits=frozenset({part}))(lambda *ctx: None)
+    with pytest.raises(
+        UsageError, match=f"'acting' changes the {part.value}, but LBFGS computes gradients several times"
+    ):
+        train(Case(optimizer="lbfgs"), [hook])
+    with pytest.raises(UsageError, match="Hook 'grad_clip' changes the gradients"):
+        train(Case(optimizer="lbfgs"), [GradClip(max_norm=1.0)])
+
+
+def test_an_evaluation_without_the_number_that_a_scheduler_takes_is_refused():
+    def introduce(task, state):
+        with_plateau(task, state)
+        task.scheduler_metric = "val_loss"
+
+    with pytest.raises(UsageError, match="ReduceLROnPlateau takes 'val_loss' of the evaluation, which returns val_acc"):
+        train(Case(), introduce=introduce)
