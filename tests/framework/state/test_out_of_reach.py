@@ -20,8 +20,9 @@ from loopscope.isolation import Isolation, Snapshot
 from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
 
-from tests.framework.state.test_foreign_objects import CALL, Named, Slotted
+from tests.framework.state.test_foreign_objects import CALL
 from tests.support import ActingHook, Case, SpyHook, at, train
+from tests.support.odd_objects import Named, Slotted
 
 
 class Opaque(BytesIO):
