@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.errors import LoopscopeError, require, unknown
@@ -19,21 +21,25 @@ from .attention_scores import AttentionCall, reading
 def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
     """Return the model's inputs of the first ``rows`` samples of a batch.
 
-    They are the batch itself if it is a tensor, its first item if it is a tuple or list (several inputs if that is a
-    tuple), its item ``entry`` if it is a mapping.
+    They are the batch itself if it is a tensor or an array, its first item if it is a tuple or list (several inputs if
+    that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass.
     """
-    if isinstance(batch, Tensor):
-        return batch[:rows]
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return torch.as_tensor(batch[:rows])
+    if is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Mapping):
         if entry not in batch:
             raise unknown("attention.entry", entry, map(str, batch))
-        return probe_inputs(batch[entry], rows)
+        return probe_inputs(batch[entry], rows, entry)
     if not isinstance(batch, (tuple, list)) or not len(batch):
         raise LoopscopeError(
-            f"Hook 'attention' needs batches that are tensors, tuples, lists or mappings, not {type(batch).__name__}."
+            "Hook 'attention' needs batches that are tensors, arrays, tuples, lists, mappings or dataclasses, not "
+            f"{type(batch).__name__}."
         )
     first = batch[0]
-    return tuple(item[:rows] for item in first) if isinstance(first, (tuple, list)) else probe_inputs(first, rows)
+    several = isinstance(first, (tuple, list))
+    return tuple(probe_inputs(item, rows, entry) for item in first) if several else probe_inputs(first, rows, entry)
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class Attention(TrainingHook):
         rows: samples in the forward pass, at most.
         every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
-        entry: the entry of a batch that is the model's input, where batches are mappings.
+        entry: the entry or field of a batch that is the model's input, where batches are mappings or dataclasses.
         spectrum: how many singular values of each circuit to report.
     """
 

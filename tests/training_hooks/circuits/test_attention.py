@@ -15,6 +15,7 @@ from loopscope.training_hooks.circuits.attention_scores import reading
 from torch import nn
 
 from tests.support import Case, SpyHook, build, train
+from tests.support.odd_batches import Fields
 from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
 from tests.training_hooks.epoch_end import epoch_end
 
@@ -225,7 +226,9 @@ def test_the_probe_is_the_first_rows_of_what_the_model_takes():
     for batch in (x, (x, y), [x, y]):
         assert torch.equal(probe_inputs(batch, 4), x[:4])
     assert torch.equal(probe_inputs({"ids": x, "labels": y}, 4, "ids"), x[:4])
-    first, second = probe_inputs(((x, y), y), 4)
+    assert torch.equal(probe_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], 4, "ids"), x[:4])
+    assert torch.equal(probe_inputs(Fields(x, y), 4, "x"), x[:4])
+    first, second = probe_inputs(((x, y.numpy()), y), 4)
     assert torch.equal(first, x[:4])
     assert torch.equal(second, y[:4])
 
@@ -233,6 +236,8 @@ def test_the_probe_is_the_first_rows_of_what_the_model_takes():
 def test_batches_in_which_no_input_can_be_found_are_named():
     with pytest.raises(UsageError, match=r"Unknown attention\.entry ''.*Known: ids, labels"):
         probe_inputs({"ids": torch.ones(2), "labels": torch.ones(2)}, 4)
+    with pytest.raises(UsageError, match=r"Unknown attention\.entry 'ids'.*Known: x, y"):
+        probe_inputs(Fields(torch.ones(2), torch.ones(2)), 4, "ids")
     with pytest.raises(LoopscopeError, match="not str"):
         probe_inputs("text", 4)
 
