@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import LoopscopeError, require, unknown
+from loopscope.data import Loader, lent
+from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -168,8 +169,12 @@ class Attention(TrainingHook):
         self._spectrum = spectrum
 
     def start(self, run: RunInfo) -> None:
-        """Find the layers; raises :class:`UnsuitableError` if there are none."""
+        """Find layers and inputs; raises :class:`UnsuitableError` if there are none."""
         self._layers = find_attention(run.model, self._projections)
+        try:
+            self._inputs = self._probe(lent(run.task.loader))
+        except LoopscopeError as error:
+            raise UnsuitableError(str(error)) from error
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""
@@ -187,13 +192,16 @@ class Attention(TrainingHook):
     def _read(self, ctx: RunDataContext) -> None:
         # A function of the loader alone, so it is kept without being part of the hook's state.
         if self._inputs is None:
-            inputs = probe_inputs(next(iter(ctx.loader.batches(0))), self._rows, self._entry)
-            device = next(ctx.model.parameters()).device
-            self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+            self._inputs = self._probe(ctx.loader)
+        device = next(ctx.model.parameters()).device
+        self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), self._inputs)
         with reading({name: layer.module for name, layer in self._layers.items()}) as reader:
             ctx.forward(self._inputs)
         self._calls, self._read_at = reader.calls, ctx.step
         self._miss({name for name in self._layers if name not in reader.calls}, "make no call of attention")
+
+    def _probe(self, loader: Loader) -> Any:
+        return probe_inputs(next(iter(loader.batches(0))), self._rows, self._entry)
 
     def _circuits(self) -> dict[str, Any]:
         weights: dict[str, HeadWeights] = {}

@@ -1,5 +1,6 @@
 """The attention hook: the layers that it finds, its metrics against formed circuits, and what it refuses."""
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from loopscope.training_hooks.circuits.attention_layers import find_attention
 from loopscope.training_hooks.circuits.attention_scores import reading
 from torch import nn
 
-from tests.support import Case, SpyHook, build, train
-from tests.support.odd_batches import Fields
+from tests.support import Case, SpyHook, build, data_for, train
+from tests.support.odd_batches import Fields, Views
 from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
 from tests.training_hooks.epoch_end import epoch_end
 
@@ -240,6 +241,14 @@ def test_batches_in_which_no_input_can_be_found_are_named():
         probe_inputs(Fields(torch.ones(2), torch.ones(2)), 4, "ids")
     with pytest.raises(LoopscopeError, match="not str"):
         probe_inputs("text", 4)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("UserDict", r"attention\.entry ''"), ("opaque", "not Opaque")])
+def test_a_run_whose_batches_name_no_input_is_refused_before_its_first_step(kind, words):
+    loader = Views(kind, data=data_for("transformer"))
+    run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
+    assert re.search(words, str(run.error))
+    assert run.digests == []
 
 
 @pytest.mark.parametrize(
