@@ -70,7 +70,7 @@ def test_what_several_optimizers_behind_one_face_remember_is_read_and_forgotten(
             ctx.reset_optimizer_state(["0.weight", "0.bias"])
 
     def introduce(task, state):
-        task.optimizer = state.optimizer = Wrapped(task.model)
+        task.optimizer, task.scheduler = state.optimizer, state.scheduler = Wrapped(task.model), None
 
     forgetting = at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, commits=BOTH, mutates=False)(forget)
     run = train(Case(), [forgetting], steps=2, introduce=introduce)

@@ -104,7 +104,7 @@ PLACES = {
     "bytes": on_model(lambda: bytearray(3), lambda kept: kept.append(1)),
     "forward hook that counts": Place(lambda state: state.model.register_forward_hook(counting_hook()), call_hooks),
     "optimizer state": Place(
-        remember, lambda state: [held["preconditioner"](None) for held in state.optimizer.state.values()]
+        remember, lambda state: [held["preconditioner"](torch.ones(1)) for held in state.optimizer.state.values()]
     ),
     "average by a method": on_optimizer(lambda average: average.update),
     "average by a closure": on_optimizer(lambda average: lambda *_: average.update()),
