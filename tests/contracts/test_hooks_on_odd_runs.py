@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "attention": {"entry": "x", "every": 1},
     "consecutive": {"interval": 2},
     "loss_spikes": {"window": 2, "threshold": 1e9},
-    "lr_probe": {"steps": 4},
+    "lr_probe": {"steps": 8},
     "sharpness": {"iterations": 3, "k": 1, "probes": 2, "critical_passes": 3},
     "variance": {"window": 2, "every": 2},
 }
