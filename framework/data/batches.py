@@ -4,30 +4,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ..errors import LoopscopeError
-from ..state import tensors_of
+from ..state import visited
+
+ROWED = (Tensor, np.ndarray)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch that have rows, in order."""
-    return (tensor for tensor in tensors_of(batch) if tensor.ndim)
+def _tensors(batch: Any) -> Iterator[Any]:
+    """Yield the tensors and arrays of a batch that have rows, in order."""
+    return (leaf for _, leaf, _ in visited("", batch) if isinstance(leaf, ROWED) and leaf.ndim)
 
 
 def rows(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor."""
+    """Return the number of samples in a batch: the length of its first tensor or array."""
     for tensor in _tensors(batch):
         return len(tensor)
-    raise LoopscopeError(f"A batch of type {type(batch).__name__} has no samples: there is no tensor with rows in it.")
+    raise LoopscopeError(
+        f"A batch of type {type(batch).__name__} has no samples: there is no tensor or array with rows in it."
+    )
 
 
 def micro_batches(batch: Any, pieces: int) -> list[Any]:
     """Split a batch along the first dimension of its tensors into at most ``pieces`` parts of the same structure.
 
-    Tensors, tuples (named ones too), lists, dataclasses and mappings are split; a mapping's parts are dicts. What has
-    no rows (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises :class:`LoopscopeError`
-    if the tensors have different lengths, or lie in an object that is none of these.
+    Tensors, arrays, tuples (named ones too), lists, dataclasses and mappings are split; a mapping's parts are dicts.
+    What has no rows (numbers, texts, ``None``, zero-dimensional tensors) belongs to every part. Raises
+    :class:`LoopscopeError` if the tensors have different lengths, or lie in an object that is none of these.
 
     >>> import torch
     >>> micro_batches({"x": torch.arange(3), "scale": 2.0}, 2)
@@ -48,7 +53,7 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
 
 def _part(item: Any, window: slice) -> Any:
     """Return the rows in ``window`` of everything that has rows."""
-    if isinstance(item, Tensor):
+    if isinstance(item, ROWED):
         return item[window] if item.ndim else item
     if isinstance(item, Mapping):
         return {key: _part(value, window) for key, value in item.items()}
@@ -61,6 +66,6 @@ def _part(item: Any, window: slice) -> Any:
     if next(_tensors(item), None) is not None:
         raise LoopscopeError(
             f"A batch with a {type(item).__name__} cannot be split into micro-batches; set accumulation_steps to 1, or "
-            "give batches that are tensors, or tuples, lists, dicts or dataclasses of them."
+            "give batches that are tensors or arrays, or tuples, lists, dicts or dataclasses of them."
         )
     return item

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from typing import NamedTuple, TypeVarTuple
 
 import torch
@@ -191,9 +191,9 @@ def thaw(parameters: Mapping[str, nn.Parameter]) -> None:
         parameter.requires_grad_(True)
 
 
-def forget(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Take out of the optimizer what it remembers of the parameters, which are new to it at its next step."""
-    for parameter in parameters.values():
+def forget(optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Take out of the optimizers what they remember of the parameters, which are new to them at their next step."""
+    for optimizer, parameter in product(optimizers, parameters.values()):
         # Optimizers make the state of a parameter at its first step, so that a missing one is as good as new.
         optimizer.state.pop(parameter, None)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..data import Batch, Loader, lent
 from ..errors import LoopscopeError, unknown
-from ..state import TrainingState, Vector
+from ..state import TrainingState, Vector, optimizers_of
 from ..training import METHODS, LossProbe, Method, TrainingTask
 from .commits import check_vector
 
@@ -44,11 +44,10 @@ class Measuring:
 
     @property
     def optimizer_state(self) -> Mapping[str, Mapping[str, Any]]:
-        """The optimizer's state by parameter name: the live tensors, for reading."""
-        state = self._task.optimizer.state
+        """The state of the optimizer, and of those that it stands before, by parameter name: the live tensors."""
+        held = {key: value for each in optimizers_of(self._state) for key, value in each.state.items()}
         named = self.model.named_parameters()
-        # The state is a defaultdict: looking up a parameter that is not in it would add an empty entry.
-        return {name: MappingProxyType(state[parameter]) for name, parameter in named if parameter in state}
+        return {name: MappingProxyType(held[parameter]) for name, parameter in named if parameter in held}
 
     def compute_batch_loss(self, batch: Batch | None = None) -> Tensor:
         """Return the mean loss on one batch (default: the current one), at the present parameters."""

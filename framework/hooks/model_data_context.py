@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoopscopeError
-from ..state import TrainingState, Vector, copied, is_partial, live_gradients
+from ..state import TrainingState, Vector, copied, is_partial, live_gradients, optimizers_of
 from ..training import LossProbe, Profiler, TrainingTask
 from . import commits
 from .commits import Clipping, CommitRecord, StatePart
@@ -149,8 +149,9 @@ class ModelDataContext(Experimenting):
 
     def reset_optimizer_state(self, names: Iterable[str]) -> None:
         """Keep: let the optimizer forget what it remembers of the named parameters."""
-        chosen = commits.parameters_named(self.model, names)
-        self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", commits.forget, self._task.optimizer, chosen)
+        chosen, state = commits.parameters_named(self.model, names), self._state
+        change = lambda: commits.forget(optimizers_of(state), chosen)
+        self._commits.record(StatePart.OPTIMIZER, "reset_optimizer_state", change)
 
     def _lasting(self, vector: Vector) -> Vector:
         """Copy what the coming rollback, or the commits themselves, might change before it is used."""

@@ -60,7 +60,7 @@ def _state_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _watch_optimizer(state: StateObjects) -> Watched:
-    optimizers = _optimizers(state)
+    optimizers = optimizers_of(state)
 
     def options() -> tuple[Any, ...]:
         found: list[Any] = []
@@ -79,8 +79,8 @@ def _watch_optimizer(state: StateObjects) -> Watched:
     )
 
 
-def _optimizers(state: StateObjects) -> list[Optimizer]:
-    """List the optimizer, if it is of torch's kind, and those that hang on it."""
+def optimizers_of(state: StateObjects) -> list[Optimizer]:
+    """Return the optimizer, if it is of torch's kind, and those that hang on it."""
     behind = Structure([*_own(state.optimizer).values()], apart={*map(id, state.model.modules()), id(state.optimizer)})
     return [state.optimizer] * has_own_state(state.optimizer) + behind.of_kind(Optimizer)
 

@@ -230,6 +230,9 @@ class WatchingManager(HookManager):
         self.changes: dict[HookPoint, set[str]] = {}
 
     def fire(self, point):
+        if not self.hooks.listeners.at[point]:
+            super().fire(point)
+            return
         before = self.state.digest()
         super().fire(point)
         self.changes.setdefault(point, set()).update(differences(before, self.state.digest()))

@@ -66,8 +66,9 @@ def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     data = data_for(case.model)
-    loader = TensorLoader(data, BATCH, random_order(ROWS, 1))
     settings: dict[str, Any] = {
+        "loader": TensorLoader(data, BATCH, random_order(ROWS, 1)),
+        "compute_loss": mean_loss,
         "evaluate": drawing_evaluation(data),
         "scheduler": scheduler,
         "length": steps if case.loop == "step" else -(-steps // STEPS_PER_EPOCH),
@@ -76,7 +77,7 @@ def build(case: Case, *, steps: int = STEPS_PER_EPOCH, **options: Any) -> tuple[
         "log_every": 2,
         "config": TokenConfig(),
     }
-    task = TrainingTask(model, optimizer, loader, mean_loss, **(settings | options))
+    task = TrainingTask(model, optimizer, **(settings | options))
     streams = RandomStreams(7, owned=[torch.Generator().manual_seed(4)])
     return task, TrainingState(model, optimizer, streams, scheduler=scheduler, extras={"strategy": Tally()})
 

@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import LoopscopeError, require, unknown
+from loopscope.data import Loader, lent
+from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -19,21 +22,25 @@ from .attention_scores import AttentionCall, reading
 def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
     """Return the model's inputs of the first ``rows`` samples of a batch.
 
-    They are the batch itself if it is a tensor, its first item if it is a tuple or list (several inputs if that is a
-    tuple), its item ``entry`` if it is a mapping.
+    They are the batch itself if it is a tensor or an array, its first item if it is a tuple or list (several inputs if
+    that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass.
     """
-    if isinstance(batch, Tensor):
-        return batch[:rows]
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return torch.as_tensor(batch[:rows])
+    if is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Mapping):
         if entry not in batch:
             raise unknown("attention.entry", entry, map(str, batch))
-        return probe_inputs(batch[entry], rows)
+        return probe_inputs(batch[entry], rows, entry)
     if not isinstance(batch, (tuple, list)) or not len(batch):
         raise LoopscopeError(
-            f"Hook 'attention' needs batches that are tensors, tuples, lists or mappings, not {type(batch).__name__}."
+            "Hook 'attention' needs batches that are tensors, arrays, tuples, lists, mappings or dataclasses, not "
+            f"{type(batch).__name__}."
         )
     first = batch[0]
-    return tuple(item[:rows] for item in first) if isinstance(first, (tuple, list)) else probe_inputs(first, rows)
+    several = isinstance(first, (tuple, list))
+    return tuple(probe_inputs(item, rows, entry) for item in first) if several else probe_inputs(first, rows, entry)
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ class Attention(TrainingHook):
         rows: samples in the forward pass, at most.
         every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
-        entry: the entry of a batch that is the model's input, where batches are mappings.
+        entry: the entry or field of a batch that is the model's input, where batches are mappings or dataclasses.
         spectrum: how many singular values of each circuit to report.
     """
 
@@ -162,8 +169,12 @@ class Attention(TrainingHook):
         self._spectrum = spectrum
 
     def start(self, run: RunInfo) -> None:
-        """Find the layers; raises :class:`UnsuitableError` if there are none."""
+        """Find layers and inputs; raises :class:`UnsuitableError` if there are none."""
         self._layers = find_attention(run.model, self._projections)
+        try:
+            self._inputs = self._probe(lent(run.task.loader))
+        except LoopscopeError as error:
+            raise UnsuitableError(str(error)) from error
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""
@@ -181,13 +192,16 @@ class Attention(TrainingHook):
     def _read(self, ctx: RunDataContext) -> None:
         # A function of the loader alone, so it is kept without being part of the hook's state.
         if self._inputs is None:
-            inputs = probe_inputs(next(iter(ctx.loader.batches(0))), self._rows, self._entry)
-            device = next(ctx.model.parameters()).device
-            self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+            self._inputs = self._probe(ctx.loader)
+        device = next(ctx.model.parameters()).device
+        self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), self._inputs)
         with reading({name: layer.module for name, layer in self._layers.items()}) as reader:
             ctx.forward(self._inputs)
         self._calls, self._read_at = reader.calls, ctx.step
         self._miss({name for name in self._layers if name not in reader.calls}, "make no call of attention")
+
+    def _probe(self, loader: Loader) -> Any:
+        return probe_inputs(next(iter(loader.batches(0))), self._rows, self._entry)
 
     def _circuits(self) -> dict[str, Any]:
         weights: dict[str, HeadWeights] = {}

@@ -1,8 +1,7 @@
 """Batches that are no tuples of tensors: what hooks do to one does not reach the run, and what is lent is a copy."""
 
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import UserDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,102 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.support import ActingHook, ReadOnlyHook, SpyHook, at, differences
-
-ROWS = 8
-
-
-@dataclass
-class Fields:
-    x: Any
-    y: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    x: Any
-    y: Any
-
-
-@dataclass(frozen=True)
-class Frozen:
-    x: Any
-    y: Any
-
-
-class Graph:
-    """An object as graph libraries make them: it keeps its data a level deeper, and knows its parent."""
-
-    def __init__(self, x: Any, y: Any) -> None:
-        self._store = {"x": x, "y": y, "parent": self}
-
-    @property
-    def x(self) -> Any:
-        return self._store["x"]
-
-    @property
-    def y(self) -> Any:
-        return self._store["y"]
-
-
-class Opaque:
-    """An object whose data nobody finds."""
-
-    def __init__(self, x: Any, y: Any) -> None:
-        self.read = lambda: (x, y)
-
-
-Pair = namedtuple("Pair", "x y")
-KINDS: dict[str, Any] = {
-    "dict": lambda x, y: {"x": x, "y": y},
-    "nested": lambda x, y: [{"x": [x]}, {"y": (y,)}],
-    "UserDict": lambda x, y: UserDict(x=x, y=y),
-    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
-    "named": Pair,
-    "dataclass": Fields,
-    "slots": Slots,
-    "frozen": Frozen,
-    "object": Graph,
-    "arrays": lambda x, y: {"x": x.numpy(), "y": y.numpy()},
-    "encoding": lambda x, y: encoding(x=x, y=y),
-}
-
-
-def encoding(**data: Tensor) -> Any:
-    from transformers import BatchEncoding
-
-    return BatchEncoding(data)
-
-
-def parts(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a batch of any kind."""
-    if isinstance(batch, list):
-        return batch[0]["x"][0], batch[1]["y"][0]
-    if isinstance(batch, Opaque):
-        return batch.read()
-    found = (batch["x"], batch["y"]) if isinstance(batch, (dict, UserDict)) else (batch.x, batch.y)
-    return tuple(torch.as_tensor(part) for part in found)
-
-
-class Views(Loader):
-    """Yields views of the data, in containers of a kind; batches of the same rows are the same objects if ``kept``."""
-
-    def __init__(self, kind: str, *, kept: bool = False) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.data = torch.randn(ROWS, 3, generator=generator), torch.randint(2, (ROWS,), generator=generator)
-        self._make = {**KINDS, "opaque": Opaque}[kind]
-        self._kind, self._kept = kind, [*self._made()] if kept else None
-
-    def _made(self) -> Iterator[Any]:
-        return (self._make(self.data[0][first : first + 4], self.data[1][first : first + 4]) for first in (0, 4))
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        yield from [*(self._kept or self._made())][start:]
-
-    def __len__(self) -> int:
-        return 2
-
-    def shuffled(self, seed: int) -> Loader:
-        return self
+from tests.support.odd_batches import KINDS, ROWS, Fields, Frozen, Graph, Slots, Views, parts
 
 
 def run(loader: Loader, *hooks: Any, audit: bool = True, **options: Any) -> dict[str, int]:
@@ -158,7 +62,7 @@ def test_an_observer_that_writes_into_a_batch_is_caught(kind: str) -> None:
     double = lambda ctx, *_: parts(ctx.batch_data)[0].mul_(2) and None
     for kind_of_hook in (SpyHook, ReadOnlyHook):
         with pytest.raises(StateMutationError, match="batch"):
-            run(Views(kind), at(kind_of_hook, HookPoint.PRE_STEP)(double), audit=kind == "arrays")
+            run(Views(kind), at(kind_of_hook, HookPoint.PRE_STEP)(double), audit="arrays" in kind)
 
 
 def draw_and_write(ctx: Any) -> None:
@@ -243,7 +147,9 @@ def test_a_batch_in_which_nothing_is_found_is_refused_where_a_hook_might_change_
     assert differences(run(Views("opaque"), audit=False), run(Views("opaque"), *looking)) == []
 
 
-@pytest.mark.parametrize("kind", ["dict", "UserDict", "dataclass", "slots", "nested", "encoding"])
+@pytest.mark.parametrize(
+    "kind", ["dict", "UserDict", "dataclass", "slots", "nested", "encoding", "tuple", "arrays", "nested arrays"]
+)
 def test_batches_of_these_kinds_are_counted_and_split(kind: str) -> None:
     batch = next(iter(Views(kind)))
     assert rows(batch) == 4

@@ -7,6 +7,7 @@ from loopscope.state import copied, differing, gradients, scaled, trainable
 
 from tests.framework.hooks.context_call import BOTH, assert_close, assert_equal, context
 from tests.support import OPTIMIZERS, ActingHook, Case, ReadOnlyHook, SpyHook, assert_same_bytes, at, train
+from tests.support.odd_objects import Wrapped
 
 
 def test_commits_are_recorded_and_not_applied():
@@ -58,6 +59,24 @@ def test_an_optimizer_begins_anew_with_the_parameters_it_is_to_forget_and_with_n
     assert sorted(states[2]) == sorted(names)
     kept = states[3]["1.weight"]
     assert states[3]["0.weight"] == states[3]["0.bias"] == (2 if kept == 4 else kept)
+
+
+def test_what_several_optimizers_behind_one_face_remember_is_read_and_forgotten():
+    names = []
+
+    def forget(run_ctx, ctx):
+        names.append({*ctx.optimizer_state})
+        if run_ctx.step == 2:
+            ctx.reset_optimizer_state(["0.weight", "0.bias"])
+
+    def introduce(task, state):
+        task.optimizer, task.scheduler = state.optimizer, state.scheduler = Wrapped(task.model), None
+
+    forgetting = at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, commits=BOTH, mutates=False)(forget)
+    run = train(Case(), [forgetting], steps=2, introduce=introduce)
+    every = {name for name, _ in run.task.model.named_parameters()}
+    assert names[:5] == [set(), set(), every, every - {"0.weight", "0.bias"}, every]
+    assert sorted({int(state["step"]) for state in run.task.optimizer.parts[1].state.values()}) == [2, 3]
 
 
 def counted(optimizer_state):

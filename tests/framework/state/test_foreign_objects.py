@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,128 +20,22 @@ from loopscope.state import RandomStreams, TrainingState, differing
 from torch import nn
 
 from tests.support import ActingHook, Case, SpyHook, at, train
+from tests.support.odd_objects import (
+    Average,
+    Lookahead,
+    Named,
+    Preconditioner,
+    Record,
+    Schedule,
+    Slotted,
+    TwoOptimizers,
+    Warmup,
+    Wrapped,
+    counting_hook,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 CALL = Call("spy", "POST_STEP", 1)
-
-
-@dataclass
-class Record:
-    """A dataclass that holds more than data."""
-
-    total: float = 0.0
-    seen: list[Any] = field(default_factory=list)
-    owner: Any = None
-
-
-@dataclass(slots=True)
-class Slotted:
-    """A dataclass with slots."""
-
-    count: int = 0
-    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
-
-
-class Preconditioner:
-    """What an optimizer keeps of a parameter: an object with slots, a tensor and an array in them."""
-
-    __slots__ = ("factor", "history", "steps")
-
-    def __init__(self) -> None:
-        self.factor, self.history, self.steps = torch.eye(2), np.zeros(3), 0
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.factor.mul_(0.5)
-        self.history[1] += 1
-        self.steps += 1
-        return gradient
-
-
-class Named(dict[str, Any]):
-    """A dict with attributes."""
-
-    hits = 0
-
-
-class Average:
-    """An exponential average of parameters that a hook keeps up to date."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.shadow, self.updates = model, [item.detach().clone() for item in model.parameters()], 0
-
-    def update(self, *_: Any) -> None:
-        self.updates += 1
-        for mine, theirs in zip(self.shadow, self.model.parameters(), strict=True):
-            mine.lerp_(theirs.detach() + 1, 0.5)
-
-
-class TwoOptimizers:
-    """Two optimizers behind one face, which is none itself."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        self.parts = [
-            torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9),
-            torch.optim.Adam(model[1].parameters()),
-        ]
-
-    @property
-    def param_groups(self) -> list[Any]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer before another, whose groups it shares."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base = base
-        super().__init__(base.param_groups, dict(base.defaults))
-
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-        self.steps = getattr(self, "steps", 0) + 1
-
-
-class Warmup:
-    """A scheduler of nobody's kind, as timm makes them."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.values, self.best = optimizer, {"lr": [0.1]}, SimpleNamespace(metric=0.0)
-        self.noise = np.random.default_rng(3)
-
-    def step(self) -> None:
-        self.values["lr"].append(float(self.noise.random()))
-        self.best.metric += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.values["lr"][-1]
-
-
-class Schedule:
-    """What a LambdaLR may be given: its state decides."""
-
-    def __init__(self) -> None:
-        self.calls = [0]
-
-    def factor(self, epoch: int) -> float:
-        self.calls[0] += 1
-        return 1 / self.calls[0]
-
-
-def counting_hook() -> Callable[..., None]:
-    calls = 0
-
-    def hook(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    return hook
 
 
 def call_hooks(state: TrainingState) -> None:
@@ -210,7 +104,7 @@ PLACES = {
     "bytes": on_model(lambda: bytearray(3), lambda kept: kept.append(1)),
     "forward hook that counts": Place(lambda state: state.model.register_forward_hook(counting_hook()), call_hooks),
     "optimizer state": Place(
-        remember, lambda state: [held["preconditioner"](None) for held in state.optimizer.state.values()]
+        remember, lambda state: [held["preconditioner"](torch.ones(1)) for held in state.optimizer.state.values()]
     ),
     "average by a method": on_optimizer(lambda average: average.update),
     "average by a closure": on_optimizer(lambda average: lambda *_: average.update()),
@@ -280,14 +174,6 @@ def test_checkpoints_hold_what_is_there(place: Place, tmp_path: Path) -> None:
         optimizer.param_groups for optimizer in (fresh.optimizer, getattr(fresh.optimizer, "base", fresh.optimizer))
     ]
     assert groups[0][0] is groups[1][0]
-
-
-class Wrapped(TwoOptimizers):
-    """Two optimizers behind one face for a model of any shape."""
-
-    def __init__(self, model: nn.Module) -> None:
-        first, *others = model.parameters()
-        self.parts = [torch.optim.SGD([first], 0.1, momentum=0.9), torch.optim.Adam(others)]
 
 
 def with_odd_update(task: Any, state: TrainingState) -> None:

@@ -22,8 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.framework.runs.small_experiment import Small
-from tests.framework.state.test_foreign_objects import CALL, Named, Slotted
+from tests.framework.state.test_foreign_objects import CALL
 from tests.support import ActingHook, Case, SpyHook, at, train
+from tests.support.odd_objects import Named, Slotted
 
 
 class Opaque(BytesIO):

@@ -1,5 +1,6 @@
 """The attention hook: the layers that it finds, its metrics against formed circuits, and what it refuses."""
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from loopscope.training_hooks.circuits.attention_layers import find_attention
 from loopscope.training_hooks.circuits.attention_scores import reading
 from torch import nn
 
-from tests.support import Case, SpyHook, build, train
+from tests.support import Case, SpyHook, build, data_for, train
+from tests.support.odd_batches import Fields, Views
 from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
 from tests.training_hooks.epoch_end import epoch_end
 
@@ -225,7 +227,9 @@ def test_the_probe_is_the_first_rows_of_what_the_model_takes():
     for batch in (x, (x, y), [x, y]):
         assert torch.equal(probe_inputs(batch, 4), x[:4])
     assert torch.equal(probe_inputs({"ids": x, "labels": y}, 4, "ids"), x[:4])
-    first, second = probe_inputs(((x, y), y), 4)
+    assert torch.equal(probe_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], 4, "ids"), x[:4])
+    assert torch.equal(probe_inputs(Fields(x, y), 4, "x"), x[:4])
+    first, second = probe_inputs(((x, y.numpy()), y), 4)
     assert torch.equal(first, x[:4])
     assert torch.equal(second, y[:4])
 
@@ -233,8 +237,18 @@ def test_the_probe_is_the_first_rows_of_what_the_model_takes():
 def test_batches_in_which_no_input_can_be_found_are_named():
     with pytest.raises(UsageError, match=r"Unknown attention\.entry ''.*Known: ids, labels"):
         probe_inputs({"ids": torch.ones(2), "labels": torch.ones(2)}, 4)
+    with pytest.raises(UsageError, match=r"Unknown attention\.entry 'ids'.*Known: x, y"):
+        probe_inputs(Fields(torch.ones(2), torch.ones(2)), 4, "ids")
     with pytest.raises(LoopscopeError, match="not str"):
         probe_inputs("text", 4)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("UserDict", r"attention\.entry ''"), ("opaque", "not Opaque")])
+def test_a_run_whose_batches_name_no_input_is_refused_before_its_first_step(kind, words):
+    loader = Views(kind, data=data_for("transformer"))
+    run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
+    assert re.search(words, str(run.error))
+    assert run.digests == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Every registered hook on runs whose model, optimizer, scheduler and batches are of odd kinds leaves their bytes."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, count, product
+from typing import Any
+
+import pytest
+import torch
+from loopscope import training_hooks  # noqa: F401 - fills the registry
+from loopscope.errors import UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import EVERY_STEP, HookPoint, HookRegistry, TrainingHook
+from loopscope.state import copied, overwrite
+from loopscope.training import TrainingTask, advance, takes_closure
+from torch import Tensor
+
+from tests.contracts.test_hooks import COMMITTING, HEALTH, PREFIXES, QUIET, WatchingManager, fires
+from tests.support import LOOPS, ActingHook, Run, at, differences
+from tests.support.cases import slow_unless, turn
+from tests.support.odd_batches import parts
+from tests.support.odd_runs import BATCHES, PLACES, UPDATES, Odd, odd_loss, train_oddly
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
+AXES = (tuple(PLACES), tuple(UPDATES), BATCHES)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "attention": {"entry": "x", "every": 1},
+    "consecutive": {"interval": 2},
+    "loss_spikes": {"window": 2, "threshold": 1e9},
+    "lr_probe": {"steps": 8},
+    "sharpness": {"iterations": 3, "k": 1, "probes": 2, "critical_passes": 3},
+    "variance": {"window": 2, "every": 2},
+}
+"""What lets hooks have something to do in a run of four steps, and no more than that."""
+CLOSURE = "Hook '{name}' changes the .*, but LBFGS computes gradients several times a step"
+ADAM = "Hook 'adam_dynamics' needs torch.optim.Adam or AdamW, whose moments it reads"
+REFUSED = {(name, "closure"): CLOSURE for name in ("grad_clip", "metis_split", "output_projection_clip")} | {
+    ("adam_dynamics", update): ADAM for update in UPDATES if update not in ("timm", "lambda")
+}
+"""Which hooks and which kinds of update cannot meet, and how the sentence begins with which the run is refused."""
+
+
+def rows_of(number: int) -> list[tuple[str, str, str]]:
+    """Choose rows of the axes for a hook: it meets every value of each, and the hooks together meet every two."""
+    places, updates, batches = AXES
+    chosen = [(place, (place + number) % len(updates)) for place in range(len(places))]
+    return [(places[i], updates[j], batches[(i + i // 2 + j) % len(batches)]) for i, j in chosen]
+
+
+CHOSEN = {name: rows_of(number) for name, number in zip(QUIET + COMMITTING, count())}
+
+
+def every_hook_and_row(names: list[str]) -> pytest.MarkDecorator:
+    """Test every hook on every row; without ``slow``, on those that are chosen for the hook."""
+    rows = [
+        pytest.param(name, odd(name, row), id="-".join((name, *row)), marks=slow_unless(row in CHOSEN[name]))
+        for name in names
+        for row in product(*AXES)
+    ]
+    return pytest.mark.parametrize(("name", "odd"), rows)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run comes to: the digest of its whole state, and its weights."""
+
+    digest: dict[str, int]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, run: Run) -> "Outcome":
+        return cls(run.final, {name: value.clone() for name, value in run.task.model.state_dict().items()})
+
+    def assert_same_as(self, other: "Outcome") -> None:
+        assert differences(self.digest, other.digest) == []
+        assert self.changed(other) == []
+
+    def changed(self, other: "Outcome") -> list[str]:
+        """Return the names of the weights with other bytes."""
+        read = lambda weights, name: weights[name].numpy().tobytes()
+        return [name for name in self.weights if read(self.weights, name) != read(other.weights, name)]
+
+
+def odd(name: str, row: tuple[str, str, str]) -> Odd:
+    """Make the run of a row; in one of the loops in which the hook fires, which differ from row to row."""
+    loops = [loop for loop in LOOPS if fires(name, loop)]
+    return Odd(*row, loop=loops[turn("".join(row)) % len(loops)], low_bit=name == "metis_split")
+
+
+def make(name: str) -> TrainingHook:
+    """Make a hook that fires as often as it can."""
+    hook = HookRegistry.get(name)(**OPTIONS.get(name, {}))
+    if name != "metis_split":  # which takes its schedule from the layers
+        hook.step_schedule = EVERY_STEP
+    return hook
+
+
+@cache
+def bare(odd: Odd) -> Outcome:
+    return Outcome.of(train_oddly(odd))
+
+
+def refused(name: str, odd: Odd) -> bool:
+    """Tell whether a hook cannot take part in a run, having looked that it is refused in the words that are known."""
+    sentence = REFUSED.get((name, odd.update), "")
+    if sentence:
+        steps: list[int] = []
+        loss = lambda model, batch: steps.append(1) or odd_loss(model, batch)
+        with pytest.raises(UsageError, match=sentence.format(name=name)):
+            train_oddly(odd, [make(name)], compute_loss=loss)
+        assert steps == []
+    return bool(sentence)
+
+
+@every_hook_and_row(QUIET)
+def test_a_hook_leaves_an_odd_run_its_bytes_or_is_refused_by_name(name: str, odd: Odd) -> None:
+    if refused(name, odd):
+        return
+    run = train_oddly(odd, [make(name)], reference_weights=bare(odd).weights)
+    assert run.sink.rows(name + "/") != []
+    bare(odd).assert_same_as(Outcome.of(run))
+
+
+def disturb(run_ctx: Any, model_ctx: Any) -> None:
+    model_ctx.take_step(run_ctx.batch_data)
+    model_ctx.compute_batch_gradients(run_ctx.batch_data)
+
+
+@every_hook_and_row(COMMITTING)
+def test_a_committing_hook_changes_only_what_it_declares_of_an_odd_run(name: str, odd: Odd) -> None:
+    if refused(name, odd):
+        return
+    run = train_oddly(odd, [make(name)], manager_class=WatchingManager)
+    changed = {entry for entries in run.manager.changes.values() for entry in entries}
+    allowed = tuple(prefix for part in HookRegistry.get(name).commits for prefix in PREFIXES[part])
+    assert changed
+    assert [entry for entry in changed if not entry.startswith(allowed)] == []
+    acting = at(ActingHook, HookPoint.POST_BACKWARD, needs_pre_epoch_state=False)(disturb)
+    Outcome.of(run).assert_same_as(Outcome.of(train_oddly(odd, [acting, make(name)])))
+
+
+def pass_forward(task: TrainingTask) -> None:
+    with torch.random.fork_rng():
+        odd_loss(task.model, next(iter(task.loader)))
+
+
+def step_and_put_back(task: TrainingTask) -> None:
+    """Let the optimizer and the scheduler step, and put the weights back."""
+    saved = copied(dict(task.model.named_parameters()))
+    for parameter in task.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    task.optimizer.step(*[lambda: torch.ones(())] * takes_closure(task.optimizer))
+    advance(task, 1)
+    overwrite(dict(task.model.named_parameters()), saved)
+
+
+def write(task: TrainingTask) -> None:
+    for batch in task.loader:
+        parts(batch)[0].zero_()
+
+
+DEEDS = (
+    [(Odd(place, "preconditioner", "tuple"), pass_forward) for place in PLACES]
+    + [(Odd("tensor", update, "tuple"), step_and_put_back) for update in UPDATES]
+    + [(Odd("tensor", "timm", batch), write) for batch in BATCHES]
+)
+
+
+@pytest.mark.parametrize(("odd", "deed"), DEEDS, ids=[f"{deed.__name__}-{odd}" for odd, deed in DEEDS])
+def test_what_an_odd_run_keeps_decides_it_or_no_row_would_show_a_hook_that_moves_it(odd: Odd, deed: Any) -> None:
+    class Meddling(HookManager):
+        def fire(self, point: HookPoint) -> None:
+            if point is HookPoint.PRE_STEP and self.state.loop.step == 2:
+                deed(self.task)
+            super().fire(point)
+
+    assert bare(odd).changed(Outcome.of(train_oddly(odd, manager_class=Meddling))) != []
+
+
+def test_the_rows_that_are_always_on_meet_every_two_values_of_two_axes() -> None:
+    rows = [(name, *row) for name, chosen in CHOSEN.items() for row in chosen]
+    for first, second in combinations(range(4), 2):
+        axes = (tuple(CHOSEN), *AXES)
+        assert {(row[first], row[second]) for row in rows} == {*product(axes[first], axes[second])}
+    for name in CHOSEN:
+        assert {odd(name, row).loop for row in CHOSEN[name]} == {loop for loop in LOOPS if fires(name, loop)}
