@@ -15,7 +15,8 @@ from .guardian import Snapshot
 from .tripwire import Audit, Tripwire
 
 Result = TypeVar("Result")
-# Most faults show in the first calls; later ones share one complete check at the end of the visit.
+# Most faults show in the first calls; later ones share one complete check at the end of the visit, but for those at
+# which the count has doubled: what begins late, and behind torch's back, is found there.
 CALLS_CHECKED_ALONE = 3
 
 
@@ -54,7 +55,6 @@ class Isolation:
         self._unsettled: list[Call] = []
         self._calls: dict[tuple[str, str], int] = {}
         self._rewriting: set[tuple[str, str]] = set()
-        self._trusted: set[tuple[str, str]] = set()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -104,6 +104,8 @@ class Isolation:
         if self._audit.enabled:
             self._restore_streams_for_audit()
             self._audit.check(call)
+        else:
+            self._tripwire.check_closely(call)
 
     def settle(self) -> None:
         """Complete the check of all calls that had a quick one only; an error then names all of them."""
@@ -117,7 +119,7 @@ class Isolation:
         The first calls of an observer, and every call under audit, are checked completely, the later ones quickly.
         """
         self._rebase_after_commit()
-        closely = call[:2] not in self._trusted and self._looks_closely(call)
+        closely = self._looks_closely(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
         # torch.no_grad() as a context manager takes 1.5 µs, which ten observers pay ten times
         grad_mode = torch.is_grad_enabled()
@@ -145,6 +147,7 @@ class Isolation:
         tripwire, audit = self._amid
         modes, grad_mode = entered_modes(), torch.is_grad_enabled()
         tripwire.begin()
+        closely = self._looks_closely(call, tripwire)
         audit.begin()
         try:
             with self._streams.isolated():
@@ -162,6 +165,8 @@ class Isolation:
                 tripwire.check_quickly(call)
                 tripwire.check_rest(call)
                 audit.check(call)
+                if closely and not audit.enabled:
+                    tripwire.check_closely(call)
             finally:
                 tripwire.release()
 
@@ -174,22 +179,19 @@ class Isolation:
             state.parts = [part for part in state.parts if part.name != "gradients"]
         return Tripwire(state), Audit(state, enabled=self._audit.enabled)
 
-    def _looks_closely(self, call: Call) -> bool:
-        """Return whether this is one of the first calls; note bytes for these, and where they were rewritten before."""
+    def _looks_closely(self, call: Call, tripwire: Tripwire) -> bool:
+        """Return whether this call is checked alone; note bytes for these, and where they were rewritten before."""
         key = call[:2]
         seen = self._calls[key] = self._calls.get(key, 0) + 1
-        closely = seen <= CALLS_CHECKED_ALONE or self._audit.enabled
+        closely = seen <= CALLS_CHECKED_ALONE or not seen & (seen - 1) or self._audit.enabled
         if closely or key in self._rewriting:
-            self._tripwire.remember(everywhere=self._audit.enabled)
-        else:
-            self._trusted.add(key)
+            tripwire.remember(everywhere=self._audit.enabled)
         return closely
 
     def _check_quickly(self, call: Call) -> None:
         self._tripwire.check_quickly(call)
         if self._tripwire.rewritten:
             self._rewriting.add(call[:2])
-            self._trusted.discard(call[:2])
         self._unsettled.append(call)
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
@@ -201,7 +203,7 @@ class Isolation:
             self._guardian.save(self._state)
             self._guarded = True
         if not mutates:
-            self._looks_closely(call)
+            self._looks_closely(call, self._tripwire)
         self._streams.derive(call.name, call.where, call.step)
         try:
             return function()

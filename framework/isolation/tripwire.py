@@ -14,17 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import StateMutationError, listed
-from ..state import (
-    ATOMS,
-    TrainingState,
-    addresses,
-    differing,
-    digest_of,
-    is_sharded,
-    live_gradients,
-    local_shards,
-    nested,
-)
+from ..state import ATOMS, TrainingState, addresses, differing, digest_of, is_sharded, local_shards, nested
 from .guardian import Objects
 
 # Autograd counts the writes in place, to refuse saved tensors that are stale; torch shows the count nowhere else.
@@ -167,7 +157,8 @@ class Tripwire:
         self._quick: Sweep = ()
         self._rest: Sweep = ()
         self._swept: list[Tensor] = []
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[int, tuple[Tensor, int]] = {}
+        self._settings: tuple[Any, ...] = ()
         self.rewritten = False
         """Whether the last check found tensors written to that hold the bytes they held."""
 
@@ -186,23 +177,34 @@ class Tripwire:
         self._bytes = {}
 
     def remember(self, *, everywhere: bool) -> None:
-        """Note what parameters, gradients and buffers hold, so that a write that leaves their bytes equal is none.
+        """Note what the swept tensors hold: a write that leaves their bytes equal is none, one unseen by torch is one.
 
         Measuring a norm by ``clip_grad_norm_`` with an infinite limit is such a write: it multiplies by 1. Unless
         ``everywhere``, what lies on an accelerator is left out, as it would have to come to the host.
         """
         if not self._bytes:
-            owners = self.watch.parameters
-            tensors = (*owners, *live_gradients(owners), *self._state.model.buffers())
+            tensors = (*self.watch.parameters, *self._state.model.buffers(), *self._sweep()[1])
             near = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
-            self._bytes = {id(tensor): digest_of(tensor) for tensor in near}
+            self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in near}
+            self._settings = self._state.flags.read_all()
+
+    def check_closely(self, culprit: object) -> None:
+        """Raise :class:`StateMutationError` if tensors do not hold what was remembered, or any setting differs."""
+        try:
+            changes = self._named((tensor, was, digest_of(tensor)) for tensor, was in self._bytes.values())
+            changes += self._state.flags.differences(self._settings) if self._bytes else []
+        except Exception as error:
+            raise unreadable(culprit, error) from error
+        if changes:
+            raise mutation(culprit, changes)
 
     def _holds_the_same(self, now: Sweep) -> bool:
         """Return whether versions alone differ from the baseline, and none of them by a change of bytes."""
         if not self._bytes or not _equal(self._quick[:-1], now[:-1]) or len(self._quick[-1]) != len(now[-1]):
             return False
         triples = zip(self._swept, self._quick[-1], now[-1], strict=True)
-        return all(self._bytes.get(id(tensor)) == digest_of(tensor) for tensor, was, is_now in triples if was != is_now)
+        written = [tensor for tensor, was, is_now in triples if was != is_now]
+        return all(id(tensor) in self._bytes and self._bytes[id(tensor)][1] == digest_of(tensor) for tensor in written)
 
     def check_quickly(self, culprit: object) -> None:
         """Make the quick sweep; raises :class:`StateMutationError` that names ``culprit`` and what changed."""
@@ -306,8 +308,9 @@ class Tripwire:
         return [] if before == now else self._named(zip([*self._sweep()[1], *beside], before, now, strict=False))
 
     def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
-        names = {id(tensor): name for name, tensor in self._state.tensors().items()}
-        return [names.get(id(tensor), "a tensor of the batch") for tensor, was, is_now in triples if was != is_now]
+        changed = [tensor for tensor, was, is_now in triples if was != is_now]
+        names = {id(tensor): name for name, tensor in self._state.tensors().items()} if changed else {}
+        return [names.get(id(tensor), "a tensor of the batch") for tensor in changed]
 
 
 def unreadable(culprit: object, error: Exception) -> StateMutationError:

@@ -297,3 +297,22 @@ def test_a_hook_that_changes_the_state_off_stage_is_caught(name, method):
     vandal = type("vandal", (VandalOffStage,), quiet)([name])
     run = checkpointed(vandal, raises=StateMutationError)
     assert_caught(run, where=f"at {method} of step")
+
+
+class Late(VandalObserver):
+    """Does its deeds from one of its calls on."""
+
+    def __init__(self, deeds, first):
+        super().__init__(deeds)
+        self.first, self.calls = first, 0
+
+    def act(self, ctx=None):
+        self.calls += 1
+        return super().act(ctx) if self.calls >= self.first else {}
+
+
+@pytest.mark.parametrize("name", ["write_through_data", "write_to_the_optimizer_through_data", "write_to_the_storage"])
+def test_bytes_that_are_written_late_behind_torchs_back_are_seen_when_the_number_of_calls_has_doubled(name):
+    vandal = only_at(Late, HookPoint.POST_STEP)([name], 5)
+    run = train_with(vandal, CASE, audit=False, raises=StateMutationError, steps=9)
+    assert "'vandal' at POST_STEP of step 8 may only read, but changed the training state: " in str(run.error)

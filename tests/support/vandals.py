@@ -1,7 +1,7 @@
 """Deeds that a misbehaving hook might do to the training state, each by every means that torch offers.
 
 A deed is a function of a :class:`Scene`. ``HARMLESS`` deeds must have no effect even when an observer does them;
-those of ``SEEN`` are noticed by the tripwire; all others, written behind torch's back, by the audit.
+those of ``SEEN`` are noticed by the tripwire, if they are done in the first calls; all others by the audit.
 """
 
 import random
@@ -144,7 +144,7 @@ def move_batchnorm_statistics(scene):
     scene.model(scene.batch[0])
 
 
-@deed()
+@deed(SEEN)
 def write_to_the_buffers_through_data(scene):
     for buffer in scene.model.buffers():
         buffer.data.add_(1)
@@ -159,22 +159,22 @@ def write_in_place(scene):
         scene.parameter.add_(1)
 
 
-@deed()
+@deed(SEEN)
 def write_through_data(scene):
     scene.parameter.data.add_(1)
 
 
-@deed()
+@deed(SEEN)
 def write_through_numpy(scene):
     scene.parameter.detach().numpy()[...] = 7
 
 
-@deed()
+@deed(SEEN)
 def write_to_the_storage(scene):
     scene.matrix.untyped_storage().fill_(1)
 
 
-@deed()
+@deed(SEEN)
 def write_to_the_optimizer_through_data(scene):
     scene.moments[0].data.add_(1)
 
@@ -184,7 +184,7 @@ def write_to_the_gradient(scene):
     scene.parameter.grad.mul_(3)
 
 
-@deed()
+@deed(SEEN)
 def write_to_the_gradient_through_numpy(scene):
     scene.parameter.grad.numpy()[...] = 1
 
@@ -194,7 +194,7 @@ def write_to_the_batch(scene):
     scene.batch[0].zero_()
 
 
-@deed()
+@deed(SEEN)
 def write_to_the_batch_through_numpy(scene):
     scene.batch[1].numpy()[...] = 1
 
@@ -240,12 +240,12 @@ def give_data_another_dtype(scene):
     scene.parameter.data = scene.parameter.data.double()
 
 
-@deed()
+@deed(SEEN)
 def show_a_part_of_the_data(scene):
     scene.matrix.data = scene.matrix.data[:1]
 
 
-@deed()
+@deed(SEEN)
 def transpose_the_data(scene):
     scene.matrix.data = scene.matrix.data.t()
 
@@ -607,7 +607,7 @@ def stop_the_loop(scene):
     scene.state.loop.stopped = True
 
 
-@deed()
+@deed(SEEN)
 def change_the_strategy(scene):
     scene.state.extras["strategy"].count += 1
     scene.state.extras["strategy"].table.zero_()
