@@ -158,7 +158,7 @@ class Tripwire:
         self._rest: Sweep = ()
         self._swept: list[Tensor] = []
         self._bytes: dict[int, tuple[Tensor, int]] = {}
-        self._settings: tuple[Any, ...] = ()
+        self._settings: dict[str, Any] = {}
         self.rewritten = False
         """Whether the last check found tensors written to that hold the bytes they held."""
 
@@ -186,13 +186,16 @@ class Tripwire:
             tensors = (*self.watch.parameters, *self._state.model.buffers(), *self._sweep()[1])
             near = [tensor for tensor in tensors if everywhere or tensor.device.type == "cpu"]
             self._bytes = {id(tensor): (tensor, digest_of(tensor)) for tensor in near}
-            self._settings = self._state.flags.read_all()
+            self._settings = self._state.flags.hidden()
 
     def check_closely(self, culprit: object) -> None:
         """Raise :class:`StateMutationError` if tensors do not hold what was remembered, or any setting differs."""
+        if not self._bytes:
+            return
         try:
             changes = self._named((tensor, was, digest_of(tensor)) for tensor, was in self._bytes.values())
-            changes += self._state.flags.differences(self._settings) if self._bytes else []
+            now = self._state.flags.hidden()
+            changes += [name for name, was in self._settings.items() if now[name] != was]
         except Exception as error:
             raise unreadable(culprit, error) from error
         if changes:

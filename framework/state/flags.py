@@ -302,6 +302,11 @@ class GlobalFlags:
         """Return the settings that are quick to read."""
         return (*map(call, self._quick_getters),)
 
+    def hidden(self) -> dict[str, Any]:
+        """Return, by name, the settings that :meth:`read` leaves out."""
+        start = len(self._quick_getters)
+        return dict(zip(self.names[start:], map(call, self._getters[start:]), strict=True))
+
     def read_all(self) -> tuple[Any, ...]:
         """Return every setting, in the order of ``names``."""
         return (*map(call, self._getters),)

@@ -91,7 +91,7 @@ def test_each_sink_goes_on_at_its_own_position_and_a_new_one_begins(isolation):
     sinks = [Keeping("a"), Keeping("b"), Keeping("new"), recording := RecordingSink()]
     started(isolation, {"a": {"count": 3}, "b": {"count": 5}, "gone": {"count": 7}, "recording": {}}, *sinks)
     assert [sink.told for sink in sinks[:3]] == [[3], [5], ["begin"]]
-    assert recording.events == ["start"]
+    assert recording.events == ["start", "flush"]
 
 
 def test_a_sink_goes_on_in_the_files_of_one_that_it_includes_and_the_other_way_round(isolation):
