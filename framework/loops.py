@@ -1,5 +1,7 @@
 """The two training loops: the only place where hook points are fired."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -9,7 +11,16 @@ from .firing import GradientKeeper, HookManager
 from .hooks import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
 from .state import LoopState
-from .training import TrainingTask, advance, evaluations, forward_backward, is_skipped, step_by_metric, update
+from .training import (
+    TrainingTask,
+    advance,
+    evaluations,
+    forward_backward,
+    is_skipped,
+    step_by_metric,
+    takes_closure,
+    update,
+)
 
 
 class Progress(Protocol):
@@ -54,7 +65,7 @@ def epoch_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
-    loop, keeper = manager.state.loop, GradientKeeper(task, manager.hooks)
+    loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         if first == 0:
@@ -62,7 +73,9 @@ def epoch_loop(
             keeper.renew()
             manager.fire(HookPoint.PRE_EPOCH)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the place
-            _training_step(task, manager, keeper, batch, step_scheduler=task.scheduler_interval == "step")
+            if loop.batch_idx == first:
+                manager.hooks.see_first(batch)
+            _training_step(task, manager, keeper, batch, again, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             _pause(manager, pauses, loop, unit_ended=False)
         _end_of_batches(loop)
@@ -88,11 +101,13 @@ def step_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
-    loop, keeper = manager.state.loop, GradientKeeper(task, manager.hooks)
+    loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
         for loop.batch_idx, batch in enumerate(task.loader.batches(loop.epoch, first), first):  # noqa: B020 - the same
-            _training_step(task, manager, keeper, batch, step_scheduler=True)
+            if loop.batch_idx == first:
+                manager.hooks.see_first(batch)
+            _training_step(task, manager, keeper, batch, again, step_scheduler=True)
             progress.step(loop)
             if loop.step % task.log_every == 0:
                 keeper.renew()
@@ -130,14 +145,27 @@ def _snapshot(manager: HookManager) -> None:
     manager.dispatch.snapshot(manager.state.loop.epoch, manager.state.loop.step)
 
 
+Again = Callable[[], AbstractContextManager[None]]
+
+
+def _again(task: TrainingTask, manager: HookManager) -> Again | None:
+    """Return the context of a step's further evaluations, if the optimizer makes several: no tap hears them."""
+    return manager.deaf if takes_closure(task.optimizer) else None
+
+
 def _training_step(
-    task: TrainingTask, manager: HookManager, keeper: GradientKeeper, batch: Batch, *, step_scheduler: bool
+    task: TrainingTask,
+    manager: HookManager,
+    keeper: GradientKeeper,
+    batch: Batch,
+    again: Again | None,
+    *,
+    step_scheduler: bool,
 ) -> None:
     """Take one optimizer step and fire its four points; a step that is skipped has but two of them."""
     loop = manager.state.loop
     loop.step += 1
     loop.batch, loop.loss = batch, None
-    manager.hooks.see_first(batch)
     loop.prev_step_grads, loop.current_grads = loop.current_grads, None
     manager.fire(HookPoint.PRE_STEP)
     loop.loss_scale = None if task.scaler is None else task.scaler.get_scale()
@@ -150,7 +178,7 @@ def _training_step(
     manager.fire(HookPoint.POST_BACKWARD)
     if not skipped:
         manager.fire(HookPoint.PRE_UPDATE)
-    closure = evaluations(task, batch, loss, manager.deaf)
+    closure = None if again is None else evaluations(task, batch, loss, again)
     update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=loop.step)
     if skipped:
         loop.skipped_steps += 1
