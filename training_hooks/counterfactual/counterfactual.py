@@ -128,8 +128,8 @@ class Counterfactual(InterventionHook):
     taken to be as large as in a shuffled epoch (delta method along the differences of pairs of shuffles). The 95 %
     interval excess ± excess_half_width (Student's t, K − 1 degrees of freedom) is conservative. In simulations of 30
     and 300 dimensions, K = 3 to 8 and noise of 0.1 to 10 times the signal's energy it covers zero in 97 % to 100 % if
-    the order has no effect, and the expected excess of a planted one in 94 % to 100 %; less (88 %) for an epoch against
-    its content if K = 3 and the noise is 10, and in 3 dimensions.
+    the order has no effect, and the expected excess of a planted one in 94 % to 100 %; but in 88 % to 92 % for an epoch
+    against its content if K is 3 or 4 and the noise 10, and in 88 % to 100 % in 3 dimensions.
 
     A fixed order that is repeated every epoch differs from fresh shuffles for another reason, too: it made the state
     that it is judged at. So hold a sorted order against a fixed random one (strategy ``fixed-random`` of
