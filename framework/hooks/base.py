@@ -147,7 +147,7 @@ class TrainingHook(Remembering, ABC):
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
     """Without a reference solution the hook is left out, or refused if it was asked for by name."""
-    uses_reference_weights: ClassVar[bool] = False
+    uses_reference_weights: bool = False
     """The hook reports more if there is a reference solution."""
     debug: ClassVar[bool] = False
     always: ClassVar[bool] = False

@@ -153,7 +153,7 @@ class Session:
     def _with_references(self, setups: Sequence[Setup]) -> list[Setup]:
         """Load the reference solution of every strategy that has one and a hook that asks for it."""
         given = self.options.reference
-        asking = [any(asks_for_reference(type(item.hook)) for item in setup.hooks) for setup in setups]
+        asking = [any(asks_for_reference(item.hook) for item in setup.hooks) for setup in setups]
         require(
             given is None or any(asking),
             f"--reference {given} is given, but no hook that is on measures against a reference; add one of "
@@ -244,7 +244,7 @@ class Session:
         )
 
 
-def asks_for_reference(hook: type[TrainingHook]) -> bool:
+def asks_for_reference(hook: TrainingHook | type[TrainingHook]) -> bool:
     """Return whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
 

@@ -1,16 +1,17 @@
 """The Fourier spectra of embedding, decoder and neurons: which frequencies a model of modular arithmetic uses."""
 
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, require
+from loopscope.errors import RunNotice, UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor, nn
 
-from ..measures import entropy_of_shares, gini
+from ..measures import entropy_of_shares, gini, splitmix64
 from .embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
 from .modular_addition import (
     ablated_losses,
@@ -23,6 +24,10 @@ from .modular_addition import (
 )
 
 NEURON_ROWS = 4
+ALL_PAIRS = 20_000
+"""Pairs that are all measured unless the option says otherwise; of more, about as many, in no fewer than 16 rows."""
+GROUPS = 16
+ROWS_SEED = 2301_05217
 LOGITS_AT_ONCE = 2**24
 PAIRS_AT_ONCE = 4096
 
@@ -52,6 +57,12 @@ def sampled_rows(p: int, count: int) -> Tensor:
     return torch.arange(p) if count >= p else torch.randperm(p)[:count].sort().values
 
 
+def fixed_rows(p: int, count: int) -> list[Tensor]:
+    """Return ``count`` of the residues 0..p − 1, the same in every run, in up to 16 groups; all in one if they fit."""
+    drawn = splitmix64(ROWS_SEED, p).argsort()[:count]
+    return [torch.arange(p)] if count >= p else [drawn[first::GROUPS] for first in range(min(GROUPS, count))]
+
+
 def neuron_spectra(activations: Sequence[Tensor], p: int) -> Tensor:
     """Return the power of every neuron along b, summed over a and token positions; shape (p // 2, neurons).
 
@@ -75,6 +86,12 @@ class Fourier(TrainingHook):
     of tokens or no layer widens and narrows again; the losses where the targets are not (a + b) mod n with n classes,
     which is read from the first batch of the run.
 
+    Restricted and excluded loss are exact on all pairs, which are measured where they are at most 20,000. Of more, some
+    rows are: all pairs whose a is one of a number of values, drawn by a seed that is the same in every run. Waves in b
+    alone or in a − b then leak into those in a + b, and the losses come with what leaks on average (``_bias``: subtract
+    it) and with their standard error over the choice of rows (``_error``), both by the jackknife over up to 16 groups
+    of rows, with the correction for a finite population.
+
     Args:
         top_k: how many key frequencies to report, at most.
         embedding: name of the embedding's parameter; empty: the weight of the model's first ``nn.Embedding``.
@@ -82,7 +99,10 @@ class Fourier(TrainingHook):
         period: use the first ``period`` rows of both, the numbers 0..period − 1; 0: all rows.
         stride: s of the data's order by a mod s; 0: that of the configuration, if it has ``p`` and ``stride``.
         key_factor: a frequency is acquired while it has at least this many times the even share 1/F of the power.
-        rows: values of a, drawn anew at each SNAPSHOT, that the losses are measured at with every b; 0: no losses.
+        rows: values of a that the losses are measured at with every b, at least 2 for an error; 0: no losses; none
+            given: all of them up to 20,000 pairs, then 20,000/p, but no fewer than 16.
+        frequencies: those whose waves the losses keep and remove: those of the embedding ``now``, of that of the
+            ``reference`` solution (--reference; Nanda et al. take those of the final model), or a list like [3,14].
     """
 
     name = "fourier"
@@ -132,9 +152,9 @@ class Fourier(TrainingHook):
         neuron_purity | mean over neurons of max_k P_k / ΣP, P the neuron's own spectrum; neurons that do not vary are
             left out | [1/F, 1]
             | Near 1: each neuron serves a single frequency.
-        restricted_loss | mean cross-entropy of L̄ + Π(L) over pairs (a, b) of `rows` random a (all, if p is smaller)
-            with all b; L the logits in eval mode, L̄ their mean, Π the projection onto cos and sin(2πk(a + b)/p) of the
-            embedding's key frequencies k of this moment (2 dimensions each; arXiv 2301.05217) | [0, ∞)
+        restricted_loss | mean cross-entropy of L̄ + Π(L) over pairs (a, b) of `rows` a with all b; L the logits in
+            eval mode, L̄ their mean, Π the projection onto cos and sin(2πk(a + b)/p) of the frequencies k in
+            loss_frequencies (2 dimensions each; arXiv 2301.05217) | [0, ∞)
             | How well the model does with these frequencies alone: falls while the circuit forms, long before
             full_loss.
         excluded_loss | mean cross-entropy of L − Π(L) over those of these pairs that are training pairs | [0, ∞), NaN
@@ -143,6 +163,18 @@ class Fourier(TrainingHook):
         full_loss | mean cross-entropy of L over the same pairs | [0, ∞) | Compare restricted_loss with it.
         full_train_loss | mean cross-entropy of L over those of the pairs that are training pairs | [0, ∞), NaN
             | Compare excluded_loss with it.
+        loss_frequencies | the frequencies k that restricted_loss keeps and excluded_loss removes | 1..F
+            | By default the embedding's key_frequencies of this moment.
+        loss_rows | R, the number of a that the pairs of the losses have | 1..p | p: all pairs, and no error.
+        restricted_loss_bias | (1 − R/p)(G − 1)(mean of x₋ᵢ − x), x the loss, x₋ᵢ without group i of the G of rows
+            | (−∞, ∞)
+            | What too few rows add to restricted_loss on average. Like all below left out if all p rows are measured.
+        excluded_loss_bias | as restricted_loss_bias | (−∞, ∞) | What too few rows add to excluded_loss on average.
+        restricted_loss_error | √((1 − R/p)(G − 1)/G Σᵢ (x₋ᵢ − mean x₋)²) | [0, ∞)
+            | Its standard error over the choice of rows; conservative, in simulations up to 1.5 times what is seen.
+        excluded_loss_error | as restricted_loss_error | [0, ∞) | The same of excluded_loss.
+        full_loss_error | as restricted_loss_error | [0, ∞) | The same of full_loss.
+        full_train_loss_error | as restricted_loss_error | [0, ∞) | The same of full_train_loss.
     """
 
     def __init__(
@@ -154,9 +186,10 @@ class Fourier(TrainingHook):
         period: int = 0,
         stride: int = 0,
         key_factor: float = 2.0,
-        rows: int = 16,
+        rows: int | None = None,
+        frequencies: list[int] | Literal["now", "reference"] = "now",
     ) -> None:
-        for option, value, least in (("top_k", top_k, 1), ("stride", stride, 0), ("rows", rows, 0)):
+        for option, value, least in (("top_k", top_k, 1), ("stride", stride, 0), ("rows", rows or 0, 0)):
             require(value >= least, f"fourier.{option} is {value}; it must be at least {least}.")
         require(period == 0 or period >= 2, f"fourier.period is {period}; it must be 0 (all rows) or at least 2.")
         require(key_factor > 0, f"fourier.key_factor is {key_factor}; it must be positive.")
@@ -167,6 +200,13 @@ class Fourier(TrainingHook):
         self._stride = stride
         self._key_factor = key_factor
         self._rows = rows
+        differ = not isinstance(frequencies, str) and len(set(frequencies)) == len(frequencies) > 0
+        require(
+            differ or frequencies in ("now", "reference"),
+            f"fourier.frequencies is {frequencies!r}; it must be now, reference or a list of different frequencies.",
+        )
+        self._frequencies = frequencies
+        self.uses_reference_weights = frequencies == "reference"
         self._loop = "epoch"
 
     def start(self, run: RunInfo) -> None:
@@ -180,6 +220,26 @@ class Fourier(TrainingHook):
             raise UnsuitableError(
                 f"fourier.stride is {self._stride}, but {length} rows have {length // 2} frequencies; it must be at "
                 "most that."
+            )
+        self._check_losses(run, length)
+
+    def _check_losses(self, run: RunInfo, length: int) -> None:
+        if self._frequencies == "reference" and run.reference_weights is None:
+            raise UnsuitableError(
+                "fourier.frequencies is 'reference', and there is no reference solution: name a run or a file of final "
+                "weights with --reference PATH."
+            )
+        given = [] if isinstance(self._frequencies, str) else self._frequencies
+        if beyond := [k for k in given if k not in range(1, length // 2 + 1)]:
+            raise UnsuitableError(
+                f"fourier.frequencies names {listed(beyond)}; {length} rows have the frequencies 1 to {length // 2}."
+            )
+        if self._rows == 1 < length:
+            warnings.warn(
+                "fourier.rows is 1: restricted and excluded loss come without bias and error, which need at least 2 "
+                "rows (--hook-config fourier.rows=2).",
+                RunNotice,
+                stacklevel=2,
             )
 
     def _checked_length(self, model: nn.Module, name: str, option: str) -> int:
@@ -243,7 +303,7 @@ class Fourier(TrainingHook):
             pairs, targets = first_batch
             self._adds = bool((pairs.sum(dim=1) % p == targets).all())
         metrics = self._of_the_neurons(ctx, p, power.device)
-        if self._adds and self._rows:
+        if self._adds and self._rows != 0:
             metrics |= self._losses(ctx, power, p)
         return metrics
 
@@ -259,20 +319,33 @@ class Fourier(TrainingHook):
         return {f"neuron_{key}": value for key, value in found.items()}
 
     def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
-        """Return the losses with the present key frequencies kept and removed, if the model has p classes."""
-        pairs = rows_of_pairs(sampled_rows(p, self._rows).to(power.device), p)
+        """Return the losses with frequencies kept and removed, if the model has p classes."""
+        count = min(p, self._rows or (p if p * p <= ALL_PAIRS else max(GROUPS, ALL_PAIRS // p)))
+        groups = [rows.to(power.device) for rows in fixed_rows(p, count)]
         size = max(1, min(PAIRS_AT_ONCE, LOGITS_AT_ONCE // p))
-        pieces: tuple[Tensor, ...] = pairs.split(size)  # type: ignore[no-untyped-call]
+        pieces = [piece for rows in groups for piece in rows_of_pairs(rows, p).split(size)]  # type: ignore[no-untyped-call]
         logits = ctx.forward(pieces[0]).output
         if not isinstance(logits, Tensor) or logits.shape != (len(pieces[0]), p):
             return {}
-        first = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        kept = [logits.to(torch.promote_types(logits.dtype, torch.float32))]
+        dtype, few = kept[0].dtype, count * p * p <= LOGITS_AT_ONCE
+        kept += [ctx.forward(piece).output.to(dtype) for piece in pieces[1:] if few]
 
         def sweep() -> Iterator[tuple[Tensor, Tensor]]:
-            yield pieces[0], first
-            for piece in pieces[1:]:
-                yield piece, ctx.forward(piece).output.to(first.dtype)
+            yield from zip(pieces, kept, strict=False)
+            for piece in pieces[len(kept) :]:
+                yield piece, ctx.forward(piece).output.to(dtype)
 
         training = [found[0] for batch in ctx.loader.batches(ctx.epoch) if (found := token_pairs(batch)) is not None]
-        frequencies = power.topk(min(self._top_k, len(power))).indices + 1
-        return ablated_losses(sweep, p, frequencies, torch.cat(training).to(power.device))
+        frequencies = self._kept_frequencies(ctx, power)
+        losses = ablated_losses(sweep, p, frequencies, torch.cat(training).to(power.device), groups)
+        return losses | {"loss_frequencies": list(frequencies), "loss_rows": count}
+
+    def _kept_frequencies(self, ctx: RunDataContext, power: Tensor) -> Tensor:
+        """Return the frequencies of the losses: the option's, or the strongest now or in the reference solution."""
+        if not isinstance(self._frequencies, str):
+            return torch.tensor(self._frequencies, device=power.device)
+        if self._frequencies == "reference" and ctx.reference_weights is not None:
+            name = self._embedding or first_embedding(ctx.model, self.name)
+            power = one_sided_power(whole(ctx.reference_weights[name])[: self._period or None])
+        return power.topk(min(self._top_k, len(power))).indices + 1

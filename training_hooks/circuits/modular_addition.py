@@ -1,7 +1,7 @@
 """Modular addition: power by frequency, pairs of tokens, and losses with frequencies of a + b kept or removed."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -93,43 +93,75 @@ def waves(p: int, frequencies: Tensor) -> Tensor:
     return torch.where(lengths > 1e-6, columns / lengths, 0.0)
 
 
-def ablated_losses(sweep: Sweep, p: int, frequencies: Tensor, training_pairs: Tensor) -> dict[str, Tensor]:
+def ablated_losses(
+    sweep: Sweep, p: int, frequencies: Tensor, training_pairs: Tensor, groups: Sequence[Tensor] = ()
+) -> dict[str, Tensor]:
     """Return the mean cross-entropies of logits with frequencies of s = (a + b) mod p kept or removed.
 
-    ``sweep`` goes through whole rows: for each of its a, all b. Then the waves in s are orthogonal on the sample, and
-    the part of the logits at the frequencies is their projection onto :func:`waves`. ``restricted_loss`` is that of the
-    mean logits plus this part, over all pairs; ``excluded_loss`` that of the logits minus this part, over those pairs
-    of the sample that are among ``training_pairs`` (n, 2), NaN if none is (Nanda et al. 2023, arXiv 2301.05217,
-    section 5.1). ``full_loss`` and ``full_train_loss`` are those of the logits as they are, over the same pairs.
+    ``sweep`` goes through whole rows: for each of its a, all b. The part of the logits at the frequencies is their
+    projection onto :func:`waves`. ``restricted_loss`` is that of the mean logits plus this part, over all pairs;
+    ``excluded_loss`` that of the logits minus this part, over those pairs of the sample that are among
+    ``training_pairs`` (n, 2), NaN if none is (Nanda et al. 2023, arXiv 2301.05217, section 5.1). ``full_loss`` and
+    ``full_train_loss`` are those of the logits as they are, over the same pairs.
+
+    Waves in a − b or b alone are orthogonal to those in s over all p rows only; some rows let them leak. If the a of
+    R rows are given in two or more disjoint ``groups``, of which no two share a piece of the sweep, every loss gets an
+    ``_error``, its standard error over the choice of rows, and restricted and excluded loss a ``_bias``, what leaks
+    into them: those of the jackknife that leaves out a group at a time, times √(1 − R/p) and 1 − R/p, since the rows
+    are drawn without replacement.
     """
-    mean, part = _projection(sweep, p, waves(p, frequencies))
-    training_keys = _keys(training_pairs, p)
-    totals = torch.zeros(5, dtype=torch.float64, device=part.device)
+    member = torch.stack([torch.isin(torch.arange(p), a.cpu()) for a in groups] or [torch.ones(p, dtype=torch.bool)])
+    member = member.to(frequencies.device)
+    taking = torch.cat([member.any(dim=0)[None], member.any(dim=0) & ~member]) if len(groups) > 1 else member
+    means, inner, basis = _projections(sweep, p, waves(p, frequencies), member, taking)
+    training_keys, totals = _keys(training_pairs, p), torch.zeros(5, len(taking), dtype=torch.float64).to(inner.device)
     for pairs, logits in sweep():
-        sums = pairs.sum(dim=1) % p
-        trained = torch.isin(_keys(pairs, p), training_keys)
-        full = functional.cross_entropy(logits, sums, reduction="none").double()
-        excluded = functional.cross_entropy(logits - part[sums], sums, reduction="none").double()
-        columns = [torch.ones_like(full), full, trained, full * trained, excluded * trained]
-        totals += torch.stack([column.double() for column in columns]).sum(dim=1)
-    count, full_sum, trained_count, full_train_sum, excluded_sum = totals
-    return {
-        "restricted_loss": functional.cross_entropy(mean + part, torch.arange(p, device=part.device)),
-        "excluded_loss": excluded_sum / trained_count,
-        "full_loss": full_sum / count,
-        "full_train_loss": full_train_sum / trained_count,
+        sums, trained = pairs.sum(dim=1) % p, torch.isin(_keys(pairs, p), training_keys)
+        full = functional.cross_entropy(logits, sums, reduction="none")
+        known, rows = logits[trained], basis[sums[trained]]
+        without = [functional.cross_entropy(known - rows @ part, sums[trained], reduction="none") for part in inner]
+        taken, taken_known = taking[:, pairs[:, 0]].double(), taking[:, pairs[trained, 0]].double()
+        columns = torch.stack([torch.ones_like(full), full, trained, full * trained], dim=1).double()
+        totals[:4] += (taken @ columns).T
+        totals[4] += (taken_known * torch.stack(without)).sum(dim=1)
+    every = torch.arange(p, device=inner.device)
+    restricted = [functional.cross_entropy(mean + basis @ part, every) for mean, part in zip(means, inner, strict=True)]
+    losses = {
+        "restricted_loss": torch.stack(restricted),
+        "excluded_loss": totals[4] / totals[2],
+        "full_loss": totals[1] / totals[0],
+        "full_train_loss": totals[3] / totals[2],
     }
+    return {name: values[0] for name, values in losses.items()} | _jackknifed(losses, 1 - taking[0].double().mean())
 
 
-def _projection(sweep: Sweep, p: int, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean logits (p,), and the part of the logits in the span of ``basis`` as a table (sums, p)."""
-    count, total, inner = 0, torch.zeros(()), torch.zeros(())
+def _jackknifed(losses: Mapping[str, Tensor], unseen: Tensor) -> dict[str, Tensor]:
+    """Return errors and biases of values (1 + G,): of everything, then without each group; none for fewer than two."""
+    found: dict[str, Tensor] = {}
+    for name, values in losses.items():
+        whole, left, count = values[0], values[1:], len(values) - 1
+        if count > 1:
+            found[f"{name}_error"] = (left.var(correction=0) * (count - 1) * unseen).sqrt()
+        if count > 1 and not name.startswith("full"):
+            found[f"{name}_bias"] = (left.mean() - whole) * (count - 1) * unseen
+    return found
+
+
+def _projections(sweep: Sweep, p: int, basis: Tensor, member: Tensor, taking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean logits (V, p) and coefficients (V, 2K, p) on ``basis``, over the a that each row of ``taking`` takes.
+
+    ``member`` (G, p) tells which a is in which group; the third is ``basis`` in the type of the logits.
+    """
+    sums, counts = torch.zeros(()), torch.zeros(())
     for pairs, logits in sweep():
-        rows = basis.to(logits.dtype)[pairs.sum(dim=1) % p]
-        count += len(pairs)
-        total = logits.sum(dim=0) + total.to(logits.device)
-        inner = rows.T @ logits + inner.to(logits.device)
-    return total / count, basis.to(inner.dtype) @ (inner * (p / count))
+        basis = basis.to(logits.dtype)
+        rows = torch.cat([torch.ones_like(basis[:, :1]), basis], dim=1)[pairs.sum(dim=1) % p]
+        mine = member[:, pairs[0, 0], None, None].to(logits.dtype)
+        sums = mine * (rows.T @ logits) + sums.to(logits.device)
+        counts = mine * len(pairs) + counts.to(logits.device)
+    whole_groups = (taking.double() @ member.double().T > 0).to(sums.dtype)
+    found = torch.einsum("vg,gkp->vkp", whole_groups, sums) / torch.einsum("vg,gkp->vkp", whole_groups, counts)
+    return found[:, 0], found[:, 1:] * p, basis
 
 
 def _keys(pairs: Tensor, p: int) -> Tensor:

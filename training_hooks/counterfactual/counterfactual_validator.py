@@ -1,8 +1,6 @@
 """Whether a few shuffles are enough for the counterfactual split: its estimates and their errors by their number."""
 
-import math
 from itertools import combinations
-from typing import NamedTuple
 
 import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext
@@ -10,61 +8,12 @@ from loopscope.errors import UsageError, require
 from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
 
+from ..measures import critical_value
 from .counterfactual import inner_products, shuffled_epochs
+from .splits import FEWEST, Splits, splits, squared_errors
 
-FEWEST = 3
-"""Shuffles that an error needs: it is made of splits with one shuffle fewer, and a split needs two."""
 MOST = 12
 """Shuffles whose subsets can all be enumerated: 4,083 of them."""
-LARGEST_T = 1e9
-HALVINGS = 200
-
-
-class Splits(NamedTuple):
-    """Estimates of many splits, each of shape (splits,)."""
-
-    ordering_fraction: Tensor
-    null_fraction: Tensor
-    excess: Tensor
-
-
-def splits(gram: Tensor, observed: Tensor, shuffles: Tensor) -> Splits:
-    """Split many epochs at once, as :func:`.counterfactual.ordering_split` does one.
-
-    ``gram`` has shape (n, n); ``observed``, of shape (s,), and ``shuffles``, of shape (s, K), are indices into it.
-    """
-    among = gram[shuffles[:, :, None], shuffles[:, None, :]]
-    across, energy = gram[observed[:, None], shuffles], gram[observed, observed]
-    total, rows, own = among.sum((1, 2)), among.sum(2), among.diagonal(dim1=1, dim2=2)
-    sums_of_others = total[:, None] - 2 * rows + own
-    matched = 1 - (across.sum(1, keepdim=True) - across).square() / (energy[:, None] * sums_of_others)
-    null = 1 - (rows - own).square() / (own * sums_of_others)
-    return Splits(1 - across.sum(1).square() / (energy * total), null.mean(1), matched.mean(1) - null.mean(1))
-
-
-def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
-    """Return squared standard errors of the splits of epoch 0 with K ≥ 3 shuffles each, ``shuffles`` of shape (s, K).
-
-    Those of the fractions are the jackknife's over shuffles, (K−1)/K Σᵢ (x₋ᵢ − mean x₋)², x₋ᵢ without shuffle i, for
-    the observed epoch as it is. That of the excess includes the chance in the observed epoch: it comes from placebos,
-    the excess pᵢ of shuffle i in the place of the observed epoch against the K − 1 others, and is (1 − 1/K²) mean pᵢ².
-    Where epochs are independent draws whose fractions scatter about a common value, the variance of an excess is
-    σ²(1 + 1/K) with K shuffles, that of a placebo σ²(1 + 1/(K−1)); the factor is their quotient.
-    """
-    sets, count = shuffles.shape
-    first = torch.zeros(sets, dtype=torch.long, device=gram.device)
-    fractions, nulls, placebos = [], [], []
-    for i in range(count):
-        others = torch.cat([shuffles[:, :i], shuffles[:, i + 1 :]], dim=1)
-        without = splits(gram, first, others)
-        fractions.append(without.ordering_fraction)
-        nulls.append(without.null_fraction)
-        placebos.append(splits(gram, shuffles[:, i], others).excess)
-    return Splits(
-        torch.stack(fractions).var(dim=0, correction=0) * (count - 1),
-        torch.stack(nulls).var(dim=0, correction=0) * (count - 1),
-        torch.stack(placebos).square().mean(dim=0) * (1 - 1 / count**2),
-    )
 
 
 def by_count(gram: Tensor) -> tuple[dict[int, Splits], dict[int, Splits]]:
@@ -95,35 +44,6 @@ def smallest_within(half_widths: dict[int, Tensor], tolerance: float) -> Tensor:
     return found
 
 
-def central_probability(t: float, freedom: int) -> float:
-    """Return P(|T| ≤ t) of Student's t, t ≥ 0, by the finite series of Abramowitz & Stegun, 26.7.3 and 26.7.4.
-
-    >>> round(central_probability(1.0, 1), 4), round(central_probability(2.0, 2), 4)
-    (0.5, 0.8165)
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(angle), freedom % 2
-    term = total = 0.0 if freedom == 1 else cosine if odd else 1.0
-    for k in range(1 + odd, freedom - 2, 2):
-        term *= k / (k + 1) * cosine**2
-        total += term
-    partial = math.sin(angle) * total
-    return 2 / math.pi * (angle + partial) if odd else partial
-
-
-def critical_value(confidence: float, freedom: int) -> float:
-    """Return the t with P(|T| ≤ t) = ``confidence`` for ``freedom`` ≥ 1 degrees of freedom, by bisection.
-
-    >>> round(critical_value(0.95, 2), 3), round(critical_value(0.95, 7), 3)
-    (4.303, 2.365)
-    """
-    low, high = 0.0, LARGEST_T
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if central_probability(middle, freedom) < confidence else (low, middle)
-    return high
-
-
 @HookRegistry.register
 class CounterfactualValidator(DebugInterventionHook):
     """Check whether K shuffles are enough for ``counterfactual``, from the sets of K out of many shuffles.
@@ -131,9 +51,9 @@ class CounterfactualValidator(DebugInterventionHook):
     At snapshots the epoch is retrained in ``k_max`` shuffled orders. For every K, ordering_fraction, null_fraction and
     excess (as ``counterfactual`` defines them) are averaged over all sets of K shuffles, with the standard error that
     a single set of K has, root mean square over the sets. The confidence interval of the excess is estimate ± t·error,
-    t the quantile of Student's t with K − 1 degrees of freedom. It covers zero at about its nominal rate where the
-    order has no effect: 91 % to 98 % for a nominal 95 % and ``k_max`` = 8, in simulations of 2 to 1000 dimensions and
-    noise energies of 0.1 to 10. Averages over sets scatter less than one set, so that for K below ``k_max`` it is wide.
+    t the quantile of Student's t with K − 1 degrees of freedom; the page of ``counterfactual`` says how the error is
+    made and that the interval is conservative. Averages over sets scatter less than one set, so that for K below
+    ``k_max`` it is wider still.
 
     The error of the excess includes the chance that lies in the one observed order, which no number of shuffles takes
     away: only more epochs do. Those of the fractions do not.
@@ -154,18 +74,18 @@ class CounterfactualValidator(DebugInterventionHook):
     needs_grads = True
     needs_pre_epoch_state = True
     metrics = """
-        ordering_fraction | by K: mean over sets of K shuffles of 1 − cos²(g, c̄) | [0, 1]
+        ordering_fraction | by K: mean over sets of K shuffles of 1 − max(0, cos(g, c̄))² | [0, 1]
             | Falls with K where shuffles are noisy: c̄ is then the better known, the more there are.
         ordering_fraction_error | by K ≥ 3: √ mean over sets of the jackknife variance (K−1)/K Σᵢ (x₋ᵢ − mean x₋)²
             | [0, ∞)
             | The standard error that the choice of K shuffles gives to ordering_fraction.
-        null_fraction | by K: mean over sets of the mean over k of 1 − cos²(c_k, mean of the c_j, j ≠ k) | [0, 1]
+        null_fraction | by K: mean over sets of the mean over k of 1 −
+            max(0, cos(c_k, mean of the c_j, j ≠ k))² | [0, 1]
             | What chance alone gives with K shuffles.
         null_fraction_error | as ordering_fraction_error | [0, ∞) | Its standard error.
         excess | by K: mean over sets of ordering_fraction_matched − null_fraction | [−1, 1]
             | The effect of the order. Should not depend much on K; if it does, small K are biased here.
-        excess_error | by K ≥ 3: √ mean over sets of (1 − 1/K²)·mean pᵢ², pᵢ the excess of shuffle i against the others
-            | [0, ∞)
+        excess_error | by K ≥ 3: root mean square over sets of the excess_error of counterfactual | [0, ∞)
             | The standard error of the excess of one epoch with K shuffles, the chance of its own order included.
         excess_half_width | by K ≥ 3: t(confidence, K − 1)·excess_error | [0, ∞)
             | An excess of counterfactual with this K that is smaller says nothing by itself.

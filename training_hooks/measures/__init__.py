@@ -7,9 +7,10 @@ from .spectra import (
     stable_rank,
 )
 from .splitmix import splitmix64
+from .student_t import central_probability, critical_value
 
 __all__ = [
-    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "effective_rank", "entropy_of_shares", "gini",
-    "laid_out_like", "leading_share", "meshes_of", "over_ranks", "participation_ratio", "singular_values",
-    "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "central_probability", "critical_value",
+    "effective_rank", "entropy_of_shares", "gini", "laid_out_like", "leading_share", "meshes_of", "over_ranks",
+    "participation_ratio", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

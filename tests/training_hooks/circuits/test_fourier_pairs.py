@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import RunNotice, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.circuits import Fourier, fourier
 from loopscope.training_hooks.circuits.embeddings import feed_forward_inputs, output_projection
-from loopscope.training_hooks.circuits.fourier import acquisition, neuron_spectra, sampled_rows
+from loopscope.training_hooks.circuits.fourier import acquisition, fixed_rows, neuron_spectra, sampled_rows
 from loopscope.training_hooks.circuits.modular_addition import (
     ablated_losses,
     data_stride,
@@ -149,6 +150,76 @@ def test_rows_are_drawn_without_replacement_and_all_of_them_if_they_fit():
     assert len(drawn) == 30
 
 
+def leaky(p, seed=0):
+    """Logits with waves in a + b, in a − b and in b alone, and noise; shape (p², p)."""
+    (a, b), c = grid(p).T[:, :, None], torch.arange(p)
+    turns = [(2.0, a + b - c), (1.5, a - b - c), (1.0, b - 2 * c)]
+    return sum(h * torch.cos(4 * math.pi * t.double() / p) for h, t in turns) + noise(p * p, p, seed=seed) / 2
+
+
+def on_groups(logits, p, groups, frequencies, training_pairs):
+    pieces = [(rows_of_pairs(rows, p), logits.view(p, p, p)[rows].flatten(0, 1)) for rows in groups]
+    found = ablated_losses(lambda: pieces, p, torch.tensor(frequencies), training_pairs, groups)
+    return {name: value.item() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 2), (1,) * 6])
+def test_bias_and_error_of_few_rows_are_the_jackknife_over_their_groups(sizes):
+    p, logits, trained = 13, leaky(13), grid(13)[::2]
+    rows = torch.randperm(p, generator=torch.Generator().manual_seed(2))[: sum(sizes)]
+    groups = rows.split(sizes)
+
+    def losses(some):
+        picked = torch.cat(some)
+        return measure(rows_of_pairs(picked, p), logits.view(p, p, p)[picked].flatten(0, 1), p, [2], trained)
+
+    everything, count, unseen = losses(groups), len(sizes), 1 - sum(sizes) / p
+    left = [losses([other for other in groups if other is not group]) for group in groups]
+    expected = dict(everything)
+    for name in LOSSES:
+        values = np.array([each[name] for each in left])
+        expected[f"{name}_error"] = math.sqrt(unseen * (count - 1) * values.var())
+        if not name.startswith("full"):
+            expected[f"{name}_bias"] = unseen * (count - 1) * (values.mean() - everything[name])
+    assert on_groups(logits, p, groups, [2], trained) == pytest.approx(expected)
+
+
+def scatter_of_few_rows(trials):
+    """Return by loss the bias seen and stated, and the scatter seen and stated, over draws of 6 of 17 rows."""
+    p, logits, trained = 17, leaky(17), grid(17)[::3]
+    truth, generator = measure(grid(p), logits, p, [2], trained), torch.Generator().manual_seed(0)
+    found = [
+        on_groups(logits, p, torch.randperm(p, generator=generator)[:6].split(1), [2], trained) for _ in range(trials)
+    ]
+    columns = {name: np.array([each[name] for each in found]) for name in found[0]}
+    return {
+        name: (
+            columns[name].mean() - truth[name],
+            columns.get(f"{name}_bias", np.zeros(1)).mean(),
+            (columns[name] - columns.get(f"{name}_bias", 0)).std(),
+            math.sqrt((columns[f"{name}_error"] ** 2).mean()),
+        )
+        for name in LOSSES
+    }
+
+
+@pytest.mark.parametrize("trials", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_what_few_rows_add_is_stated_within_the_stated_error(trials):
+    for name, (bias, stated_bias, scatter, stated) in scatter_of_few_rows(trials).items():
+        assert abs(bias - stated_bias) < 0.25 * stated + 3 * scatter / math.sqrt(trials), name
+        assert 0.8 * scatter < stated < 2 * scatter, name
+
+
+def test_some_rows_are_the_same_in_every_run_and_in_disjoint_groups():
+    groups = fixed_rows(97, 40)
+    torch.manual_seed(5)
+    assert [group.tolist() for group in fixed_rows(97, 40)] == [group.tolist() for group in groups]
+    assert len(groups) == 16
+    assert len(set(torch.cat(groups).tolist())) == 40
+    assert [group.tolist() for group in fixed_rows(5, 9)] == [[0, 1, 2, 3, 4]]
+    assert [len(group) for group in fixed_rows(97, 3)] == [1, 1, 1]
+
+
 def test_neurons_are_transformed_along_b_one_by_one():
     layers = [noise(3 * 7, 2, 4), noise(3 * 7, 5, seed=1)]
     expected = []
@@ -183,14 +254,17 @@ def all_pairs(p=11, width=2, operation=torch.add):
     return TensorLoader((inputs, operation(pairs[:, 0], pairs[:, 1]) % p), 16, fixed_order(torch.arange(p * p)))
 
 
-def reported(model, loader, point=HookPoint.SNAPSHOT, *, config=None, **options):
+def reported(model, loader, point=HookPoint.SNAPSHOT, *, config=None, reference=None, **options):
     """Return what the hook reports at one point of a run that has not taken a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     task = TrainingTask(model, optimizer, loader, mean_loss, length=1, config=config)
     sink = RecordingSink()
     state = TrainingState(model, optimizer, RandomStreams(7))
-    manager = HookManager([Fourier(top_k=2, **options)], task, state, sinks=[sink], audit=True)
-    manager.start(run_info(task, manager, "epoch"))
+    hooks = [Fourier(top_k=2, **options)]
+    manager = HookManager(
+        hooks, task, state, sinks=[sink], audit=True, required=["fourier"], reference_weights=reference
+    )
+    manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
     manager.fire(point)
     manager.end("completed")
     return {name.removeprefix("fourier/"): value for emitted in sink.emitted for name, value in emitted[0].items()}
@@ -212,6 +286,62 @@ def test_the_hook_reports_the_losses_of_the_models_logits_on_all_pairs(piece, mo
     with torch.no_grad():
         expected = measure(grid(11), model(grid(11)), 11, [2, 5], grid(11))
     assert {name: metrics[name] for name in LOSSES} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("cached", [10**9, 1])
+@pytest.mark.parametrize("options", [{"rows": 5}, {}])
+def test_of_too_many_pairs_fixed_rows_are_measured_with_bias_and_error(options, cached, monkeypatch):
+    monkeypatch.setattr(fourier, "ALL_PAIRS", 10 * 11)
+    monkeypatch.setattr(fourier, "GROUPS", 8)
+    monkeypatch.setattr(fourier, "LOGITS_AT_ONCE", cached)
+    model, groups = Circles().double(), fixed_rows(11, options.get("rows", 10))
+    metrics = reported(model, all_pairs(), **options)
+    with torch.no_grad():
+        expected = on_groups(model(grid(11)), 11, groups, [2, 5], grid(11))
+    assert {f"{name}_error" for name in LOSSES} < set(expected)
+    assert metrics["loss_rows"] == sum(map(len, groups))
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_all_pairs_have_neither_bias_nor_error_and_one_row_says_what_it_would_need():
+    names = set(reported(Circles(), all_pairs()))
+    assert not [name for name in names if name.endswith(("_bias", "_error"))]
+    with pytest.warns(RunNotice, match=r"fourier\.rows is 1: .* need at least 2 rows"):
+        assert set(reported(Circles(), all_pairs(), rows=1)) == names
+
+
+@pytest.mark.parametrize("given", ["a list", "reference"])
+def test_the_frequencies_of_the_losses_can_be_fixed(given):
+    model, final = Circles().double(), Circles(frequencies=(3, 1))
+    weights = {name: value.detach() for name, value in final.named_parameters()}
+    option = [3, 1] if given == "a list" else "reference"
+    metrics = reported(model, all_pairs(), reference=weights, frequencies=option)
+    with torch.no_grad():
+        expected = measure(grid(11), model(grid(11)), 11, [3, 1], grid(11))
+    assert {name: metrics[name] for name in LOSSES} == pytest.approx(expected)
+    assert sorted(metrics["loss_frequencies"]) == [1, 3]
+    assert sorted(reported(model, all_pairs())["loss_frequencies"]) == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("reference", "there is no reference solution.*--reference PATH"),
+        ([2, 6], "names 6; 11 rows have .* 1 to 5"),
+        ([0, 1.5], "names 0, 1.5;"),
+    ],
+)
+def test_frequencies_that_there_are_not_are_refused_before_the_run(option, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        reported(Circles(), all_pairs(), frequencies=option)
+
+
+@pytest.mark.parametrize("option", ["later", [], [2, 2]])
+def test_frequencies_that_are_no_set_are_refused_at_construction(option):
+    with pytest.raises(
+        UsageError, match=r"fourier\.frequencies is .*; it must be now, reference or a list of different"
+    ):
+        Fourier(frequencies=option)
 
 
 @pytest.mark.parametrize(

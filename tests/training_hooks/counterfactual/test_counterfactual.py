@@ -1,17 +1,24 @@
 import math
-from itertools import count
+from collections.abc import Callable
+from itertools import combinations, count
 
 import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
-from loopscope.errors import UsageError
+from loopscope.errors import RunNotice, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, copied, seed_everything
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.counterfactual import Counterfactual
-from loopscope.training_hooks.counterfactual.counterfactual import inner_products, ordering_split, solution_alignment
+from loopscope.training_hooks.counterfactual.counterfactual import (
+    inner_products,
+    ordering_split,
+    solution_alignment,
+    split_errors,
+)
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,12 +31,25 @@ def split_of(vectors: Tensor) -> dict[str, Tensor]:
 
 
 def outside(one: Tensor, mean: Tensor) -> Tensor:
-    return 1 - torch.cosine_similarity(one, mean, dim=0) ** 2
+    return 1 - torch.cosine_similarity(one, mean, dim=0).clamp(min=0) ** 2
 
 
+def null_of(shuffles: Tensor) -> Tensor:
+    return split_of(torch.cat([shuffles[:1], shuffles]))["null_fraction"]
+
+
+def excess_of(one: Tensor, shuffles: Tensor) -> Tensor:
+    """The excess from its definition, by vectors."""
+    others = [torch.cat([shuffles[:i], shuffles[i + 1 :]]).mean(dim=0) for i in range(len(shuffles))]
+    matched = torch.stack([outside(one, other) for other in others]).mean()
+    return matched - torch.stack([outside(c, other) for c, other in zip(shuffles, others, strict=True)]).mean()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("k", [2, 3, 5])
-def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k):
+def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k, sign):
     vectors = torch.randn(k + 1, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) + 0.5
+    vectors[0] *= sign
     g, shuffles, found = vectors[0], vectors[1:], split_of(vectors)
     mean = shuffles.mean(dim=0)
     content = (g @ mean) / (mean @ mean) * mean
@@ -38,7 +58,7 @@ def test_the_split_is_the_projection_onto_the_mean_of_the_shuffles(k):
     null = torch.stack([outside(c, other) for c, other in zip(shuffles, others, strict=True)]).mean()
     pairs = [torch.cosine_similarity(shuffles[i], shuffles[j], dim=0) for i in range(k) for j in range(i)]
     expected = {
-        "ordering_fraction": (g - content).norm() ** 2 / g.norm() ** 2,
+        "ordering_fraction": outside(g, mean),
         "ordering_fraction_matched": matched,
         "null_fraction": null,
         "excess": matched - null,
@@ -76,9 +96,19 @@ def test_the_alignment_is_that_of_the_parts_with_the_way_to_the_solution(k, sign
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_an_epoch_against_its_content_is_all_ordering_and_the_coherence_keeps_its_sign():
+    generator = torch.Generator().manual_seed(0)
+    shuffles = torch.randn(4, 50, generator=generator, dtype=torch.float64) * 0.1 + 1
+    found = split_of(torch.cat([-shuffles.mean(dim=0, keepdim=True), shuffles]))
+    assert found["ordering_fraction"] == found["ordering_fraction_matched"] == 1
+    assert found["excess"] == 1 - found["null_fraction"]
+    assert found["content_cosine"].item() == pytest.approx(-1)
+    assert found["observed_coherence"] < -0.9
+
+
 def test_every_metric_is_described_and_none_else():
     gram = torch.eye(5)
-    names = {*ordering_split(gram[:-1, :-1]), *solution_alignment(gram)}
+    names = {*ordering_split(gram[:-1, :-1]), *split_errors(gram[:-1, :-1]), *solution_alignment(gram)}
     assert names == {info.name for info in Counterfactual().describe_metrics()}
 
 
@@ -164,6 +194,94 @@ def test_a_planted_effect_of_the_order_gives_the_excess_of_the_formula():
     assert deviation(found) > 30
 
 
+def jackknife(of: Callable[[Tensor], Tensor], shuffles: Tensor) -> Tensor:
+    """Return the squared standard error of ``of(shuffles)``, one shuffle left out at a time."""
+    left = torch.stack([of(torch.cat([shuffles[:i], shuffles[i + 1 :]])) for i in range(len(shuffles))])
+    return (left - left.mean()).square().sum() * (len(shuffles) - 1) / len(shuffles)
+
+
+def chance_of(g: Tensor, shuffles: Tensor) -> Tensor:
+    """Return the variance of 1 − cos²(g, m) by the chance in g, by derivatives along differences of shuffles."""
+    found = []
+    for i, j in combinations(range(len(shuffles)), 2):
+        mean = torch.stack([c for k, c in enumerate(shuffles) if k not in (i, j)]).mean(dim=0)
+        step = (shuffles[i] - shuffles[j]) / math.sqrt(2)
+        found.append((outside(g + 1e-6 * step, mean) - outside(g - 1e-6 * step, mean)) / 2e-6)
+    return torch.stack(found).square().mean()
+
+
+@pytest.mark.parametrize("k", [3, 4, 6])
+@pytest.mark.parametrize("effect", [0.0, 3.0, 12.0])
+def test_the_errors_are_those_of_their_definitions_by_vectors(k, effect):
+    vectors = torch.randn(k + 1, 20, generator=torch.Generator().manual_seed(k), dtype=torch.float64) * 0.4 + 0.5
+    vectors[0, :10] += effect
+    g, shuffles, found = vectors[0], vectors[1:], split_errors(vectors @ vectors.T)
+    excess = excess_of(g, shuffles)
+    of_excess = jackknife(lambda some: excess_of(g, some), shuffles)
+    placebos = [excess_of(shuffles[i], torch.cat([shuffles[:i], shuffles[i + 1 :]])) for i in range(k)]
+    chance = torch.maximum(of_excess, torch.stack(placebos).square().mean() * (1 - 1 / k**2))
+    quantile = stats.t.ppf(0.975, k - 1)
+    if excess.abs() > quantile * chance.sqrt():
+        chance = torch.maximum(chance, of_excess + chance_of(g, shuffles))
+    expected = {
+        "ordering_fraction_error": jackknife(lambda some: outside(g, some.mean(dim=0)), shuffles).sqrt(),
+        "null_fraction_error": jackknife(null_of, shuffles).sqrt(),
+        "excess_error": chance.sqrt(),
+        "excess_half_width": quantile * chance.sqrt(),
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def covered(k: int, size: int, noise: float, effect: float, trials: int) -> tuple[float, float]:
+    """Return how often the 95 % interval covers the expectation, and the mean square error stated by that seen."""
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(trials, k + 1, size, generator=generator, dtype=torch.float64) * math.sqrt(noise / size)
+    vectors[:, :, 0] += 1
+    vectors[:, 0, 1] += math.sqrt(effect)
+    grams = vectors @ vectors.transpose(1, 2)
+    found = torch.stack([ordering_split(gram)["excess"] for gram in grams])
+    errors = [split_errors(gram) for gram in grams]
+    widths, error = (torch.stack([each[name] for each in errors]) for name in ("excess_half_width", "excess_error"))
+    truth = found.mean() if effect else 0.0
+    share = ((found - truth).abs() <= widths).double().mean().item()
+    return share, (error.square().mean() / found.var()).item()
+
+
+@pytest.mark.parametrize(("k", "noise", "effect"), [(5, 1.0, 0.0), (3, 10.0, 0.0), (5, 0.1, 0.5)])
+def test_the_interval_of_the_excess_covers_what_is_expected(k, noise, effect):
+    share, ratio = covered(k, 30, noise, effect, trials=300)
+    assert share >= 0.93
+    assert 0.8 <= ratio <= 1.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [3, 5])
+@pytest.mark.parametrize("noise", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("effect", [0.0, 0.5])
+def test_the_interval_of_the_excess_is_conservative(k, noise, effect):
+    share, ratio = covered(k, 30, noise, effect, trials=2000)
+    assert share >= 0.94
+    assert 0.75 <= ratio <= 2
+
+
+def test_two_shuffles_give_no_error_and_a_notice_that_says_what_it_would_need():
+    assert split_errors(torch.eye(3)) == {}
+    with pytest.warns(RunNotice, match=r"counterfactual\.k is 2: .* need at least 3 shuffles .*counterfactual\.k=3"):
+        run = train(Case("tied", "sgd_momentum"), [Counterfactual(k=2)])
+    names = {name for name, *_ in run.sink.rows("counterfactual/")}
+    assert "counterfactual/excess" in names
+    assert not any(name.endswith(("_error", "_half_width")) for name in names)
+
+
+@pytest.mark.parametrize("noise_energy", [1.0, 10.0])
+def test_clamping_both_sides_leaves_the_excess_unbiased_in_few_dimensions(noise_energy):
+    found = simulate(3, size=2, noise_energy=noise_energy, order_energy=0.0, trials=600)
+    assert (found["content_cosine"] < 0).double().mean() > 0.02
+    assert abs(deviation(found["excess"])) < 3
+
+
 def excesses(order: str, *, batch_size: int = 8, epochs: int = 50) -> Tensor:
     """Train a noisy classifier for some epochs and return the excess of each."""
     seed_everything(1)
@@ -176,7 +294,7 @@ def excesses(order: str, *, batch_size: int = 8, epochs: int = 50) -> Tensor:
     task = TrainingTask(model, optimizer, loader, mean_loss, length=epochs)
     sink, state = RecordingSink(), TrainingState(model, optimizer, RandomStreams(3))
     epoch_loop(task, HookManager([Counterfactual()], task, state, sinks=[sink]))
-    return torch.tensor([row[3] for row in sink.rows("counterfactual/excess")], dtype=torch.float64)
+    return torch.tensor([row[3] for row in sink.rows() if row[0] == "counterfactual/excess"], dtype=torch.float64)
 
 
 def test_training_in_random_order_has_no_excess_on_average_but_sorted_order_has():
@@ -225,7 +343,9 @@ def test_it_fires_after_each_of_the_first_fifty_epochs_and_then_at_snapshots_eve
         evaluate=lambda model: {"epoch": float(next(stops))},
         should_stop=lambda evaluation: evaluation["epoch"] == 57,
     )
-    fired = [(point, step // STEPS_PER_EPOCH - 1) for _, point, step, _ in run.sink.rows("counterfactual/excess")]
+    fired = [
+        (point, step // STEPS_PER_EPOCH - 1) for _, point, step, _ in run.sink.rows("counterfactual/observed_norm")
+    ]
     expected = [(HookPoint.POST_EPOCH, epoch) for epoch in range(50)]
     expected += [(HookPoint.SNAPSHOT, epoch) for epoch in (54, 57)]
     assert sorted(fired) == sorted(expected)
@@ -235,7 +355,7 @@ def test_it_leaves_the_run_as_it_is_and_stays_out_of_the_step_loop():
     case = Case("batchnorm_mlp", "adamw_fused")
     run = train(case, [Counterfactual()], steps=6)
     assert_same_bytes(run, case, 6)
-    assert len(run.sink.rows("counterfactual/excess")) == 2
+    assert len(run.sink.rows("counterfactual/observed_norm")) == len(run.sink.rows("counterfactual/excess_error")) == 2
     assert train(Case("tied", loop="step"), [Counterfactual()]).sink.rows("counterfactual") == []
 
 

@@ -1,5 +1,5 @@
 import pytest
-from loopscope.training_hooks.counterfactual.counterfactual_validator import central_probability, critical_value
+from loopscope.training_hooks.measures.student_t import central_probability, critical_value
 from scipy import stats
 
 
