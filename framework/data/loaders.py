@@ -345,19 +345,20 @@ class TorchLoader(Loader):
         """
         source = self._dataloader
         batches: Any = source.batch_sampler
+        dataset: Any = source.dataset
         if not self._skips:
-            raise UsageError(f"A DataLoader of {type(source.dataset).__name__} streams rows, which cannot be drawn.")
+            raise UsageError(f"A DataLoader of {type(dataset).__name__} streams rows, which cannot be drawn.")
         if type(batches) in (BatchSampler, type(None)):
             sampler: Any = source.sampler if batches is None else batches.sampler
-            if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(source.dataset):
-                visited: Any = range(len(source.dataset))
+            if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset):
+                visited: Any = range(len(dataset))
             else:  # row by row, since what drop_last leaves out depends on the order
-                visited = sorted(set(self._indices(DataLoader(source.dataset, batch_size=None, sampler=sampler))))
+                visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler))))
             size = source.batch_size if batches is None else batches.batch_size
         else:
             every = list(self._indices(source))
             visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
-        return self._in_random_order(Subset(source.dataset, visited), size, seed)
+        return self._in_random_order(Subset(dataset, visited), size, seed)
 
     def _indices(self, dataloader: "DataLoader[Any]") -> Iterator[Any]:
         """Yield the indices of each batch of epoch 0, single ones where there is no batching."""

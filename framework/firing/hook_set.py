@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnsuitableError, UsageError, shortened
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -125,16 +125,23 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: HookError | None = None
     """The first error of the step that is under way, which is finished before the run ends."""
+    proven: set[str] = field(default_factory=set)
+    """The hooks that have come through a SNAPSHOT."""
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
     """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        if isinstance(error, UnsuitableError) and hook.name not in self.required:
-            self.left_out[hook.name] = str(error)
-            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
-            return
         told = explained(error)
+        first = where == HookPoint.SNAPSHOT.name and hook.name not in self.proven
+        unsuited = isinstance(error, UnsuitableError) or (first and not isinstance(error, UndeclaredCommitError))
+        if unsuited and hook.name not in self.required:
+            raised = (
+                f"Hook {hook.name!r} raised at its first SNAPSHOT: {type(told).__name__}: {shortened(str(told), 180)}"
+            )
+            self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else raised
+            warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
+            return
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
         self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
         if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
@@ -229,7 +236,7 @@ class HookSet:
         if self._abandoned:
             return None
         try:
-            return isolated()
+            result = isolated()
         except StateMutationError:
             self.abandon()
             raise
@@ -238,6 +245,9 @@ class HookSet:
         except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
             self._failed(hook, where, step, error)
             return None
+        if where == HookPoint.SNAPSHOT.name:
+            self.failures.proven.add(hook.name)
+        return result
 
     def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Ask a hook for what is no part of its work: isolated like a call, but neither profiled nor offloaded."""

@@ -38,7 +38,7 @@ def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
         return math.inf
     if adam:
         beta = float(group.options["betas"][0])
-        return (1 - beta**steps) * (2 + 2 * beta) / ((1 - beta) * group.lr)
+        return (1 - math.pow(beta, steps)) * (2 + 2 * beta) / ((1 - beta) * group.lr)
     momentum, dampening = float(group.options["momentum"]), float(group.options["dampening"])
     if momentum == 0:
         return 2 / group.lr - group.weight_decay
