@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,8 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
         given = [name in batch for name in arguments]
         named = [*arguments][: len(given) - given[::-1].index(True)] if entry in arguments else []
         values = [batch[name] if name in batch else arguments[name].default for name in named]
-        return tuple(values) if values and inspect.Parameter.empty not in values else model_inputs(batch[entry])
+        complete = values and all(value is not inspect.Parameter.empty for value in values)
+        return tuple(values) if complete else model_inputs(batch[entry])
     if not isinstance(batch, (tuple, list)) or not len(batch):
         raise UnsuitableError(
             "Hook 'attention' needs batches that are tensors, tuples, lists or mappings, not "
@@ -61,18 +63,21 @@ def arguments_of(model: nn.Module) -> dict[str, inspect.Parameter]:
     return {name: each for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
 
 
-def pieces_of(batches: Iterable[tuple[int, Any]], rows: int) -> Iterator[Any]:
-    """Yield inputs of ``rows`` samples in all, :data:`PIECE` at most at a time; each batch comes with its samples."""
-    for count, inputs in batches:
-        for first in range(0, min(count, rows), PIECE):
-            part = slice(first, min(first + PIECE, rows))
-            cut = lambda tensor, part=part, count=count: (
-                tensor[part] if tensor.ndim and len(tensor) == count else tensor
-            )
-            yield tree_map_only(Tensor, cut, inputs)
-        rows -= count
-        if rows <= 0:
+def pieces_of(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """Yield the inputs in ``batches`` of ``most`` samples in all, :data:`PIECE` of them at most at a time."""
+    for inputs in batches:
+        count = rows(inputs)
+        for first in range(0, min(count, most), PIECE):
+            part = slice(first, min(first + PIECE, most))
+            yield tree_map_only(Tensor, partial(_cut, part=part, count=count), inputs)
+        most -= count
+        if most <= 0:
             return
+
+
+def _cut(tensor: Tensor, part: slice, count: int) -> Tensor:
+    """Take a part of the samples, unless the tensor has none."""
+    return tensor[part] if tensor.ndim and len(tensor) == count else tensor
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
@@ -127,8 +132,8 @@ ROWS = """
         samples only raise a maximum: compare it at equal rows.
     entropy_error/<parameter> | √(K/(K−1)·Σ(sₖ − mean·cₖ)²)/Σc over K samples, s and c a sample's sum and number of rows
         (Cochran 1977, section 6.4) | [0, ∞) nats
-        | The standard error of entropy over samples, s/√K for equally long ones: of 100 such draws 95 lie within two of
-        it from what all data would give. It falls as 1/√rows. Left out below two samples.
+        | The standard error of entropy over samples, s/√K for equally long ones: of 100 draws of 64 samples 95 lie
+        within two of it from what all data would give. It falls as 1/√rows. Left out below two samples.
     normalised_entropy_error/<parameter> | the same of normalised_entropy | [0, ∞) | Its standard error over samples.
     mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
     mean_entropy_error | √(K/(K−1)·Σ(mean over all heads of (sₖ − mean·cₖ)/Σc)²) | [0, ∞) nats
@@ -174,7 +179,7 @@ class Attention(TrainingHook):
     float32 or wider. The circuits W_QᵀW_K (which pairs of residuals a head scores) and W_O W_V (what it moves) at
     SNAPSHOT, from QR decompositions (Elhage et al. 2021).
 
-    Finds layers that are ``nn.MultiheadAttention``, or modules with ``nn.Linear`` submodules, or the ``Conv1D`` of
+    Assumes layers that are ``nn.MultiheadAttention``, or modules with ``nn.Linear`` submodules, or the ``Conv1D`` of
     Hugging Face, for queries, keys, values and output under usual names (``q_proj``, ``query``, ``wq``, fused ``qkv``,
     ``c_attn``, ``query_key_value``, ... and ``out_proj``, ``o_proj``, ``dense``, ...; otherwise ``projections`` names
     them): GPT-2, GPT-NeoX, BERT, Llama and their kin, with as many heads of keys as of queries or fewer. The rows of a
@@ -240,7 +245,7 @@ class Attention(TrainingHook):
         # A function of the loader's data alone, so it is kept without being part of the hook's state.
         arguments, device = arguments_of(model), next(model.parameters()).device
         drawn = drawn_loader(self.name, loader).batches(0)
-        batches = ((rows(batch), model_inputs(batch, self._entry, arguments)) for batch in drawn)
+        batches = (model_inputs(batch, self._entry, arguments) for batch in drawn)
         move = lambda tensor: tensor.to(device)
         self._inputs = [tree_map_only(Tensor, move, piece) for piece in pieces_of(batches, self._rows)]
 

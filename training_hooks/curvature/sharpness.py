@@ -141,7 +141,8 @@ class Sharpness(InterventionHook):
     The largest eigenvalue of few rows is too high, and scatters: ``sharpness_bias_by_rows`` and
     ``sharpness_spread_by_rows`` tell by how much, from parts of the rows. The preconditioned one, measured on the same
     rows, is not taken apart so. Time grows with ``batches``, and the groups of 1, 2, 4, ... of them cost
-    ``iterations`` products with all rows for each size: with 8 batches the spectra take 107 products in place of 59.
+    ``iterations`` products with all rows for each size: with 4 batches and Adam 90 products are made in place of 58,
+    with 8 batches 106 of twice the rows.
 
     With Adam and AdamW the same is measured for P^(−1/2)·H·P^(−1/2), P = √v̂ + ε, on which their stability depends.
 
@@ -186,7 +187,7 @@ class Sharpness(InterventionHook):
     def __init__(
         self,
         *,
-        batches: int = 8,
+        batches: int = 4,
         critical_passes: int = 14,
         density_points: int = 32,
         density_probes: int = 2,

@@ -284,6 +284,7 @@ def test_entries_that_the_model_takes_by_name_come_with_its_input():
         ({"ids": torch.ones(2), "labels": torch.ones(2)}, "no entry 'input_ids' in a batch of ids, labels; name the"),
         ("text", "mappings, not str"),
         ((), "mappings, not tuple"),
+        ({"input_ids": [1, 2]}, "mappings, not int"),
     ],
 )
 def test_batches_in_which_no_input_can_be_found_are_refused(batch, sentence):
@@ -292,7 +293,7 @@ def test_batches_in_which_no_input_can_be_found_are_refused(batch, sentence):
 
 
 def test_inputs_are_cut_into_pieces_of_rows():
-    batches = [(20, (torch.arange(20), torch.ones(3))), (20, (torch.arange(20, 40), torch.ones(3)))]
+    batches = [(torch.arange(20), torch.ones(3), None), (torch.arange(20, 40), torch.ones(3), None)]
     pieces = list(pieces_of(batches, 37))
     assert [piece[0].tolist() for piece in pieces] == [[*range(16)], [*range(16, 20)], [*range(20, 36)], [36]]
     assert all(len(piece[1]) == 3 for piece in pieces)
