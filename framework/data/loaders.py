@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -49,6 +50,14 @@ class Loader(ABC):
     @abstractmethod
     def shuffled(self, seed: int) -> "Loader":
         """Return a loader of the same data in an order drawn from ``seed``."""
+
+    def drawn(self, seed: int) -> "Loader":
+        """Return a loader of the same data in an order that ``seed`` alone decides, whatever this loader's order is.
+
+        What is measured on its first batches compares between orders. Raises :class:`LoopscopeError` where the rows of
+        this order cannot be told from those of another.
+        """
+        return self.shuffled(seed)
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """Return the random generators that this loader owns."""
@@ -86,6 +95,10 @@ class LentLoader(Loader):
     def shuffled(self, seed: int) -> Loader:
         """Return the same data in another order, as copies too."""
         return lent(self._loader.shuffled(seed))
+
+    def drawn(self, seed: int) -> Loader:
+        """Return the same data in the order of ``seed`` alone, as copies too."""
+        return lent(self._loader.drawn(seed))
 
     def generators(self) -> tuple[torch.Generator, ...]:
         """Return the random generators of the loader."""
@@ -341,12 +354,45 @@ class TorchLoader(Loader):
         ):
             kinds = " and ".join(type(part).__name__ for part in (sampler, batches) if part is not None)
             raise UsageError(f"A DataLoader with {kinds} cannot be reshuffled; only an order of the whole dataset can.")
+        return self._in_random_order(dataset, source.batch_size if batches is None else batches.batch_size, seed)
+
+    def drawn(self, seed: int) -> "TorchLoader":
+        """Return a loader of the rows that epoch 0 visits, reshuffled every epoch from (seed, epoch).
+
+        Samplers that visit the same rows of one dataset, in whatever order, draw the same batches. Raises
+        :class:`UsageError` for a stream, whose rows have no numbers.
+        """
+        source = self._dataloader
+        batches: Any = source.batch_sampler
+        dataset: Any = source.dataset
+        if not self._skips:
+            raise UsageError(f"A DataLoader of {type(dataset).__name__} streams rows, which cannot be drawn.")
+        if type(batches) in (BatchSampler, type(None)):
+            sampler: Any = source.sampler if batches is None else batches.sampler
+            if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == len(dataset):
+                visited: Any = range(len(dataset))
+            else:  # row by row, since what drop_last leaves out depends on the order
+                visited = sorted(set(self._indices(DataLoader(dataset, batch_size=None, sampler=sampler))))
+            size = source.batch_size if batches is None else batches.batch_size
+        else:
+            every = list(self._indices(source))
+            visited, size = sorted(set(chain.from_iterable(every))), max(map(len, every))
+        return self._in_random_order(Subset(dataset, visited), size, seed)
+
+    def _indices(self, dataloader: "DataLoader[Any]") -> Iterator[Any]:
+        """Yield the indices of each batch of epoch 0, single ones where there is no batching."""
+        draw = lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", 0, block))
+        return indices_of_epoch(dataloader, self._streams, 0, 0, draw)
+
+    def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":
+        source = self._dataloader
+        batches: Any = source.batch_sampler
         again: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=source.batch_size if batches is None else batches.batch_size,
+            batch_size=batch_size,
             shuffle=True,
             collate_fn=source.collate_fn,
-            drop_last=source.drop_last if batches is None else batches.drop_last,
+            drop_last=batches.drop_last if type(batches) is BatchSampler else source.drop_last,
             worker_init_fn=source.worker_init_fn,
             **{name: getattr(source, name) for name in PROCESS_OPTIONS},
         )

@@ -13,10 +13,12 @@ from ..errors import (
     UnsuitableError,
     UsageError,
     passed_through_users_code,
+    shortened,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
 from ..state import explained
 
+SNAPSHOT = HookPoint.SNAPSHOT.name
 BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
 """Where a :class:`UsageError` of a hook refuses the run."""
 
@@ -31,6 +33,8 @@ class HookFailures:
     left_out: dict[str, str] = field(default_factory=dict)
     pending: HookError | None = None
     """The first error of the step that is under way, which is finished before the run ends."""
+    proven: set[str] = field(default_factory=set)
+    """The hooks that have come through a SNAPSHOT."""
     reloaded: Mapping[str, int] = field(default_factory=dict)
     """The hooks that took their state back from a checkpoint, by name, and the last step of the first epoch after."""
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
@@ -38,11 +42,16 @@ class HookFailures:
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        if isinstance(error, UnsuitableError) and hook.name not in self.required:
-            self.left_out[hook.name] = str(error)
-            warnings.warn(f"Left out: {error}", RunNotice, stacklevel=3)
-            return
         told = explained(error)
+        first = where == SNAPSHOT and hook.name not in self.proven
+        unsuited = isinstance(error, UnsuitableError) or (first and not isinstance(error, UndeclaredCommitError))
+        if unsuited and hook.name not in self.required:
+            raised = (
+                f"Hook {hook.name!r} raised at its first SNAPSHOT: {type(told).__name__}: {shortened(str(told), 180)}"
+            )
+            self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else raised
+            warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
+            return
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
         self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
         if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):

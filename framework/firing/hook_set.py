@@ -25,7 +25,7 @@ from ..hooks import (
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler
-from .failures import HookFailures
+from .failures import SNAPSHOT, HookFailures
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ class HookSet:
         if self._abandoned:
             return None
         try:
-            return isolated()
+            result = isolated()
         except StateMutationError:
             self.abandon()
             raise
@@ -183,6 +183,9 @@ class HookSet:
         except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
             self._failed(hook, where, step, error)
             return None
+        if where == SNAPSHOT:
+            self.failures.proven.add(hook.name)
+        return result
 
     def _gated(self, hook: TrainingHook, where: str, function: Callable[[], Result]) -> Result | None:
         """Ask a hook for what is no part of its work: isolated like a call, but neither profiled nor offloaded."""

@@ -13,7 +13,9 @@ def no_gradients(batch: Any) -> dict[str, Tensor]:
 
 def epoch_end(model: nn.Module, **fields: Any) -> RunDataContext:
     services = ObserverServices(
-        forward=lambda inputs, capture, train: ForwardResult(model(inputs), {}),
+        forward=lambda inputs, capture, train: ForwardResult(
+            model(*inputs) if isinstance(inputs, tuple) else model(inputs), {}
+        ),
         batch_gradients=no_gradients,
         evaluate=lambda weights: {},
         optimizer_groups=tuple,

@@ -1,46 +1,92 @@
 """Attention heads: how sharply each one looks on fixed samples, and the structure of its circuits."""
 
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.data import Loader, lent
-from loopscope.errors import LoopscopeError, UnsuitableError, require, unknown
+from loopscope.data import Loader, lent, rows
+from loopscope.errors import RunNotice, UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..measures import effective_rank, leading_share
+from ..measures import drawn_loader, effective_rank, leading_share
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
-from .attention_scores import AttentionCall, reading
+from .attention_scores import AttentionCall, RowStatistics, reading, sampling_error
+
+PIECE = 16
+"""Samples in a forward pass: the logits of a language model take much memory."""
 
 
-def probe_inputs(batch: Any, rows: int, entry: str = "") -> Any:
-    """Return the model's inputs of the first ``rows`` samples of a batch.
+def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Parameter] = MappingProxyType({})) -> Any:
+    """Return the model's inputs of a batch: the one, or the tuple of them in their order.
 
     They are the batch itself if it is a tensor or an array, its first item if it is a tuple or list (several inputs if
-    that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass.
+    that is a tuple), its item or field ``entry`` if it is a mapping or a dataclass, by default ``input_ids``: with all
+    others that the model takes by name, an attention mask among them, if that is one of the ``arguments`` of its
+    forward method.
+
+    Raises:
+        UnsuitableError: nothing of this is there.
     """
     if isinstance(batch, (Tensor, np.ndarray)):
-        return torch.as_tensor(batch[:rows])
+        return torch.as_tensor(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
         batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
     if isinstance(batch, Mapping):
+        entry = entry or "input_ids"
         if entry not in batch:
-            raise unknown("attention.entry", entry, map(str, batch))
-        return probe_inputs(batch[entry], rows, entry)
+            raise UnsuitableError(
+                f"Hook 'attention' finds no entry {shortened(entry, 40)!r} in a batch of "
+                f"{shortened(listed([*batch]), 80)}; name the model's input with --hook-config attention.entry=NAME."
+            )
+        given = [name in batch for name in arguments]
+        named = [*arguments][: len(given) - given[::-1].index(True)] if entry in arguments else []
+        values = [batch[name] if name in batch else arguments[name].default for name in named]
+        complete = values and all(value is not inspect.Parameter.empty for value in values)
+        return tuple(map(_tensor, values)) if complete else model_inputs(batch[entry], entry)
     if not isinstance(batch, (tuple, list)) or not len(batch):
-        raise LoopscopeError(
+        raise UnsuitableError(
             "Hook 'attention' needs batches that are tensors, arrays, tuples, lists, mappings or dataclasses, not "
-            f"{type(batch).__name__}."
+            f"{shortened(type(batch).__name__, 40)}."
         )
     first = batch[0]
     several = isinstance(first, (tuple, list))
-    return tuple(probe_inputs(item, rows, entry) for item in first) if several else probe_inputs(first, rows, entry)
+    return tuple(model_inputs(each, entry) for each in first) if several else model_inputs(first, entry, arguments)
+
+
+def _tensor(value: Any) -> Any:
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def arguments_of(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a model's forward method takes in order, by name."""
+    parameters = inspect.signature(model.forward).parameters
+    return {name: each for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+
+
+def pieces_of(batches: Iterable[Any], most: int) -> Iterator[Any]:
+    """Yield the inputs in ``batches`` of ``most`` samples in all, :data:`PIECE` of them at most at a time."""
+    for inputs in batches:
+        count = rows(inputs)
+        for first in range(0, min(count, most), PIECE):
+            part = slice(first, min(first + PIECE, most))
+            yield tree_map_only(Tensor, partial(_cut, part=part, count=count), inputs)
+        most -= count
+        if most <= 0:
+            return
+
+
+def _cut(tensor: Tensor, part: slice, count: int) -> Tensor:
+    """Take a part of the samples, unless the tensor has none."""
+    return tensor[part] if tensor.ndim and len(tensor) == count else tensor
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
@@ -91,8 +137,17 @@ ROWS = """
         | The same, comparable between lengths and under a causal mask. NaN: no row has a choice.
     max_logit/<parameter> | max over samples, queries and visible keys of the score before the softmax, scale and biases
         included | (−∞, ∞)
-        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023).
+        | Growth without end saturates the softmax, and in low precision breaks training (Dehghani et al. 2023). More
+        samples only raise a maximum: compare it at equal rows.
+    entropy_error/<parameter> | √(K/(K−1)·Σ(sₖ − mean·cₖ)²)/Σc over K samples, s and c a sample's sum and number of rows
+        (Cochran 1977, section 6.4) | [0, ∞) nats
+        | The standard error of entropy over samples, s/√K for equally long ones: of 100 draws of 64 samples 95 lie
+        within two of it from what all data would give. It falls as 1/√rows. Left out below two samples.
+    normalised_entropy_error/<parameter> | the same of normalised_entropy | [0, ∞) | Its standard error over samples.
     mean_entropy | mean over all heads of entropy | [0, ∞) nats | Sharpness of the whole model.
+    mean_entropy_error | √(K/(K−1)·Σ(mean over all heads of (sₖ − mean·cₖ)/Σc)²) | [0, ∞) nats
+        | Its standard error over samples; left out also where layers see different numbers of samples.
+    rows | samples in the forward passes | [1, ∞) | The number of samples that all of these are from.
     mean_normalised_entropy | mean over all heads, NaNs left out, of normalised_entropy | [0, 1]
         | 1: no head has learnt where to look.
     largest_logit | max over all heads of max_logit | (−∞, ∞) | The one number to watch.
@@ -125,31 +180,36 @@ COPYING = """
 class Attention(TrainingHook):
     """Measure each attention head: entropy and largest score of its rows, and the structure of its circuits.
 
-    Entropy and scores after every ``every``-th epoch and at SNAPSHOT, from a forward pass in eval mode over the first
-    samples of the first batch of epoch 0, the same ones in every fire; read from the calls that the layers make of
-    ``nn.MultiheadAttention``, ``scaled_dot_product_attention`` or a softmax over (batch, heads, queries, keys), masks
-    included, and recomputed in float32 or wider. The circuits W_QᵀW_K (which pairs of residuals a head scores) and
-    W_O W_V (what it moves) at SNAPSHOT, from QR decompositions (Elhage et al. 2021).
+    Entropy and scores after every ``every``-th epoch and at SNAPSHOT, from forward passes in eval mode over samples
+    drawn by a fixed seed: the same in every fire, and in every run on the same data, whatever its order, so that at
+    equal weights all orders have equal numbers (a loader that cannot draw them, of a stream, gives its first, with a
+    notice). They are read from the calls that the layers make of ``nn.MultiheadAttention``,
+    ``scaled_dot_product_attention`` or a softmax over (batch, heads, queries, keys), masks included, and recomputed in
+    float32 or wider. The circuits W_QᵀW_K (which pairs of residuals a head scores) and W_O W_V (what it moves) at
+    SNAPSHOT, from QR decompositions (Elhage et al. 2021).
 
-    Assumes layers that are ``nn.MultiheadAttention``, or modules with ``nn.Linear`` submodules for queries, keys,
-    values and output under usual names (``q_proj``, ``query``, ``wq``, fused ``qkv``, ``c_attn``, ... and ``out_proj``,
-    ``o_proj``, ``out``, ``proj``, ...; otherwise ``projections`` names them); rows of a fused projection that are all
-    queries, all keys, all values, each head after head; batches that start with the model's input. The circuits leave
-    out biases, the gain of norms, rotary and other positions. What a layer computes otherwise (flex attention, nested
-    tensors) is not seen: it is left out with one warning.
+    Assumes layers that are ``nn.MultiheadAttention``, or modules with ``nn.Linear`` submodules, or the ``Conv1D`` of
+    Hugging Face, for queries, keys, values and output under usual names (``q_proj``, ``query``, ``wq``, fused ``qkv``,
+    ``c_attn``, ``query_key_value``, ... and ``out_proj``, ``o_proj``, ``dense``, ...; otherwise ``projections`` names
+    them): GPT-2, GPT-NeoX, BERT, Llama and their kin, with as many heads of keys as of queries or fewer. The rows of a
+    fused projection are all queries, all keys, all values, or those of one head of keys after the other, whichever the
+    values that the layer mixes confirm; where none can be seen, the name decides. Batches start with the model's input,
+    or are mappings. The circuits leave out biases, the gain of norms, rotary and other positions. What a layer computes
+    otherwise (flex attention, nested tensors) is not seen: it is left out with one warning.
 
     Args:
-        rows: samples in the forward pass, at most.
+        rows: samples in the forward passes, at most, 16 at a time; errors need at least 2.
         every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
-        entry: the entry or field of a batch that is the model's input, where batches are mappings or dataclasses.
+        entry: the entry or field of a batch that is the model's input, if it is a mapping or dataclass; empty: ``input_ids``.
         spectrum: how many singular values of each circuit to report.
     """
 
     name = "attention"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     _layers = Remembered(dict[str, AttentionLayer], saved=False)
-    _inputs = Remembered[Any](lambda: None, saved=False)
+    _inputs = Remembered(list[Any], saved=False)
+    _outputs = Remembered[Mapping[str, Tensor]](dict, saved=False)
     _calls = Remembered[Mapping[str, AttentionCall]](dict, saved=False)
     _read_at = Remembered[int | None](lambda: None, saved=False)
     _missed = Remembered(set[str], saved=False)
@@ -158,7 +218,7 @@ class Attention(TrainingHook):
     )
 
     def __init__(
-        self, *, rows: int = 16, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
+        self, *, rows: int = 64, every: int = 2, projections: str = "", entry: str = "", spectrum: int = 4
     ) -> None:
         for option, value in (("rows", rows), ("every", every), ("spectrum", spectrum)):
             require(value >= 1, f"attention.{option} is {value}; it must be at least 1.")
@@ -169,12 +229,13 @@ class Attention(TrainingHook):
         self._spectrum = spectrum
 
     def start(self, run: RunInfo) -> None:
-        """Find layers and inputs; raises :class:`UnsuitableError` if there are none."""
+        """Find the layers and draw the samples; raises :class:`UnsuitableError` where either cannot be."""
         self._layers = find_attention(run.model, self._projections)
-        try:
-            self._inputs = self._probe(lent(run.task.loader))
-        except LoopscopeError as error:
-            raise UnsuitableError(str(error)) from error
+        self._draw(run.model, lent(run.task.loader))
+        if self._rows < 2:
+            warnings.warn(
+                "attention/entropy has no error: that needs attention.rows of at least 2.", RunNotice, stacklevel=2
+            )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""
@@ -189,24 +250,37 @@ class Attention(TrainingHook):
             metrics |= self._circuits()
         return metrics
 
-    def _read(self, ctx: RunDataContext) -> None:
-        # A function of the loader alone, so it is kept without being part of the hook's state.
-        if self._inputs is None:
-            self._inputs = self._probe(ctx.loader)
-        device = next(ctx.model.parameters()).device
-        self._inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), self._inputs)
-        with reading({name: layer.module for name, layer in self._layers.items()}) as reader:
-            ctx.forward(self._inputs)
-        self._calls, self._read_at = reader.calls, ctx.step
-        self._miss({name for name in self._layers if name not in reader.calls}, "make no call of attention")
+    def _draw(self, model: nn.Module, loader: Loader) -> None:
+        # A function of the loader's data alone, so it is kept without being part of the hook's state.
+        arguments, device = arguments_of(model), next(model.parameters()).device
+        drawn = drawn_loader(self.name, loader).batches(0)
+        batches = (model_inputs(batch, self._entry, arguments) for batch in drawn)
+        move = lambda tensor: tensor.to(device)
+        self._inputs = [tree_map_only(Tensor, move, piece) for piece in pieces_of(batches, self._rows)]
 
-    def _probe(self, loader: Loader) -> Any:
-        return probe_inputs(next(iter(loader.batches(0))), self._rows, self._entry)
+    def _read(self, ctx: RunDataContext) -> None:
+        if not self._inputs:
+            self._draw(ctx.model, ctx.loader)
+        modules = {name: layer.module for name, layer in self._layers.items()}
+        fused = {name: layer.fused for name, layer in self._layers.items() if layer.fused is not None}
+        passes = []
+        for inputs in self._inputs:
+            with reading(modules, fused) as reader:
+                ctx.forward(inputs)
+            passes.append(reader)
+        self._outputs = passes[0].outputs
+        self._calls = {
+            name: replace(call, statistics=RowStatistics.joined([each.calls[name].statistics for each in passes]))
+            for name, call in passes[0].calls.items()
+            if all(name in each.calls for each in passes)
+        }
+        self._read_at = ctx.step
+        self._miss({name for name in self._layers if name not in self._calls}, "make no call of attention")
 
     def _circuits(self) -> dict[str, Any]:
         weights: dict[str, HeadWeights] = {}
         for name, call in self._calls.items():
-            split = self._layers[name].weights(call.heads)
+            split = self._layers[name].weights(call.heads, self._outputs.get(name), call.value)
             if split is not None and call.head_dim in (None, split.query.shape[1]):
                 weights[name] = split
         self._miss({name for name in self._calls if name not in weights}, "have projections unlike their heads")
@@ -234,12 +308,26 @@ def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:
         metrics |= _by_head("entropy", layer, call.statistics.entropy)
         metrics |= _by_head("normalised_entropy", layer, call.statistics.normalised_entropy)
         metrics |= _by_head("max_logit", layer, call.statistics.largest)
+        metrics |= _errors(layer, call.statistics)
     if calls:
         found = [call.statistics for call in calls.values()]
+        samples = {len(each.maxima) for each in found}
+        metrics["rows"] = max(samples)
+        if len(samples) == 1 and min(samples) > 1:
+            influence = [each.influence() for each in found]
+            every = torch.cat([each.to(influence[0].device) for each in influence], dim=1)
+            metrics["mean_entropy_error"] = sampling_error(every.mean(dim=1))
         metrics["mean_entropy"] = _joined([each.entropy for each in found]).mean()
         metrics["mean_normalised_entropy"] = _joined([each.normalised_entropy for each in found]).nanmean()
         metrics["largest_logit"] = _joined([each.largest for each in found]).max()
     return metrics
+
+
+def _errors(layer: str, statistics: RowStatistics) -> dict[str, Any]:
+    if len(statistics.maxima) < 2:
+        return {}
+    entropy, share = (sampling_error(statistics.influence(normalised=normalised)) for normalised in (False, True))
+    return _by_head("entropy_error", layer, entropy) | _by_head("normalised_entropy_error", layer, share)
 
 
 def _circuit_metrics(weights: Mapping[str, HeadWeights], count: int) -> dict[str, Any]:

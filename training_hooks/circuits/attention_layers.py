@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
-from loopscope.errors import UnsuitableError, UsageError
+import torch
+from loopscope.errors import UnsuitableError, UsageError, shortened
 from loopscope.state import whole
 from torch import Tensor, nn
 
-FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn")
-"""Names of a projection whose rows are all queries, then all keys, then all values."""
+FUSED = ("qkv", "qkv_proj", "to_qkv", "wqkv", "w_qkv", "c_attn", "query_key_value")
+"""Names of a projection to queries, keys and values at once."""
+GROUPED = ("query_key_value",)
+"""Those whose rows are, for each head of keys, its queries' heads, its keys, its values (GPT-NeoX, BLOOM, Falcon).
+
+The rows of the others are all queries, then all keys, then all values."""
+PAIRED = (("q_attn", "c_attn"), ("q_proj", "kv_proj"), ("to_q", "to_kv"), ("wq", "wkv"), ("q", "kv"))
+"""Names of a projection to queries, and one to all keys, then all values."""
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -16,8 +23,42 @@ SEPARATE = (
     ("w_q", "w_k", "w_v"),
     ("to_q", "to_k", "to_v"),
     ("q_lin", "k_lin", "v_lin"),
+    ("self.query", "self.key", "self.value"),
+    ("self.query_proj", "self.key_proj", "self.value_proj"),
+    ("attention.query", "attention.key", "attention.value"),
 )
-OUTPUT = ("out_proj", "o_proj", "out", "proj", "c_proj", "o", "wo", "w_o", "to_out", "to_out.0", "out_lin", "dense")
+OUTPUT = (
+    "out_proj", "o_proj", "out", "proj", "c_proj", "o", "wo", "w_o", "to_out", "to_out.0", "out_lin", "dense",
+    "output.dense",
+)  # fmt: skip
+
+
+def matrix(projection: nn.Module) -> Tensor:
+    """Return the weight of a linear layer, (out, in), whole; ``Conv1D`` of Hugging Face holds its transpose."""
+    weight = whole(projection.get_parameter("weight"))
+    return weight if isinstance(projection, nn.Linear) else weight.T
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Tell whether a module is linear: an ``nn.Linear``, or a ``Conv1D`` of Hugging Face, known by its name."""
+    return isinstance(module, nn.Linear) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+def fused_rows(total: int, queries: int, heads: int, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return which of the ``total`` rows of a fused projection are queries, keys and values, head after head.
+
+    ``None`` if they do not divide into ``heads`` of ``queries`` rows in all, and fewer or equally many of keys.
+    """
+    head_dim, others = queries // heads, (total - queries) // 2
+    if head_dim * heads != queries or queries + 2 * others != total or others < head_dim or others % head_dim:
+        return None
+    shared, rows = others // head_dim, torch.arange(total)
+    if heads % shared:
+        return None
+    if not grouped:
+        return rows[:queries], rows[queries : queries + others], rows[queries + others :]
+    parts = rows.view(shared, -1, head_dim)
+    return parts[:, :-2].flatten(), parts[:, -2].flatten(), parts[:, -1].flatten()
 
 
 @dataclass(frozen=True)
@@ -36,48 +77,79 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One module that attends: an ``nn.MultiheadAttention``, or one with projections that are ``nn.Linear``."""
+    """One module that attends: an ``nn.MultiheadAttention``, or one with linear projections."""
 
     module: nn.Module
-    projections: tuple[nn.Linear, ...] = ()
-    """Queries, keys, values and output, or all three fused and output; empty for ``nn.MultiheadAttention``."""
+    projections: tuple[nn.Module, ...] = ()
+    """Queries, keys, values and output, or some of the three fused, and output; none for ``nn.MultiheadAttention``."""
+    grouped: bool = False
+    """Whether the name of a fused projection stands for rows by heads of keys."""
 
-    def weights(self, heads: int) -> HeadWeights | None:
-        """Return the weights by head, or ``None`` if their rows do not divide into so many heads."""
-        query, key, value, output = self._matrices()
-        head_dim = len(query) // heads
-        if head_dim * heads != len(query) or len(key) % head_dim or heads % (len(key) // head_dim):
+    @property
+    def fused(self) -> nn.Module | None:
+        """The projection to queries, keys and values at once."""
+        return self.projections[0] if len(self.projections) == 2 else None
+
+    def weights(self, heads: int, output: Tensor | None = None, value: Tensor | None = None) -> HeadWeights | None:
+        """Return the weights by head, or ``None`` if their rows do not divide into so many heads.
+
+        Args:
+            heads: how many there are.
+            output: what a fused projection made of a sample, shape (tokens, rows).
+            value: the values of that sample, shape (heads, tokens, value_dim). If both are given, the rows of a fused
+                projection are taken in the order which these values confirm, whatever its name; ``None`` if none does.
+        """
+        matrices = self._matrices(heads, output, value)
+        if matrices is None:
             return None
-        shared = heads // (len(key) // head_dim)
-        value_dim = output.shape[1] // heads
-        if value_dim * heads != output.shape[1] or len(value) * shared != output.shape[1]:
+        query, key, values, last = matrices
+        head_dim = len(query) // heads
+        if head_dim * heads != len(query) or len(key) % head_dim or heads % max(1, len(key) // head_dim):
+            return None
+        shared = heads // max(1, len(key) // head_dim)
+        value_dim = last.shape[1] // heads
+        if value_dim * heads != last.shape[1] or len(values) * shared != last.shape[1]:
             return None
         return HeadWeights(
             query.reshape(heads, head_dim, -1),
             key.reshape(-1, head_dim, key.shape[1]).repeat_interleave(shared, dim=0),
-            value.reshape(-1, value_dim, value.shape[1]).repeat_interleave(shared, dim=0),
-            output.reshape(-1, heads, value_dim).transpose(0, 1),
+            values.reshape(-1, value_dim, values.shape[1]).repeat_interleave(shared, dim=0),
+            last.reshape(-1, heads, value_dim).transpose(0, 1),
         )
 
-    def _matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _matrices(
+        self, heads: int, output: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return the matrices of queries, keys, values and output, each (out, in), whole."""
         if isinstance(self.module, nn.MultiheadAttention):
             module = self.module
-            output = whole(module.out_proj.weight)
+            last = whole(module.out_proj.weight)
             if module.in_proj_weight is None:
-                query, key, value = map(whole, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
-                return query, key, value, output
-            return *_three(whole(module.in_proj_weight), output), output
-        *inputs, last = (whole(projection.weight) for projection in self.projections)
-        query, key, value = inputs if len(inputs) == 3 else _three(inputs[0], last)
-        return query, key, value, last
+                query, key, values = map(whole, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
+            else:
+                query, key, values = whole(module.in_proj_weight).chunk(3)
+            return query, key, values, last
+        *inputs, last = map(matrix, self.projections)
+        if len(inputs) == 2:
+            key, values = inputs[1].chunk(2)
+            return inputs[0], key, values, last
+        if len(inputs) == 3:
+            return inputs[0], inputs[1], inputs[2], last
+        for grouped in (self.grouped, not self.grouped):
+            rows = fused_rows(len(inputs[0]), last.shape[1], heads, grouped=grouped)
+            if rows is not None and (output is None or value is None or _made_of(value, output[:, rows[2]])):
+                query, key, values = (inputs[0][part.to(last.device)] for part in rows)
+                return query, key, values, last
+        return None
 
 
-def _three(fused: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split fused rows; with fewer heads for keys and values than for queries, the output tells how many are which."""
-    queries = output.shape[1]
-    others = (len(fused) - queries) // 2
-    return fused[:queries], fused[queries : queries + others], fused[queries + others :]
+def _made_of(value: Tensor, columns: Tensor) -> bool:
+    """Tell whether values by head, (heads, tokens, value_dim), are these columns, (tokens, heads · value_dim)."""
+    heads = columns.shape[1] // value.shape[-1]
+    if heads * value.shape[-1] != columns.shape[1] or len(value) % max(1, heads) or value.shape[1] != len(columns):
+        return False
+    by_head = columns.view(len(columns), heads, -1).transpose(0, 1).repeat_interleave(len(value) // heads, dim=0)
+    return torch.allclose(by_head.to(value.dtype), value)
 
 
 def find_attention(model: nn.Module, projections: str = "") -> dict[str, AttentionLayer]:
@@ -97,16 +169,14 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             layers[name] = AttentionLayer(module)
-        elif found := _projections_of(module, choices):
-            layers[name] = AttentionLayer(module, found)
+        elif found := _layer_of(module, choices):
+            layers[name] = found
     if layers:
         return layers
-    kinds = ", ".join(f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name)
-    sought = projections or "one of " + ", ".join("/".join(names) for names in (*SEPARATE, FUSED))
     raise UnsuitableError(
-        "Hook 'attention' needs an nn.MultiheadAttention, or a module with nn.Linear submodules for queries, keys, "
-        f"values and output ({sought}); the model has {kinds or type(model).__name__}. Name the submodules with "
-        "--hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
+        f"Hook 'attention' finds nothing that it knows in {shortened(type(model).__name__, 40)}: no "
+        "nn.MultiheadAttention, and no linear layers named like q_proj, k_proj, v_proj, o_proj or qkv, proj; name them "
+        "with --hook-config attention.projections=QUERY,KEY,VALUE,OUTPUT (or FUSED,OUTPUT)."
     )
 
 
@@ -120,15 +190,14 @@ def _named(projections: str) -> tuple[str, ...]:
     return names
 
 
-def _projections_of(module: nn.Module, choices: list[tuple[str, ...]]) -> tuple[nn.Linear, ...]:
-    """Return the projections of a module whose submodules have one of the choices of names, or of the known names."""
-    linear = {
-        name.lower(): part for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, nn.Linear)
-    }
+def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLayer | None:
+    """Return a module as a layer if its submodules have one of the choices of names, or of the known names."""
+    parts = module.named_modules(remove_duplicate=False)
+    linear = {name.lower(): part for name, part in parts if is_projection(part)}
     if not choices:
-        inputs = [names for names in (*SEPARATE, *((name,) for name in FUSED)) if linear.keys() >= set(names)]
+        inputs = [names for names in (*SEPARATE, *PAIRED, *((name,) for name in FUSED)) if linear.keys() >= set(names)]
         choices = [(*names, output) for names in inputs for output in OUTPUT if output in linear]
     for names in choices:
         if linear.keys() >= set(names):
-            return tuple(linear[name] for name in names)
-    return ()
+            return AttentionLayer(module, tuple(linear[name] for name in names), names[0] in GROUPED)
+    return None

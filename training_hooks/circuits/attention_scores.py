@@ -2,10 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, starmap
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +23,60 @@ BLOCK_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What the rows of a softmax look like, for each head; shape (heads,), float32 or wider."""
+    """What the rows of a softmax look like, for each head; float32 or wider."""
 
-    entropy: Tensor
-    """Mean over the rows of −Σ p ln p, in nats."""
-    normalised_entropy: Tensor
-    """Mean of the same over ln(visible keys), over the rows that see two keys or more; NaN if there is none."""
-    largest: Tensor
-    """The largest score of a visible key."""
+    sums: Tensor
+    """Sums over each sample's rows, shape (4, samples, heads): of −Σ p ln p, of rows that see a key, of −Σ p ln p over
+    ln(visible keys), of rows that see two keys or more."""
+    maxima: Tensor
+    """The largest score of a visible key of each sample, shape (samples, heads); −∞ if there is none."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["RowStatistics"]) -> "RowStatistics":
+        """Join the samples of several forward passes."""
+        return cls(torch.cat([part.sums for part in parts], dim=1), torch.cat([part.maxima for part in parts]))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Mean over the rows of −Σ p ln p, in nats, shape (heads,)."""
+        return _ratio(*self.sums[:2])
+
+    @property
+    def normalised_entropy(self) -> Tensor:
+        """Mean of the same over ln(visible keys), over the rows that see two keys or more; NaN if there is none."""
+        return _ratio(*self.sums[2:])
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest score of a visible key, shape (heads,)."""
+        largest = self.maxima.amax(dim=0)
+        return largest.masked_fill(self.sums[1].sum(dim=0) == 0, torch.nan)
+
+    def influence(self, *, normalised: bool = False) -> Tensor:
+        """Return by how much each sample moves the mean of its head to first order, shape (samples, heads).
+
+        (sₖ − mean·cₖ)/Σc, s and c the sample's sum and count of rows.
+        """
+        values, counts = self.sums[2:] if normalised else self.sums[:2]
+        return torch.div(values - _ratio(values, counts) * counts, counts.sum(dim=0))
+
+
+def _ratio(values: Tensor, counts: Tensor) -> Tensor:
+    ratio: Tensor = values.sum(dim=0) / counts.sum(dim=0)
+    return ratio
+
+
+def sampling_error(influence: Tensor) -> Tensor:
+    """Return the standard error of a ratio of sums over K ≥ 2 samples, √(K/(K−1)·Σ influence²) (Cochran 1977, 6.4).
+
+    The samples are the first dimension; for equally many rows a sample it is s/√K of the samples' means.
+    """
+    count = len(influence)
+    return torch.sqrt(influence.square().sum(dim=0) * (count / (count - 1)))
 
 
 def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
-    """Reduce scores, in blocks of shape (batch, heads, queries, keys), by head; rows that see no key are left out."""
+    """Sum up scores, in blocks of shape (batch, heads, queries, keys); rows that see no key are left out."""
     sums, maxima = [], []
     for scores in blocks:
         hidden = scores <= HIDDEN
@@ -42,11 +85,9 @@ def row_statistics(blocks: Iterator[Tensor]) -> RowStatistics:
         entropy = torch.special.entr(visible.softmax(dim=-1)).sum(dim=-1).where(keys > 0, 0)
         share = (entropy / keys.to(entropy.dtype).log()).where(keys > 1, 0)
         parts = [entropy, (keys > 0).to(entropy.dtype), share, (keys > 1).to(entropy.dtype)]
-        sums.append(torch.stack([part.sum(dim=(0, 2)) for part in parts]))
-        maxima.append(visible.amax(dim=(0, 2, 3)))
-    entropy, rows, share, choices = torch.stack(sums).sum(dim=0)
-    largest = torch.stack(maxima).amax(dim=0)
-    return RowStatistics(entropy / rows, share / choices, largest.masked_fill(rows == 0, torch.nan))
+        sums.append(torch.stack([part.sum(dim=2) for part in parts]))
+        maxima.append(visible.amax(dim=(2, 3)))
+    return RowStatistics(torch.cat(sums, dim=1), torch.cat(maxima))
 
 
 def score_blocks(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Iterator[Tensor]:
@@ -89,6 +130,8 @@ class AttentionCall:
     head_dim: int | None
     """``None`` where only the scores are seen."""
     statistics: RowStatistics
+    value: Tensor | None = None
+    """The values of the first sample, shape (heads, keys, value_dim) or fewer heads that are shared, where seen."""
 
 
 def read_scaled_dot_product(
@@ -111,7 +154,7 @@ def read_scaled_dot_product(
         bias = additive(hidden, hides=True)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     statistics = row_statistics(score_blocks(query, key, bias, scale))
-    return AttentionCall(query.shape[1], query.shape[-1], statistics)
+    return AttentionCall(query.shape[1], query.shape[-1], statistics, value[0].clone())
 
 
 def read_softmax(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> AttentionCall | None:
@@ -176,6 +219,8 @@ READERS: dict[Callable[..., Any], Callable[..., AttentionCall | None]] = {
     torch.softmax: read_softmax,
     Tensor.softmax: read_softmax,
 }
+PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+"""What mixes the values where attention is written out."""
 
 
 class AttentionReader(TorchFunctionMode):
@@ -190,7 +235,10 @@ class AttentionReader(TorchFunctionMode):
         super().__init__()
         self.calls: dict[str, AttentionCall] = {}
         """By name of the module."""
+        self.outputs: dict[str, Tensor] = {}
+        """Of the fused projections, by name of the module: what they made of the first sample."""
         self._inside: list[str] = []
+        self._scores: dict[str, torch.Size] = {}
 
     def listen(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         """Take what functions compute for calls of a module while it runs; yield the handles that end this."""
@@ -202,6 +250,15 @@ class AttentionReader(TorchFunctionMode):
         yield module.register_forward_pre_hook(lambda module, inputs: self._inside.append(name))
         yield module.register_forward_hook(leave, always_call=True)
 
+    def keep(self, name: str, fused: nn.Module) -> RemovableHandle:
+        """Keep what a fused projection of a module makes; return the handle that ends this."""
+
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.ndim == 3:
+                self.outputs[name] = output[0].clone()
+
+        return fused.register_forward_hook(keep)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -211,16 +268,32 @@ class AttentionReader(TorchFunctionMode):
             known = self.calls.get(self._inside[-1])
             if call is not None and (known is None or call.head_dim is not None or known.head_dim is None):
                 self.calls[self._inside[-1]] = call
+                self._scores[self._inside[-1]] = args[0].shape if args else torch.Size()
+        elif self._inside and func in PRODUCTS and self._inside[-1] in self.calls:
+            self._mixed(self._inside[-1], *args[:2])
         return func(*args, **(kwargs or {}))
+
+    def _mixed(self, name: str, weights: Any = None, values: Any = None) -> None:
+        """Take the values that the weights of a softmax are multiplied with."""
+        seen = isinstance(weights, Tensor) and isinstance(values, Tensor) and values.ndim == 4
+        if seen and weights.shape == self._scores[name] and self.calls[name].head_dim is None:
+            self.calls[name] = replace(self.calls[name], value=values[0].clone())
 
 
 @contextmanager
-def reading(modules: Mapping[str, nn.Module]) -> Iterator[AttentionReader]:
-    """Read the attention of modules, by the names for their calls, in the body, in which nothing runs compiled."""
+def reading(
+    modules: Mapping[str, nn.Module], fused: Mapping[str, nn.Module] = MappingProxyType({})
+) -> Iterator[AttentionReader]:
+    """Read the attention of modules, by the names for their calls, in the body, in which nothing runs compiled.
+
+    Of modules with a ``fused`` projection, what that makes is kept too.
+    """
     reader = AttentionReader()
     with ExitStack() as undoing:
         if "torch._dynamo" in sys.modules:  # compiled code passes by the functions and hooks of Python
             undoing.enter_context(torch.compiler.set_stance("force_eager"))
         for handle in chain.from_iterable(starmap(reader.listen, modules.items())):
+            undoing.callback(handle.remove)
+        for handle in starmap(reader.keep, fused.items()):
             undoing.callback(handle.remove)
         yield undoing.enter_context(reader)

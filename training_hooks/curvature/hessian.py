@@ -13,7 +13,7 @@ from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold
+from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold, steps_taken
 
 
 def curvature_along(direction: Vector, product: Vector) -> Tensor:
@@ -124,10 +124,11 @@ CURVATURE_AND_OWN_STEP = """
     preconditioned_curvature | ΔθᵀH_BΔθ / ΔθᵀPΔθ, P = √v̂ + ε of Adam after the step on A | (−∞, ∞)
         | The Rayleigh quotient of P^(−1/2)·H_B·P^(−1/2) along P^(1/2)Δθ: never above its largest eigenvalue.
     stability_ratio | SGD: update_curvature/(2/η), with momentum μ and dampening τ update_curvature/((2+2μ)/((1−τ)η)),
-        with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)); Adam and AdamW:
-        preconditioned_curvature/((2+2β₁)/((1−β₁)η)) | (−∞, ∞)
+        with Nesterov momentum update_curvature/((2+2μ)/((1+2μ)η)), weight decay λ subtracted from each of these
+        thresholds; Adam and AdamW: preconditioned_curvature/((1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)), t the steps taken, that on A
+        included | (−∞, ∞)
         | Above 1: on a quadratic loss with this curvature, training would diverge along the update. Left out for other
-        optimizers and for parameter groups with different settings.
+        optimizers, for parameter groups with different settings, and where weight decay alone diverges.
     coherence | cos(E, E′), E′ that of the step before | [−1, 1]
         | Positive: consecutive steps push the next gradient the same way, so the effect of the order adds up.
     burst_coherence | ‖ΣE‖₂ / Σ‖E‖₂ over the burst so far, from its second entanglement on | [0, 1]
@@ -164,15 +165,16 @@ class Hessian(InterventionHook):
     compares the three; POST_STEP holds each update against its own batch. Everything is that of the training loss in
     the model's present modes (dropout with one fixed mask for all gradients of a point, BatchNorm on the batch).
 
-    Curvature along the update is also held against what the optimizer bears: 2/η for SGD (more with momentum); for Adam
-    and AdamW it is taken in the metric of P = √v̂ + ε, and against (2+2β₁)/((1−β₁)η), η the learning rate of the step.
+    Curvature along the update is also held against what the optimizer bears: 2/η for SGD (more with momentum), less its
+    weight decay, which adds to the Hessian; for Adam and AdamW it is taken in the metric of P = √v̂ + ε, and against
+    (1−β₁ᵗ)·(2+2β₁)/((1−β₁)η), η the learning rate of step t (Cohen et al.'s P holds the factor 1−β₁ᵗ).
     With a reference solution θ_ref (``--reference``), updates, entanglement and gradients are held against θ_ref − θ.
 
     Fires in bursts. A hook call compares with the step before, so the first step of a burst has no entanglement, and
     its second no coherence. A burst keeps three vectors as long as the parameters and frees them at its end.
 
     Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
-    quadratic loss, full batches, and for Adam a constant P.
+    quadratic loss, full batches, and for Adam a constant P; Adam's weight decay is left out of them.
 
     Args:
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
@@ -235,7 +237,8 @@ class Hessian(InterventionHook):
         if run_ctx.hook_point is HookPoint.PRE_STEP:
             groups = run_ctx.optimizer_groups
             rates = {name: group.lr for group in groups for name in group.names}
-            threshold = stability_threshold(self._optimizer_class, groups)
+            steps = steps_taken(model_ctx.optimizer_state) + 1  # with the step that departs here
+            threshold = stability_threshold(self._optimizer_class, groups, steps)
             now = Departure(run_ctx.step, copied(trainable(run_ctx.model)), rates, threshold)
             previous, self._departure = self._departure, now
             if previous is None or previous.step != run_ctx.step - 1 or not run_ctx.prev_step_grads:

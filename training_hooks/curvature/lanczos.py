@@ -100,6 +100,17 @@ def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
     return samples.mean(), samples.std(correction=1) / math.sqrt(samples.numel())
 
 
+def jackknife_error(estimate: Callable[[Sequence[Tridiagonal]], Tensor], runs: Sequence[Tridiagonal]) -> Tensor:
+    """Return the standard errors of an estimate from K ≥ 2 runs, in its shape: √((K−1)/K·Σ(e₋ᵢ − ē)²).
+
+    e₋ᵢ is the estimate without run i, ē the mean of these (Efron and Stein 1981). For a mean over runs it is s/√K.
+    """
+    count = len(runs)
+    each = torch.stack([estimate([*runs[:index], *runs[index + 1 :]]) for index in range(count)])
+    error: Tensor = (each.var(dim=0, correction=0) * (count - 1)).sqrt()
+    return error
+
+
 @dataclass(frozen=True)
 class Density:
     """A spectral density as point masses: ``nodes`` and ``weights``, shapes (points,), the weights adding up to 1."""
@@ -125,16 +136,18 @@ class Density:
         """Return the share of tr(A²) that belongs to negative eigenvalues."""
         return (self.weights * self.nodes.clamp(max=0).square()).sum() / self.moment(2)
 
-    def smoothed(self, points: int) -> tuple[Tensor, Tensor]:
-        """Return an even grid over the nodes and the density there, shapes (points,), each mass spread by a Gaussian.
-
-        Its standard deviation is the grid's spacing, and the grid goes on for three of them on either side. NaN if
-        all nodes are equal.
-        """
+    def grid(self, points: int) -> Tensor:
+        """Return an even grid over the nodes and three steps beyond on either side, shape (points,)."""
         lowest, highest = self.nodes.min(), self.nodes.max()
-        spacing = (highest - lowest) / (points - 7)
         steps = torch.arange(points, device=self.nodes.device, dtype=self.nodes.dtype) - 3
-        grid = lowest + spacing * steps
+        return lowest + (highest - lowest) / (points - 7) * steps
+
+    def smoothed(self, grid: Tensor) -> Tensor:
+        """Return the density on an even grid, in its shape, each mass spread by a Gaussian of one step.
+
+        NaN if all nodes of the grid are equal.
+        """
+        spacing = grid[1] - grid[0]
         distances = (grid[:, None] - self.nodes) / spacing
         kernel = torch.exp(-distances.square() / 2) / (math.sqrt(2 * math.pi) * spacing)
-        return grid, kernel @ self.weights
+        return kernel @ self.weights

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import islice
 
 import torch
-from loopscope.data import Batch, Loader, rows
+from loopscope.data import Batch, rows
 from loopscope.hooks import ModelDataContext, OptimizerGroup
 from loopscope.state import Vector, axpy, copied, dot, minus, overwrite, trainable
 from loopscope.training import Method
@@ -21,12 +20,12 @@ Rise = Callable[[Tensor], Tensor]
 """How much the loss rises over a step of that multiple of a direction; zero-dimensional tensors."""
 
 
-def spread_batches(loader: Loader, count: int) -> list[Batch]:
-    """Return ``count`` batches, all if there are fewer, spread evenly over the order of epoch 0, the first included."""
-    total = len(loader)
-    chosen = [index * total // count for index in range(count)] if count < total else list(range(total))
-    batches = islice(loader.batches(0), chosen[-1] + 1)
-    return [batch for index, batch in enumerate(batches) if index in chosen]
+@dataclass(frozen=True)
+class Part:
+    """The Hessian of the mean loss over one batch of so many ``rows``."""
+
+    rows: int
+    times: Callable[[Vector], Vector]
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,21 @@ class MeasuredLoss:
         """Return the gradient, flat."""
         return self._mean(lambda batch: self.space.flat(self.model_ctx.compute_batch_gradients(batch)))
 
-    def hessian(self, method: Method = "exact", epsilon: float = 1e-2) -> Product:
-        """Return the product of the Hessian with flat vectors; an exact one keeps the graphs of all batches."""
-        operators = [
-            (rows(batch), self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon))
+    def hessians(self, method: Method = "exact", epsilon: float = 1e-2) -> list[Part]:
+        """Return the Hessian of each batch; exact ones keep the graphs of all batches."""
+        return [
+            Part(rows(batch), self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon))
             for batch in self.batches
         ]
-        everything = sum(count for count, _ in operators)
+
+    def product(self, parts: Sequence[Part]) -> Product:
+        """Return the product of the Hessian of the mean loss over the rows of ``parts`` with flat vectors."""
+        everything = sum(part.rows for part in parts)
 
         def product(flat: Tensor) -> Tensor:
             vector = self.space.vector(flat)
-            parts = (self.space.flat(times(vector)).mul_(count / everything) for count, times in operators)
-            return reduce(Tensor.add_, parts)
+            each = (self.space.flat(part.times(vector)).mul_(part.rows / everything) for part in parts)
+            return reduce(Tensor.add_, each)
 
         return product
 

@@ -11,32 +11,45 @@ from loopscope.state import fully_sharded_modules
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from ..measures import stacked
 
-def stability_threshold(optimizer_class: type[Optimizer], groups: Sequence[OptimizerGroup]) -> float | None:
+
+def stability_threshold(
+    optimizer_class: type[Optimizer], groups: Sequence[OptimizerGroup], steps: float = math.inf
+) -> float | None:
     """Return the curvature above which full-batch training on a quadratic loss diverges, or ``None`` if unknown.
 
     Gradient descent: 2/η. SGD with momentum μ and dampening τ: (2+2μ)/((1−τ)η), with Nesterov momentum
-    (2+2μ)/((1+2μ)η) (Cohen et al., arXiv 2103.00065). Adam, for the Hessian preconditioned by √v̂ + ε, which is taken as
-    constant: (2+2β₁)/((1−β₁)η), 38/η at β₁ = 0.9 (arXiv 2207.14484). Unknown for other optimizers, for parameter
-    groups that differ in these numbers, and at η = 0.
+    (2+2μ)/((1+2μ)η) (Cohen et al., arXiv 2103.00065); weight decay λ adds to the curvature, and is subtracted from each
+    of these. Adam, for the Hessian preconditioned by √v̂ + ε, which is taken as constant: (1−β₁ᵗ)·(2+2β₁)/((1−β₁)η)
+    after t ``steps``, in the end 38/η at β₁ = 0.9 (arXiv 2207.14484; their P holds the first factor). Adam's weight
+    decay is left out. Unknown for other optimizers, for parameter groups that differ in these numbers, at η = 0, and
+    where weight decay alone diverges.
     """
     known = issubclass(optimizer_class, (SGD, Adam))
-    thresholds = {_threshold_of(group, adam=issubclass(optimizer_class, Adam)) for group in groups} if known else set()
+    adam = issubclass(optimizer_class, Adam)
+    thresholds = {_threshold_of(group, steps, adam=adam) for group in groups} if known else set()
     found = thresholds.pop() if len(thresholds) == 1 else math.inf
-    return found if math.isfinite(found) else None
+    return found if 0 < found < math.inf else None
 
 
-def _threshold_of(group: OptimizerGroup, *, adam: bool) -> float:
+def _threshold_of(group: OptimizerGroup, steps: float, *, adam: bool) -> float:
     if group.lr == 0:
         return math.inf
     if adam:
         beta = float(group.options["betas"][0])
-        return (2 + 2 * beta) / ((1 - beta) * group.lr)
+        return (1 - math.pow(beta, steps)) * (2 + 2 * beta) / ((1 - beta) * group.lr)
     momentum, dampening = float(group.options["momentum"]), float(group.options["dampening"])
     if momentum == 0:
-        return 2 / group.lr
+        return 2 / group.lr - group.weight_decay
     passed_on = 1 + 2 * momentum if group.options["nesterov"] else 1 - dampening
-    return (2 + 2 * momentum) / (passed_on * group.lr)
+    return (2 + 2 * momentum) / (passed_on * group.lr) - group.weight_decay
+
+
+def steps_taken(states: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return t of Adam's bias correction: the steps of the parameter with the most, 0 before the first."""
+    counts = [torch.as_tensor(state["step"]) for state in states.values() if "step" in state]
+    return float(stacked(counts).max()) if counts else 0.0
 
 
 def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequence[OptimizerGroup]) -> dict[str, Tensor]:

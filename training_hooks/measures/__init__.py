@@ -1,6 +1,7 @@
 """Mathematics that several rooms of hooks share."""
 
 from .alerts import Alerts
+from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks, stacked
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
@@ -11,6 +12,6 @@ from .student_t import central_probability, critical_value
 
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "central_probability", "critical_value",
-    "effective_rank", "entropy_of_shares", "gini", "laid_out_like", "leading_share", "meshes_of", "over_ranks",
-    "participation_ratio", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "laid_out_like", "leading_share", "meshes_of",
+    "over_ranks", "participation_ratio", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

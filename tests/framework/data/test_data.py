@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, micro_batches, random_order, rows
+from loopscope.data import TensorLoader, TorchLoader, derived_seed, fixed_order, lent, micro_batches, random_order, rows
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.state import RandomStreams
 from torch.utils.data import (
@@ -217,6 +217,41 @@ def test_a_dataloader_can_be_reshuffled_with_its_batching_kept(drop_last, sizes)
     assert epochs[0] != epochs[1]
     if not drop_last:
         assert sorted(chain(*epochs[0])) == list(range(10))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_is_drawn_depends_on_the_rows_and_not_on_their_order(drop_last):
+    options = {"batch_size": 4, "drop_last": drop_last}
+    order = NUMBERS.flip(0).tolist()
+    batches = [order[:4], order[4:8], *([] if drop_last else [order[8:]])]
+    loaders = [
+        DataLoader(TensorDataset(NUMBERS), **options),
+        DataLoader(TensorDataset(NUMBERS), shuffle=True, **options),
+        DataLoader(TensorDataset(NUMBERS), sampler=order, **options),
+        DataLoader(TensorDataset(NUMBERS), sampler=SubsetRandomSampler(order), **options),
+    ]
+    if not drop_last:
+        loaders.append(DataLoader(TensorDataset(NUMBERS), batch_sampler=batches))
+    found = [column(TorchLoader(loader, seed).drawn(5).batches(0)) for seed, loader in enumerate(loaders)]
+    assert all(each == found[0] for each in found)
+    assert sorted(chain(*found[0])) != list(chain(*found[0]))
+    assert column(tensor_loader().drawn(5)) == column(tensor_loader(order=fixed_order(NUMBERS)).drawn(5))
+    assert column(lent(TorchLoader(loaders[2], 1)).drawn(5)) == found[0]
+
+
+def test_only_rows_that_the_sampler_visits_are_drawn():
+    loader = DataLoader(TensorDataset(NUMBERS), batch_size=2, sampler=SubsetRandomSampler([1, 4, 7]))
+    assert sorted(chain(*column(TorchLoader(loader, 3).drawn(5).batches(0)))) == [1, 4, 7]
+
+
+def test_rows_are_drawn_one_by_one_where_there_are_no_batches():
+    every = list(TorchLoader(DataLoader(NUMBERS, batch_size=None, sampler=[3, 1, 2]), 3).drawn(5).batches(0))
+    assert sorted(map(int, every)) == [1, 2, 3]
+
+
+def test_a_stream_cannot_be_drawn_from():
+    with pytest.raises(UsageError, match="A DataLoader of Endless streams rows, which cannot be drawn"):
+        TorchLoader(DataLoader(Endless(), batch_size=2), 3).drawn(1)
 
 
 class Endless(IterableDataset):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope import training_hooks
-from loopscope.errors import HookError, UsageError
-from loopscope.hooks import HookPoint, HookRegistry, TrainingHook, bulk_hooks
+from loopscope.errors import HookError, RunNotice, UsageError
+from loopscope.hooks import HookPoint, HookRegistry, MetricInfo, TrainingHook, bulk_hooks
 from loopscope.runs import check_device
 from loopscope.runs.session import build_run, chosen_strategies
 from loopscope.sinks import read_jsonl
@@ -101,6 +101,49 @@ def test_a_hook_of_a_group_that_does_not_suit_the_model_is_left_out_with_its_rea
     header = (tmp_path / "small" / "plain" / "plain.csv").read_text().splitlines()[0]
     assert "norms/" in header
     assert "fourier/" not in header
+
+
+class Fragile(TrainingHook):
+    """Raises at its n-th SNAPSHOT."""
+
+    name = "fragile"
+    hook_points = {HookPoint.SNAPSHOT}
+
+    def __init__(self, *, at: int = 1) -> None:
+        self.left = at
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        self.left -= 1
+        if not self.left:
+            raise ValueError("cannot read this model" + "!" * 500)
+        return {"left": float(self.left)}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        return [MetricInfo("left", "n", "n", "n")]
+
+
+@pytest.mark.filterwarnings("ignore:.*vanishing gradient")
+def test_a_hook_of_a_group_that_raises_at_its_first_snapshot_is_left_out_with_a_short_sentence(tmp_path: Path) -> None:
+    with registered(Fragile), pytest.warns(RunNotice, match="Left out: Hook 'fragile' raised at its first"):
+        (summary,) = session(tmp_path, strategies=["plain"], with_hooks="observers").run()
+    assert summary["status"] == "completed"
+    told = summary["hooks_left_out"]["fragile"]
+    assert told.startswith("Hook 'fragile' raised at its first SNAPSHOT: ValueError: cannot read this model!")
+    assert len(told) <= 300
+
+
+@pytest.mark.filterwarnings("ignore:.*vanishing gradient")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"hooks": ["fragile"]},
+        {"with_hooks": "observers", "hooks": ["fragile"]},
+        {"with_hooks": "observers", "hook_options": {"fragile": {"at": 2}}},
+    ],
+)
+def test_a_hook_that_was_named_or_had_worked_ends_the_run_when_it_raises(tmp_path: Path, chosen: dict) -> None:
+    with registered(Fragile), pytest.raises(HookError, match="'fragile' raised at SNAPSHOT"):
+        session(tmp_path, strategies=["plain"], **chosen).run()
 
 
 def test_a_hook_asked_for_by_name_that_does_not_suit_the_model_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,78 @@ class Grouped(nn.Module):
         return self.o_proj(joined(functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)))
 
 
+class Conv1D(nn.Module):
+    """A linear layer as Hugging Face's GPT-2 has it: its weight is (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / math.sqrt(inputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def mixed(query: Tensor, key: Tensor, value: Tensor, *, written_out: bool) -> Tensor:
+    """Attend, by a call of PyTorch's or by a softmax between two products."""
+    if not written_out:
+        return functional.scaled_dot_product_attention(query, key, value)
+    return torch.matmul((query @ key.mT / math.sqrt(query.shape[-1])).softmax(dim=-1), value)
+
+
+class LikeGPT2(nn.Module):
+    """One ``Conv1D`` to all queries, all keys, all values."""
+
+    def __init__(self, *, written_out: bool) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+        self.written_out = written_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (by_head(part, HEADS) for part in self.c_attn(x).split(WIDTH, dim=-1))
+        return self.c_proj(joined(mixed(*parts, written_out=self.written_out)))
+
+
+class ByHead(nn.Module):
+    """A fused projection whose rows are [heads of keys, queries each + 2, head_dim], under any name."""
+
+    def __init__(self, name: str = "query_key_value", *, shared: int = HEADS, written_out: bool = False) -> None:
+        super().__init__()
+        self.name, self.shared, self.written_out = name, shared, written_out
+        self.add_module(name, nn.Linear(WIDTH, WIDTH + 2 * shared * WIDTH // HEADS))
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.get_submodule(self.name)(x).view(*x.shape[:2], self.shared, -1, WIDTH // HEADS)
+        query = parts[..., :-2, :].flatten(2, 3).transpose(1, 2)
+        repeats = HEADS // self.shared
+        key, value = (parts[..., place, :].transpose(1, 2).repeat_interleave(repeats, dim=1) for place in (-2, -1))
+        return self.dense(joined(mixed(query, key, value, written_out=self.written_out)))
+
+
+class Inner(nn.Module):
+    """BERT's attention proper, whose output projection lies in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return joined(mixed(*(by_head(part(x), HEADS) for part in self.children()), written_out=True))
+
+
+class LikeBERT(nn.Module):
+    """Projections in ``self`` and in ``output``, with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self = Inner()
+        self.output = nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output["norm"](x + self.output["dense"](self.self(x)))
+
+
 class Around(nn.Module):
     """A module around a call of attention with arguments of its own."""
 

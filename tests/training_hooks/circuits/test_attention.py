@@ -1,23 +1,39 @@
 """The attention hook: the layers that it finds, its metrics against formed circuits, and what it refuses."""
 
-import re
+import math
 import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from loopscope.errors import LoopscopeError, UnsuitableError, UsageError
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.training_hooks.circuits import Attention
-from loopscope.training_hooks.circuits.attention import probe_inputs
+from loopscope.training_hooks.circuits.attention import arguments_of, model_inputs, pieces_of
 from loopscope.training_hooks.circuits.attention_layers import find_attention
-from loopscope.training_hooks.circuits.attention_scores import reading
+from loopscope.training_hooks.circuits.attention_scores import RowStatistics, reading, sampling_error
+from loopscope.training_hooks.measures import drawn_loader
 from torch import nn
 
-from tests.support import Case, SpyHook, build, data_for, train
+from tests.support import Case, SpyHook, data_for, train
 from tests.support.odd_batches import Fields, Views
-from tests.training_hooks.circuits.attention_models import HEADS, WIDTH, Fused, Grouped, WrittenOut, brute_rows
+from tests.training_hooks.circuits.attention_models import (
+    HEADS,
+    WIDTH,
+    ByHead,
+    Conv1D,
+    Fused,
+    Grouped,
+    LikeBERT,
+    LikeGPT2,
+    WrittenOut,
+    brute_rows,
+    by_head,
+    joined,
+    mixed,
+)
 from tests.training_hooks.epoch_end import epoch_end
 
 LAYER = "blocks.0.attention"
@@ -42,23 +58,23 @@ class Stub(nn.Module):
         return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
 
 
-class OneBatch:
-    def batches(self, epoch: int) -> list:
-        return [(torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(8)), torch.zeros(6))]
+def one_batch() -> TensorLoader:
+    samples = torch.randn(6, 5, WIDTH, generator=torch.Generator().manual_seed(8))
+    return TensorLoader((samples, torch.zeros(6)), 6, fixed_order(torch.arange(6)))
 
 
 @torch.no_grad()
 def measured(layer: nn.Module, **options) -> dict:
     context = epoch_end(Stub(layer).eval(), hook_point=HookPoint.SNAPSHOT)
-    return Attention(**options).compute(replace(context, loader=OneBatch()))
+    return Attention(**options).compute(replace(context, loader=one_batch()))
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_rows_are_those_of_the_first_samples_of_the_first_batch(loop):
+def test_rows_are_those_of_the_first_samples_that_are_drawn(loop):
     run = train(Case("transformer", loop=loop), [Attention(rows=5)], steps=6)
     metrics = emitted(run, HookPoint.POST_EPOCH if loop == "epoch" else HookPoint.SNAPSHOT)
     model = run.task.model.double()
-    block, pairs = model.blocks[0], next(run.task.loader.batches(0))[0][:5]
+    block, pairs = model.blocks[0], next(drawn_loader("attention", run.task.loader).batches(0))[0][:5]
     query, key, _ = block.attention.qkv(block.attention_norm(model.embedding(pairs))).chunk(3, dim=-1)
     expected = brute_rows(query, key, np.ones((2, 2), dtype=bool), heads=2)
     for head, rows in enumerate(expected):
@@ -189,20 +205,35 @@ def test_names_of_ones_own_are_given_as_an_option():
     layers = find_attention(model, "asks, offers,gives,mix.0")
     assert list(layers) == ["0", "1"]
     assert layers["1"].projections == (model[1].asks, model[1].offers, model[1].gives, model[1].mix[0])
-    with pytest.raises(UnsuitableError, match=r"0\.asks \(Linear\).*attention\.projections=QUERY,KEY,VALUE,OUTPUT"):
+    with pytest.raises(UnsuitableError, match=r"knows in ModuleList.*attention\.projections=QUERY,KEY,VALUE,OUTPUT"):
         find_attention(model)
 
 
 @pytest.mark.parametrize("model", ["batchnorm_mlp", "tied"])
-def test_a_model_without_attention_is_refused_before_the_run_naming_its_modules(model):
-    with pytest.raises(UsageError, match=r"Hook 'attention' needs an nn\.MultiheadAttention.*\(Linear\)"):
+def test_a_model_without_attention_is_refused_before_the_run_in_one_short_sentence(model):
+    with pytest.raises(
+        UsageError, match=r"Hook 'attention' finds nothing that it knows in \w+: no nn\.Multihead"
+    ) as told:
         train(Case(model), [Attention()])
+    assert len(str(told.value)) <= 300
+
+
+def test_a_refusal_stays_short_whatever_names_there_are():
+    long = type("A" * 400, (nn.Module,), {})
+    refused = [
+        lambda: find_attention(long()),
+        lambda: model_inputs({f"entry{i}" * 20: 1 for i in range(99)}, "x" * 500),
+    ]
+    for attempt in [*refused, lambda: model_inputs(type("B" * 400, (), {})())]:
+        with pytest.raises(UnsuitableError) as told:
+            attempt()
+        assert len(str(told.value)) <= 300
 
 
 def test_layers_that_attend_out_of_sight_are_left_out_with_one_warning():
     layer = Fused()
     layer.forward = lambda x: layer.proj(layer.qkv(x)[..., :WIDTH])
-    hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=OneBatch())
+    hook, context = Attention(every=1), replace(epoch_end(Stub(layer)), loader=one_batch())
     with pytest.warns(UserWarning, match="layer make no call of attention"):
         assert hook.compute(context) == {}
     with warnings.catch_warnings():
@@ -222,33 +253,165 @@ def test_projections_unlike_the_heads_that_were_called_give_rows_and_no_circuits
     assert not [name for name in metrics if name.startswith(("qk", "ov"))]
 
 
-def test_the_probe_is_the_first_rows_of_what_the_model_takes():
+def test_the_inputs_are_what_the_model_takes():
     x, y = torch.arange(12).view(6, 2), torch.arange(6)
-    for batch in (x, (x, y), [x, y]):
-        assert torch.equal(probe_inputs(batch, 4), x[:4])
-    assert torch.equal(probe_inputs({"ids": x, "labels": y}, 4, "ids"), x[:4])
-    assert torch.equal(probe_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], 4, "ids"), x[:4])
-    assert torch.equal(probe_inputs(Fields(x, y), 4, "x"), x[:4])
-    first, second = probe_inputs(((x, y.numpy()), y), 4)
-    assert torch.equal(first, x[:4])
-    assert torch.equal(second, y[:4])
+    for batch in (x, (x, y), [x, y], {"input_ids": x, "labels": y}, ({"input_ids": x}, y)):
+        assert torch.equal(model_inputs(batch), x)
+    assert torch.equal(model_inputs({"ids": x, "labels": y}, "ids"), x)
+    assert torch.equal(model_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], "ids")[0], x)
+    assert torch.equal(model_inputs(Fields(x, y), "x"), x)
+    assert [id(each) for each in model_inputs(((x, y), y))] == [id(x), id(y)]
 
 
-def test_batches_in_which_no_input_can_be_found_are_named():
-    with pytest.raises(UsageError, match=r"Unknown attention\.entry ''.*Known: ids, labels"):
-        probe_inputs({"ids": torch.ones(2), "labels": torch.ones(2)}, 4)
-    with pytest.raises(UsageError, match=r"Unknown attention\.entry 'ids'.*Known: x, y"):
-        probe_inputs(Fields(torch.ones(2), torch.ones(2)), 4, "ids")
-    with pytest.raises(LoopscopeError, match="not str"):
-        probe_inputs("text", 4)
+def test_entries_that_the_model_takes_by_name_come_with_its_input():
+    class Model(nn.Module):
+        def forward(self, input_ids, cache=None, attention_mask=None, labels=None, *, more=None):
+            return input_ids
+
+    x, mask, arguments = torch.ones(2, 3), torch.zeros(2, 3), arguments_of(Model())
+    assert list(arguments) == ["input_ids", "cache", "attention_mask", "labels"]
+    batch = {"attention_mask": mask, "input_ids": x, "more": 1, "unknown": 2}
+    assert [each if each is None else id(each) for each in model_inputs(batch, "", arguments)] == [
+        id(x),
+        None,
+        id(mask),
+    ]
+    assert torch.equal(model_inputs({"x": x, "attention_mask": mask}, "x", arguments), x)
+    needed = arguments_of(nn.MultiheadAttention(2, 1))
+    assert torch.equal(model_inputs({"input_ids": x, "value": mask, "key": x}, "key", needed), x)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("UserDict", r"attention\.entry ''"), ("opaque", "not Opaque")])
-def test_a_run_whose_batches_name_no_input_is_refused_before_its_first_step(kind, words):
-    loader = Views(kind, data=data_for("transformer"))
-    run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
-    assert re.search(words, str(run.error))
-    assert run.digests == []
+@pytest.mark.parametrize(
+    ("batch", "sentence"),
+    [
+        ({"ids": torch.ones(2), "labels": torch.ones(2)}, "no entry 'input_ids' in a batch of ids, labels; name the"),
+        ("text", "mappings, not str"),
+        ((), "mappings, not tuple"),
+        ({"input_ids": [1, 2]}, "mappings, not int"),
+    ],
+)
+def test_batches_in_which_no_input_can_be_found_are_refused(batch, sentence):
+    with pytest.raises(UnsuitableError, match=sentence):
+        model_inputs(batch)
+
+
+def test_inputs_are_cut_into_pieces_of_rows():
+    batches = [(torch.arange(20), torch.ones(3), None), (torch.arange(20, 40), torch.ones(3), None)]
+    pieces = list(pieces_of(batches, 37))
+    assert [piece[0].tolist() for piece in pieces] == [[*range(16)], [*range(16, 20)], [*range(20, 36)], [36]]
+    assert all(len(piece[1]) == 3 for piece in pieces)
+
+
+def test_errors_are_those_of_the_samples_whatever_the_pieces_and_absent_for_one():
+    case = Case("transformer")
+    metrics = emitted(train(case, [Attention(rows=20)], steps=6), HookPoint.POST_EPOCH)
+    run = train(case, steps=6)
+    pairs = torch.cat([batch[0] for batch in drawn_loader("attention", run.task.loader).batches(0)])[:20]
+    model = run.task.model.double()
+    query, key, _ = model.blocks[0].attention.qkv(model.blocks[0].attention_norm(model.embedding(pairs))).chunk(3, -1)
+    each = [
+        brute_rows(query[i : i + 1], key[i : i + 1], np.ones((2, 2), dtype=bool), heads=2) for i in range(len(pairs))
+    ]
+    for head in range(2):
+        values = [sample[head]["entropy"] for sample in each]
+        assert metrics[f"attention/entropy/{LAYER}.{head}"] == pytest.approx(np.mean(values), rel=1e-5)
+        expected = np.std(values, ddof=1) / math.sqrt(len(pairs))
+        assert metrics[f"attention/entropy_error/{LAYER}.{head}"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["attention/rows"] == len(pairs)
+    with pytest.warns(RunNotice, match=r"has no error: that needs attention\.rows of at least 2"):
+        alone = emitted(train(case, [Attention(rows=1)], steps=6), HookPoint.POST_EPOCH)
+    assert not [name for name in alone if "error" in name]
+
+
+def test_at_equal_weights_every_order_has_the_same_numbers():
+    context = epoch_end(Stub(Fused()).eval(), hook_point=HookPoint.SNAPSHOT)
+    samples = torch.randn(40, 5, WIDTH)
+    orders = (torch.arange(40), torch.arange(40).flip(0), samples[:, 0, 0].argsort())
+    found = [
+        Attention(rows=7).compute(replace(context, loader=TensorLoader((samples,), 4, fixed_order(order))))
+        for order in orders
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_a_projection_of_gpt2s_kind_is_seen_through_its_transposed_weight(written_out):
+    layer = LikeGPT2(written_out=written_out)
+    query, key, value = np.split(double(layer.c_attn.weight.T), 3)
+    assert_circuits(measured(layer), circuits(query, key, value, double(layer.c_proj.weight.T), HEADS))
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+@pytest.mark.parametrize("shared", [1, HEADS])
+@pytest.mark.parametrize("name", ["query_key_value", "qkv"])
+def test_rows_by_head_are_told_from_rows_by_role_whatever_their_name(name, shared, written_out):
+    layer = ByHead(name, shared=shared, written_out=written_out)
+    parts = double(layer.get_submodule(name).weight).reshape(shared, -1, WIDTH // HEADS, WIDTH)
+    query, key, value = (part.reshape(-1, WIDTH) for part in (parts[:, :-2], parts[:, -2], parts[:, -1]))
+    key, value = (
+        part.reshape(shared, -1, WIDTH).repeat(HEADS // shared, axis=0).reshape(-1, WIDTH) for part in (key, value)
+    )
+    assert_circuits(measured(layer), circuits(query, key, value, double(layer.dense.weight), HEADS))
+
+
+def test_rows_by_role_are_told_from_rows_by_head_whatever_their_name():
+    layer = Fused()
+    layer.query_key_value = layer.qkv
+    query, key, value = np.split(double(layer.qkv.weight), 3)
+    formed = circuits(query, key, value, double(layer.proj.weight), HEADS)
+    assert_circuits(measured(layer, projections="query_key_value,proj"), formed)
+
+
+def test_rows_in_an_order_that_nobody_knows_give_no_circuits():
+    class Scrambled(Fused):
+        def forward(self, x):
+            parts = (by_head(part, HEADS) for part in self.qkv(x).flip(-1).chunk(3, dim=-1))
+            return self.proj(joined(mixed(*parts, written_out=False)))
+
+    with pytest.warns(UserWarning, match="layer have projections unlike their heads"):
+        metrics = measured(Scrambled())
+    assert "entropy/layer.0" in metrics
+    assert not [name for name in metrics if name.startswith(("qk", "ov", "mean_ov"))]
+
+
+def test_projections_of_berts_kind_are_found_in_two_modules():
+    layer = LikeBERT()
+    weights = [double(part.weight) for part in (*layer.self.children(), layer.output["dense"])]
+    assert_circuits(measured(layer), circuits(*weights, HEADS))
+
+
+def test_a_projection_to_keys_and_values_beside_that_to_queries_is_split_in_two():
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_attn, self.c_attn, self.c_proj = Conv1D(WIDTH, WIDTH), Conv1D(2 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
+
+        def forward(self, x):
+            parts = (self.q_attn(x), *self.c_attn(x).chunk(2, dim=-1))
+            return self.c_proj(joined(mixed(*(by_head(part, HEADS) for part in parts), written_out=True)))
+
+    layer = Cross()
+    key, value = np.split(double(layer.c_attn.weight.T), 2)
+    formed = circuits(double(layer.q_attn.weight.T), key, value, double(layer.c_proj.weight.T), HEADS)
+    assert_circuits(measured(layer), formed)
+
+
+TRIALS = [(300, 0.91, 0.985), pytest.param(2000, 0.93, 0.97, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("count", "least", "most"), TRIALS)
+def test_means_lie_within_two_errors_of_what_all_data_would_give_as_often_as_stated(count, least, most):
+    """Samples of 1 to 8 rows: the ratio of sums is biased by less than its error, which is its scatter."""
+    torch.manual_seed(3)
+    counts = torch.randint(1, 9, (count, 64, 1)).double()
+    values = counts * (1 + 0.5 * torch.rand(count, 64, 1, dtype=torch.float64) + 0.05 * counts)
+    truth = 1.25 + 0.05 * (torch.arange(1, 9).double().square().mean() / 4.5)
+    found = [RowStatistics(torch.stack([v, c, v, c]), v) for v, c in zip(values, counts, strict=True)]
+    missed = torch.stack([each.entropy for each in found]) - truth
+    errors = torch.stack([sampling_error(each.influence()) for each in found])
+    assert missed.mean().abs() < errors.mean()
+    assert errors.square().mean().sqrt().item() == pytest.approx(missed.std().item(), rel=0.12)
+    assert least <= (missed.abs() <= 2 * errors).double().mean() <= most
 
 
 @pytest.mark.parametrize(
@@ -274,6 +437,9 @@ def test_reading_during_a_run_gives_the_forward_pass_that_the_context_gives():
     assert all(outputs)
 
 
-def test_a_probe_of_the_run_is_the_same_however_often_it_is_drawn():
-    task, _ = build(Case("transformer"))
-    assert torch.equal(probe_inputs(next(task.loader.batches(0)), 3), probe_inputs(next(task.loader.batches(0)), 3))
+@pytest.mark.parametrize(("kind", "words"), [("UserDict", "finds no entry 'input_ids'"), ("opaque", "not Opaque")])
+def test_a_run_whose_batches_name_no_input_is_refused_before_its_first_step(kind, words):
+    loader = Views(kind, data=data_for("transformer"))
+    run = train(Case("transformer"), [Attention()], loader=loader, compute_loss=None, raises=UnsuitableError)
+    assert words in str(run.error)
+    assert run.digests == []

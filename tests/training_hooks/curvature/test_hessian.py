@@ -136,7 +136,8 @@ def against_threshold(
     moment = sum(0.001 * 0.999**age * each.square() for age, each in enumerate(reversed(gradients)))
     preconditioner = (moment / (1 - 0.999 ** len(gradients))).sqrt() + 1e-8
     curvature = (update @ product) / (update @ (preconditioner * update))
-    return {"preconditioned_curvature": curvature, "stability_ratio": curvature / (38 / lr)}
+    threshold = (1 - 0.9 ** len(gradients)) * 38 / lr
+    return {"preconditioned_curvature": curvature, "stability_ratio": curvature / threshold}
 
 
 def own_step(a: Tensor, b: Tensor, now: Tensor, after: Tensor) -> dict[str, Tensor]:

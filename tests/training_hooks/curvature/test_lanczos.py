@@ -4,7 +4,16 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.training_hooks.curvature.lanczos import Density, lanczos, mean_and_error, rademacher, residuals
+from loopscope.training_hooks.curvature.lanczos import (
+    Density,
+    jackknife_error,
+    lanczos,
+    mean_and_error,
+    rademacher,
+    residuals,
+)
+from loopscope.training_hooks.curvature.sharpness import density_metrics
+from scipy import stats
 from torch import Tensor
 
 N = 60
@@ -132,6 +141,76 @@ def test_the_trace_of_random_probes_is_unbiased_and_its_error_is_its_scatter():
     assert spread.item() == pytest.approx(variance.sqrt().item(), rel=0.2)
 
 
+PROBES = 6
+EVEN = torch.linspace(-1, 3, N, dtype=torch.float64)
+ONE = torch.cat([torch.zeros(N - 1, dtype=torch.float64), torch.tensor([8.0], dtype=torch.float64)])
+
+
+def moments(eigenvalues: Tensor) -> dict[str, float]:
+    square = eigenvalues.square().sum()
+    return {
+        "trace": eigenvalues.sum().item(),
+        "eigenvalue_rms": (square / N).sqrt().item(),
+        "effective_directions": (eigenvalues.abs().sum() ** 2 / square).item(),
+        "negative_energy": (eigenvalues.clamp(max=0).square().sum() / square).item(),
+    }
+
+
+def trials(eigenvalues: Tensor, count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Estimate the moments ``count`` times from random probes; return by name how far off, and the errors stated."""
+    matrix, generator = symmetric(eigenvalues), torch.Generator().manual_seed(7)
+    missed: dict[str, list] = {name: [] for name in moments(eigenvalues)}
+    stated: dict[str, list] = {name: [] for name in missed}
+    for _ in range(count):
+        runs = [lanczos(matrix.mv, probe, 12) for probe in rademacher(N, PROBES, generator, matrix)]
+        trace, error = mean_and_error(N * torch.stack([run.diagonal[0] for run in runs]))
+        found = density_metrics(runs, 9) | {"trace": trace, "trace_error": error}
+        for name, truth in moments(eigenvalues).items():
+            missed[name].append(found[name] - truth)
+            stated[name].append(found[f"{name}_error"])
+    return tuple({name: torch.stack(values) for name, values in each.items()} for each in (missed, stated))
+
+
+TRIALS = [(300, 0.91, 0.985), pytest.param(2000, 0.93, 0.97, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("count", "least", "most"), TRIALS)
+def test_stated_errors_are_the_scatter_and_their_intervals_hold_the_truth_as_often_as_stated(count, least, most):
+    missed, stated = trials(EVEN, count)
+    for name, errors in stated.items():
+        assert abs(missed[name].mean()) < errors.mean()
+        assert errors.square().mean().sqrt().item() == pytest.approx(missed[name].std().item(), rel=0.15)
+        covered = (missed[name].abs() <= stats.t.ppf(0.975, PROBES - 1) * errors).double().mean()
+        assert least <= covered <= most, name
+
+
+def test_where_one_eigenvalue_has_all_curvature_intervals_hold_the_truth_less_often_as_stated():
+    missed, stated = trials(ONE, 300)
+    covered = (missed["trace"].abs() <= stats.t.ppf(0.975, PROBES - 1) * stated["trace"]).double().mean()
+    assert covered.item() == pytest.approx(0.84, abs=0.05)
+
+
+def test_the_jackknife_of_a_mean_is_its_standard_error_and_of_two_ratios_half_their_distance():
+    matrix = symmetric(EVEN)
+    runs = [lanczos(matrix.mv, probe, 4) for probe in rademacher(N, 5, torch.Generator().manual_seed(3), matrix)]
+    samples = torch.stack([Density.of([run]).moment(2) for run in runs])
+    found = jackknife_error(lambda some: Density.of(some).moment(2), runs)
+    torch.testing.assert_close(found, mean_and_error(samples)[1])
+    ratios = [Density.of([run]).negative_energy() for run in runs[:2]]
+    found = jackknife_error(lambda some: Density.of(some).negative_energy(), runs[:2])
+    torch.testing.assert_close(found, (ratios[0] - ratios[1]).abs() / 2)
+
+
+def test_the_error_of_the_density_is_its_standard_error_at_each_place():
+    matrix = symmetric(EVEN)
+    runs = [lanczos(matrix.mv, probe, 6) for probe in rademacher(N, 4, torch.Generator().manual_seed(3), matrix)]
+    found = density_metrics(runs, 12)
+    grid = torch.stack(found["density_grid"])
+    each = torch.stack([Density.of([run]).smoothed(grid) for run in runs])
+    torch.testing.assert_close(torch.stack(found["density"]), each.mean(dim=0))
+    torch.testing.assert_close(torch.stack(found["density_error"]), each.std(dim=0) / 2)
+
+
 def test_probes_are_signs_that_depend_on_the_generator_alone():
     one = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0))
     wide = rademacher(1000, 2, torch.Generator().manual_seed(3), torch.empty(0, dtype=torch.float64))
@@ -144,10 +223,12 @@ def test_probes_are_signs_that_depend_on_the_generator_alone():
 
 def test_the_smoothed_density_integrates_to_one_and_has_the_mean_of_the_nodes():
     density = Density(torch.tensor([-1.0, 0.0, 4.0]), torch.tensor([0.2, 0.5, 0.3]))
-    grid, values = density.smoothed(50)
+    grid = density.grid(50)
+    values = density.smoothed(grid)
     spacing = grid[1] - grid[0]
     assert (values.sum() * spacing).item() == pytest.approx(1, abs=1e-2)
     assert ((grid * values).sum() * spacing).item() == pytest.approx(1.0, abs=2e-2)
     assert grid[0] < -1 < 4 < grid[-1]
     assert values.argmax() == (grid - 0.0).abs().argmin()
-    assert Density(torch.ones(2), torch.ones(2) / 2).smoothed(9)[1].isnan().all()
+    point = Density(torch.ones(2), torch.ones(2) / 2)
+    assert point.smoothed(point.grid(9)).isnan().all()

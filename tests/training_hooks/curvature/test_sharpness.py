@@ -5,14 +5,14 @@ import pytest
 import scipy.linalg
 import torch
 from loopscope.data import TensorLoader, fixed_order, random_order
-from loopscope.errors import UsageError
+from loopscope.errors import RunNotice, UsageError
 from loopscope.firing import HookManager
 from loopscope.hooks import CommitRecord, ModelDataContext
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState, trainable
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.curvature import Sharpness
-from loopscope.training_hooks.curvature.measured_loss import spread_batches
+from loopscope.training_hooks.measures import drawn_loader
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,7 +20,7 @@ from tests.framework.training.test_curvature import KINDS, data, dense_hessian, 
 from tests.support import Case, RecordingSink, assert_same_bytes, run_info, train
 
 ROWS, BATCH, STEPS = 7, 4, 2
-WHOLE = {"batches": 9, "iterations": 200, "k": 4, "critical_passes": 0}
+WHOLE = {"batches": 9, "density_probes": 0, "iterations": 200, "k": 4, "critical_passes": 0}
 Values = dict[str, float | list[float]]
 
 
@@ -48,10 +48,14 @@ def measured(task: TrainingTask, hook: Sharpness) -> tuple[Values, ModelDataCont
     return {name.removeprefix("sharpness/"): value for name, value in row[0].items()}, ctx
 
 
+def rows_measured(ctx: ModelDataContext) -> list[tuple[Tensor, Tensor]]:
+    return list(drawn_loader("sharpness", ctx.loader).batches(0))
+
+
 def hessian(ctx: ModelDataContext) -> Tensor:
     """Return the dense Hessian of the mean loss over all rows, each batch differentiated by itself."""
     total = 0.0
-    for batch in ctx.loader.batches(0):
+    for batch in rows_measured(ctx):
         ctx._state.loop.batch = batch
         total = total + dense_hessian(ctx) * len(batch[0]) / ROWS
     return total
@@ -59,7 +63,7 @@ def hessian(ctx: ModelDataContext) -> Tensor:
 
 def gradient(ctx: ModelDataContext) -> dict[str, Tensor]:
     """Return the gradient of the mean loss over all rows."""
-    each = [(len(batch[0]) / ROWS, ctx.compute_batch_gradients(batch)) for batch in ctx.loader.batches(0)]
+    each = [(len(batch[0]) / ROWS, ctx.compute_batch_gradients(batch)) for batch in rows_measured(ctx)]
     return {name: sum(share * vector[name] for share, vector in each) for name in each[0][1]}
 
 
@@ -114,7 +118,7 @@ def test_preconditioned_eigenvalues_are_those_of_the_preconditioned_dense_hessia
     np.testing.assert_allclose(values["preconditioned_eigenvalues"], expected[::-1][:4], rtol=1e-7, atol=1e-8)
     assert values["preconditioned_smallest_eigenvalue"] == pytest.approx(expected[0], rel=1e-7, abs=1e-8)
     assert max(values["preconditioned_residuals"]) < 1e-6
-    assert values["stability_ratio"] == pytest.approx(expected[-1] * 0.05 / 38, rel=1e-7)
+    assert values["stability_ratio"] == pytest.approx(expected[-1] * 0.05 / 38 / (1 - 0.9**STEPS), rel=1e-7)
     assert values["sharpness"] == pytest.approx(scipy.linalg.eigvalsh(hessian(ctx).numpy())[-1], rel=1e-7)
 
 
@@ -137,7 +141,7 @@ def features(ctx: ModelDataContext) -> Tensor:
 
 
 def test_linear_regression_has_the_curvature_of_its_gram_matrix():
-    values, ctx = measured(linear_task(), Sharpness(**(WHOLE | {"k": 3})))
+    values, ctx = measured(linear_task(), Sharpness(**(WHOLE | {"k": 3, "density_probes": 2})))
     x = features(ctx)
     expected = torch.linalg.eigvalsh(2 * x.T @ x / ROWS)
     assert values["eigenvalues"] == pytest.approx(expected.flip(0).tolist(), rel=1e-10)
@@ -188,7 +192,7 @@ def next_update(ctx: ModelDataContext) -> Tensor:
     """Let the optimizer make its next step from the first batch, by hand; return the change of the parameters."""
     before = flat(trainable(ctx.model))
     ctx._task.optimizer.zero_grad()
-    ctx._task.compute_loss(ctx.model, next(ctx.loader.batches(0))).backward()
+    ctx._task.compute_loss(ctx.model, rows_measured(ctx)[0]).backward()
     ctx._task.optimizer.step()
     return flat(trainable(ctx.model)) - before
 
@@ -204,7 +208,7 @@ def next_update(ctx: ModelDataContext) -> Tensor:
 )
 def test_the_critical_learning_rate_of_the_next_step_is_the_root_of_the_loss_along_it(optimizer, options):
     values, ctx = measured(linear_task(optimizer, **options), Sharpness(**CRITICAL))
-    batch = next(ctx.loader.batches(0))
+    batch = rows_measured(ctx)[0]
     g, hessian = flat(ctx.compute_batch_gradients(batch)), 2 * batch[0].T @ batch[0] / BATCH
     step = next_update(ctx)
     multiple = -2 * (g @ step) / (step @ hessian @ step)
@@ -216,7 +220,7 @@ def test_the_critical_learning_rate_of_the_next_step_is_the_root_of_the_loss_alo
 
 def test_a_step_that_goes_uphill_has_no_learning_rate_that_helps():
     values, ctx = measured(linear_task(lr=1.5, momentum=0.99), Sharpness(**CRITICAL))
-    batch = next(ctx.loader.batches(0))
+    batch = rows_measured(ctx)[0]
     g = flat(ctx.compute_batch_gradients(batch))
     assert g @ next_update(ctx) > 0
     assert values["update_critical_ratio"] == math.inf
@@ -228,7 +232,7 @@ def test_a_searched_step_is_where_the_loss_of_the_run_is_back_with_the_same_drop
     values, ctx = measured(task_of(name), Sharpness(**CRITICAL))
 
     def loss() -> Tensor:
-        return sum(ctx.compute_batch_loss(batch) * len(batch[0]) / ROWS for batch in ctx.loader.batches(0))
+        return sum(ctx.compute_batch_loss(batch) * len(batch[0]) / ROWS for batch in rows_measured(ctx))
 
     before, direction = loss(), gradient(ctx)
     rate = 2 / values["critical_sharpness"]
@@ -254,11 +258,86 @@ def test_what_is_not_known_is_left_out():
     assert {"sharpness", "trace", "critical_sharpness", "update_critical_ratio"} <= values.keys()
 
 
-def test_the_measured_batches_are_spread_over_the_first_epoch_and_the_same_at_every_fire():
-    loader = TensorLoader((torch.arange(40),), 4, random_order(40, 3))
-    every = [batch[0].tolist() for batch in loader.batches(0)]
-    assert [batch[0].tolist() for batch in spread_batches(loader, 4)] == [every[index] for index in (0, 2, 5, 7)]
-    assert [batch[0].tolist() for batch in spread_batches(loader, 99)] == every
+ORDERS = {
+    "as drawn": fixed_order(torch.arange(40)),
+    "by label": fixed_order(torch.arange(40).remainder(3).argsort(stable=True)),
+    "random": random_order(40, 3),
+}
+
+
+def still_task(order, batch_size: int = 4) -> TrainingTask:
+    """Make two epochs that leave the weights where they are."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    rows = (torch.randn(40, 3, dtype=torch.float64), torch.arange(40) % 3)
+    return TrainingTask(
+        model, torch.optim.Adam(model.parameters(), lr=0.0), TensorLoader(rows, batch_size, order), mean_loss
+    )
+
+
+def test_at_equal_weights_every_order_has_the_same_numbers():
+    found = [measured(still_task(order), Sharpness(critical_passes=0))[0] for order in ORDERS.values()]
+    for values in found:
+        own = {name: value for name, value in values.items() if not name.startswith("preconditioned")}
+        assert own == {name: found[0][name] for name in own}
+        assert values["rows"] == 16
+    other = still_task(ORDERS["random"])
+    other.loader = TensorLoader([part.flip(0) for part in other.loader._tensors], 4, ORDERS["random"])
+    assert measured(other, Sharpness(critical_passes=0))[0]["sharpness"] != found[0]["sharpness"]
+
+
+def test_few_rows_are_compared_with_all_by_their_own_largest_eigenvalues():
+    values, ctx = measured(still_task(ORDERS["random"]), Sharpness(batches=9, iterations=60, critical_passes=0))
+    each = []
+    for batch in rows_measured(ctx)[:9]:
+        ctx._state.loop.batch = batch
+        each.append(dense_hessian(ctx))
+
+    def largest(size: int) -> np.ndarray:
+        groups = [sum(each[first : first + size]) / size for first in range(0, 9 - size + 1, size)]
+        return np.array([scipy.linalg.eigvalsh(group.numpy())[-1] for group in groups])
+
+    whole = largest(9)[0]
+    assert values["rows"] == 36
+    assert values["sharpness"] == pytest.approx(whole)
+    for name, reduce in (("bias", lambda found: found.mean() - whole), ("spread", lambda found: found.std(ddof=1))):
+        expected = {str(4 * size): reduce(largest(size)) for size in (1, 2, 4)}
+        assert values[f"sharpness_{name}_by_rows"] == pytest.approx(expected)
+    assert 0 < values["sharpness_bias_by_rows"]["8"] < values["sharpness_bias_by_rows"]["4"]
+
+
+@pytest.mark.parametrize(
+    ("option", "metrics"),
+    [
+        ("probes", {"trace_error"}),
+        ("batches", {"sharpness_bias_by_rows", "sharpness_spread_by_rows"}),
+        (
+            "density_probes",
+            {"eigenvalue_rms_error", "effective_directions_error", "negative_energy_error", "density_error"},
+        ),
+    ],
+)
+def test_too_few_for_an_error_give_the_number_and_a_note(option, metrics):
+    few = {option: 1} | ({"density_probes": 1} if option == "probes" else {})
+    with pytest.warns(
+        RunNotice, match=rf"has no error: that needs sharpness\.{option} to be at least 2, and there is 1"
+    ):
+        values, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0, **few))
+    full, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0))
+    assert metrics <= full.keys() - values.keys()
+    assert {"sharpness", "trace", "density", "eigenvalue_rms"} <= values.keys()
+
+
+def test_a_stream_is_measured_in_its_own_order_with_a_notice():
+    class Undrawable(TensorLoader):
+        def drawn(self, seed):
+            raise UsageError("A stream has no rows to draw.")
+
+    task = still_task(ORDERS["by label"])
+    task.loader = Undrawable(task.loader._tensors, 4, ORDERS["by label"])
+    with pytest.warns(RunNotice, match="'sharpness' measures the first rows of the run's own order.*no rows to draw"):
+        values, _ = measured(task, Sharpness(batches=2, critical_passes=0))
+    assert values["rows"] == 8
 
 
 @pytest.mark.parametrize("case", [Case("transformer", "adamw_fused"), Case("tied", "sgd_momentum", "step")], ids=str)
@@ -273,7 +352,7 @@ def test_a_run_that_is_measured_more_than_once_has_the_bytes_of_the_bare_run(cas
     ("options", "sentence"),
     [
         ({"batches": 0}, "sharpness.batches is 0; it must be at least 1"),
-        ({"probes": 1}, "sharpness.probes is 1; it must be at least 2"),
+        ({"probes": 0}, "sharpness.probes is 0; it must be at least 1"),
         ({"k": 5, "iterations": 4}, "sharpness.iterations is 4; for k = 5 eigenvalues it must be at least 5"),
         ({"density_probes": 7, "probes": 6}, "sharpness.density_probes is 7; it must be at most sharpness.probes (6)"),
         ({"method": "exakt"}, "Unknown sharpness.method 'exakt'. Did you mean 'exact'"),

@@ -1,12 +1,13 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.firing.fire import optimizer_groups
 from loopscope.training_hooks.curvature.measured_loss import critical_step
-from loopscope.training_hooks.curvature.stability import adam_preconditioner, stability_threshold
+from loopscope.training_hooks.curvature.stability import adam_preconditioner, stability_threshold, steps_taken
 from torch import nn
 
 LR = 0.01
@@ -38,6 +39,9 @@ def threshold(optimizer_class, **options) -> float | None:
         ({"momentum": 0.9, "dampening": 0.9}, 38 / LR),
         ({"momentum": 0.9, "dampening": 0.5}, 7.6 / LR),
         ({"momentum": 0.9, "nesterov": True}, 3.8 / 2.8 / LR),
+        ({"weight_decay": 50.0}, 2 / LR - 50),
+        ({"momentum": 0.9, "weight_decay": 50.0}, 3.8 / LR - 50),
+        ({"momentum": 0.9, "nesterov": True, "weight_decay": 50.0}, 3.8 / 2.8 / LR - 50),
     ],
 )
 def test_sgd_diverges_above_its_threshold_and_not_below(options, expected):
@@ -64,6 +68,30 @@ def test_adam_with_a_constant_preconditioner_diverges_above_its_threshold_and_no
 
     assert runs_away(found * 1.02)
     assert not runs_away(found * 0.98)
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.9])
+def test_early_on_adam_bears_as_much_less_as_its_bias_correction_makes_the_step_longer(beta):
+    """One step turns the sign of a pair (x, m) that decays alone, at the rate that the corrected step has then."""
+    model = nn.Linear(2, 2)
+    groups = optimizer_groups(model, torch.optim.Adam(model.parameters(), lr=LR, betas=(beta, 0.999)))
+    for steps in (1, 3, 10):
+        found = stability_threshold(torch.optim.Adam, groups, steps)
+        # x ← x − a·m, m ← βm + (1 − β)λx, a = η/(1 − βᵗ) the present step: at the threshold −1 is an eigenvalue.
+        a = LR / (1 - beta**steps)
+        for factor, stable in ((0.99, True), (1.01, False)):
+            curvature = factor * found
+            matrix = np.array([[1 - a * (1 - beta) * curvature, -a * beta], [(1 - beta) * curvature, beta]])
+            assert (np.abs(np.linalg.eigvals(matrix)).max() < 1) == stable
+
+
+def test_weight_decay_that_diverges_alone_leaves_no_threshold():
+    assert threshold(torch.optim.SGD, weight_decay=2.1 / LR) is None
+
+
+def test_the_steps_of_adam_are_those_of_the_parameter_with_the_most():
+    assert steps_taken({}) == 0
+    assert steps_taken({"a": {"step": torch.tensor(3.0)}, "b": {"step": 7}, "c": {}}) == 7
 
 
 def test_at_the_usual_beta_adams_threshold_is_38_over_the_learning_rate():
