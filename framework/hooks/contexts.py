@@ -187,6 +187,9 @@ class RunDataContext:
     evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """All numbers of the newest evaluation, the two accuracies included, as long as no step was taken since."""
     lr: float | None = None
+    """The present learning rate of the first parameter group: at POST_STEP and later the next step's."""
+    step_lr: float | Tensor | None = None
+    """That group's rate in the newest step that was made, before the first one the present rate."""
     loss_scale: float | None = None
     """What the loss of the step was multiplied by for its backward pass, which taps see (float16 only); gradients on
     parameters are unscaled."""
