@@ -122,9 +122,10 @@ class GradientNoiseScale(TrainingHook):
     not of the data: a note at the start says so where neighbours among the first 256 rows are more alike, or less, than
     chance explains (correlation beyond 4/√256). Rows that are drawn without replacement from N give a |G|² that is
     smaller by S/N than the squared norm of the mean gradient of all N: it may fall below zero when the training rows
-    are fitted. BatchNorm normalises each part by itself: what is estimated is then the noise of gradients at the size of a part.
-    With dropout all parts draw from the same random stream, and the noise that their masks have in common counts as
-    signal. A batch of one row is left out. Where gradients are averaged over processes, S is too small by their number.
+    are fitted. BatchNorm normalises each part by itself: what is estimated is then the noise of gradients at the size
+    of a part. With dropout all parts draw from the same random stream, and the noise that their masks have in common
+    counts as signal. A batch of one row is left out. Where gradients are averaged over processes, S is too small by
+    their number.
 
     Args:
         every_n_steps: measure one step in so many.
