@@ -112,6 +112,9 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
+    first_pass: Callable[[], Tensor] | None = field(default=None, repr=False)
+    """Computes the loss of the first batch with its graph, leaving nothing behind, for hooks that must see what the
+    model does; set by the hook manager."""
 
     @property
     def model(self) -> nn.Module:
