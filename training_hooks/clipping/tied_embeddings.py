@@ -221,8 +221,13 @@ def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | No
     """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
     seen = None if run.first_pass is None else Pass()
     if run.first_pass is not None and seen is not None:
-        with watch(run.model, seen):
-            seen.of_loss += output_matrices(run.first_pass())
+        try:
+            with watch(run.model, seen):
+                seen.of_loss += output_matrices(run.first_pass())
+        except Exception as error:  # the run's own, which it meets at its first step and tells of there
+            said = f"{hook} takes the pair by its names and shapes: the loss of the first batch cannot be computed"
+            warnings.warn(f"{said} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
+            seen = None
     pair = EmbeddingPair.of(run.model, hook, embedding, projection, seen)
     warnings.warn(f"{hook} has found {pair}.", RunNotice, stacklevel=3)
     return pair

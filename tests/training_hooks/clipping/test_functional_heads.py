@@ -264,6 +264,17 @@ def test_a_module_that_the_loss_calls_is_a_head_and_a_function_there_is_none() -
         run(model("functional"), [EmbeddingProvenance()], change=in_pieces)
 
 
+def test_an_error_of_the_loss_is_told_of_as_the_runs_own() -> None:
+    def broken(task: TrainingTask) -> None:
+        def compute_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            raise ValueError("no such loss")
+
+        task.compute_loss = compute_loss
+
+    with pytest.raises(ValueError, match="^no such loss$"):
+        run(model("module"), [EmbeddingProvenance()], change=broken)
+
+
 @pytest.mark.parametrize(
     ("head", "sentence"),
     [
