@@ -271,7 +271,7 @@ def test_an_error_of_the_loss_is_told_of_as_the_runs_own() -> None:
 
         task.compute_loss = compute_loss
 
-    with pytest.raises(ValueError, match="^no such loss$"):
+    with pytest.raises(ValueError, match=r"^no such loss$"):
         run(model("module"), [EmbeddingProvenance()], change=broken)
 
 
