@@ -178,6 +178,8 @@ def _training_step(
     manager.fire(HookPoint.POST_BACKWARD)
     if not skipped:
         manager.fire(HookPoint.PRE_UPDATE)
+        rate: float | torch.Tensor = task.optimizer.param_groups[0]["lr"]  # a tensor is what schedulers write to
+        loop.step_lr = rate.clone() if isinstance(rate, torch.Tensor) else rate
     closure = None if again is None else evaluations(task, batch, loss, again)
     update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=loop.step)
     if skipped:

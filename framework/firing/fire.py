@@ -150,6 +150,7 @@ class Firing:
         shown = loop.step_series if point in EPOCH_END else None
         series = (None, None) if shown is None else shown[:, : loop.series_steps].unbind()
         mean_loss = None if point is HookPoint.PRE_EPOCH else loop.epoch_loss
+        rate = task.optimizer.param_groups[0]["lr"]
         return RunDataContext(
             hook_point=point,
             epoch=loop.epoch,
@@ -165,7 +166,8 @@ class Firing:
             train_acc=evaluation.get("train_acc"),
             val_acc=evaluation.get("val_acc"),
             evaluation=MappingProxyType(evaluation),
-            lr=task.optimizer.param_groups[0]["lr"],
+            lr=rate,
+            step_lr=rate if loop.step_lr is None else loop.step_lr,
             loss_scale=None if loop.loss is None else loop.loss_scale,
             skipped_steps=loop.skipped_steps,
             accumulated_grads=None if at_step else _frozen(loop.accumulated_grads),

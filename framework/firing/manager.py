@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 
+from ..data import lent
 from ..errors import RunNotice, UsageError
 from ..hooks import (
     HookPoint,
@@ -116,7 +118,7 @@ class HookManager:
             if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
                 raise UsageError(sentence)
             warnings.warn(sentence, RunNotice, stacklevel=2)
-        self.hooks.start(run)
+        self.hooks.start(replace(run, first_pass=self._first_pass))
         self._attach_taps()
 
     def fire(self, point: HookPoint) -> None:
@@ -208,6 +210,10 @@ class HookManager:
         commits = hook.commits if isinstance(hook, InterventionHook) else ()
         call = partial(self.hooks.call_tap, hook)
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
+
+    def _first_pass(self) -> torch.Tensor:
+        batch = next(lent(self.task.loader).batches(0))
+        return LossProbe(self.task, self.state, self.profiler).loss_with_graph(batch)
 
     def _hear_taps(self) -> None:
         """Run the step's batch once more, on streams of its own, for the taps that a compiled pass cannot serve."""

@@ -122,6 +122,9 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
+    first_pass: Callable[[], Tensor] | None = field(default=None, repr=False)
+    """Computes the loss of the first batch with its graph, leaving nothing behind, for hooks that must see what the
+    model does; set by the hook manager."""
 
     def __post_init__(self) -> None:
         """Show of the task no more than hooks and sinks may see."""
@@ -202,6 +205,9 @@ class RunDataContext:
     evaluation: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """All numbers of the newest evaluation, the two accuracies included, as long as no step was taken since."""
     lr: float | None = None
+    """The present learning rate of the first parameter group: at POST_STEP and later the next step's."""
+    step_lr: float | Tensor | None = None
+    """That group's rate in the newest step that was made, before the first one the present rate."""
     loss_scale: float | None = None
     """What the loss of the step was multiplied by for its backward pass, which taps see (float16 only); gradients on
     parameters are unscaled."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,11 +15,9 @@ from ..lowbit import QuantizationTap, Quantized
 from ..lowbit.casts import QuantizationListener
 from ..state import OwnFunction
 from ..training import eagerly, is_compiled, quiet_graph_breaks
+from .weight_uses import Around, OnGradient, around_elsewhere, around_weight
 
 Thing = TypeVar("Thing")
-OnGradient = Callable[[Tensor], Tensor | None]
-Around = tuple[Callable[..., None] | None, Callable[..., None]]
-"""What is called before (if anything) and after a module's forward."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,15 @@ class GradientTap:
     Args:
         target: the name of the parameter or of the module in the model.
         kind: ``"parameter"``; ``"output"``: of a module with several outputs the first tensor; ``"weight"``: of the
-            module's weight, what reaches it through this module, where several share one; ``"input"``: no gradient, but
-            the first tensor that the module is called with, detached. A module used several times in a step is seen
-            once per use.
+            module's weight, what reaches it through this module, where several share one; ``"elsewhere"``: of the
+            module's weight, what reaches it through the rest of the model; ``"input"``: no gradient, but the first
+            tensor that the module is called with, detached. What is used several times in a step is seen once per use.
         function: takes the gradient; returns ``None``, or its replacement if ``replaces``.
         replaces: the tap changes the gradient; needs ``commits = {StatePart.GRADIENTS}``.
     """
 
     target: str
-    kind: Literal["parameter", "output", "weight", "input"]
+    kind: Literal["parameter", "output", "weight", "elsewhere", "input"]
     function: OnGradient
     replaces: bool = False
 
@@ -118,13 +116,14 @@ class TapSet:
             self._attached.callback(parameter.register_hook(OwnFunction(watched)).remove)  # type: ignore[no-untyped-call]
             return
         module = _named(dict(self._model.named_modules(remove_duplicate=False)), owner, tap)
-        around: Around = _around_output(watched, is_heard)
-        if tap.kind == "weight":
+        if tap.kind in ("weight", "elsewhere"):
             # Not module.weight, which may be computed from other parameters and so be no leaf.
             _refuse_frozen(module._parameters.get("weight"), owner, tap)
-            around = _around_weight(watched, is_heard)
-        if tap.kind == "input":
-            around = _around_input(watched, is_heard)
+        if tap.kind == "elsewhere":
+            self._attach_elsewhere(owner, tap, module, watched, is_heard)
+            return
+        make = {"output": _around_output, "weight": around_weight, "input": _around_input}[tap.kind]
+        around = make(watched, is_heard)
         if is_apart:
             self._apart.append((owner.is_due, module, around))
         elif self._compiled and tap.kind == "weight":
@@ -134,6 +133,22 @@ class TapSet:
             self._attached.callback(module.register_forward_hook(_uncompiled_hook()(around[1])).remove)
         else:
             _listen(self._attached, module, around)
+
+    def _attach_elsewhere(
+        self, owner: TapOwner, tap: GradientTap, module: nn.Module, watched: OnGradient, is_heard: Callable[[], bool]
+    ) -> None:
+        """Listen in the whole model, and around the module to know what of that is its own."""
+        if self._compiled and tap.replaces:
+            raise UsageError(
+                f"Hook {owner.hook!r} taps uses of {tap.target}.weight that are no module's, which a compiled model "
+                "hides; make the head a module (an nn.Linear that is given the weight), or train without compiling."
+            )
+        inner, outer = around_elsewhere(watched, is_heard, module)
+        for place, around in ((module, inner), (self._model, outer)):
+            if self._compiled:
+                self._apart.append((owner.is_due, place, around))
+            else:
+                _listen(self._attached, place, around)
 
     def _watched(self, owner: TapOwner, tap: GradientTap, is_heard: Callable[[], bool]) -> OnGradient:
         def on_gradient(gradient: Tensor) -> Tensor | None:
@@ -275,65 +290,6 @@ def _around_input(on_input: OnGradient, is_heard: Callable[[], bool]) -> Around:
                 on_input(first.detach())
 
     return before, lambda module, inputs, output: None
-
-
-def _around_weight(on_gradient: OnGradient, is_heard: Callable[[], bool]) -> Around:
-    """Listen where the gradient of a module's weight leaves this module: at the nodes of the graph that make it.
-
-    The graph stays as it is. A stand-in for the weight would not do: autocast casts leaves once a region and all else
-    at every use, so that the parts would be summed in another precision than in the run without the tap.
-    """
-    begins: list[int] = []
-
-    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        # Nodes are numbered as they are made (torch 2.9 to 2.15); torch shows it nowhere else.
-        begins.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-    def after(module: nn.Module, inputs: tuple[object, ...], output: Any) -> None:
-        begin = begins.pop()
-        if torch.is_grad_enabled() and is_heard():
-            weight: Any = module.weight
-            for node, index in _uses(weight, output, begin):
-                node.register_hook(partial(_pass_on, on_gradient, weight.dtype, index))
-
-    return before, after
-
-
-def _uses(weight: Tensor, output: object, begin: int) -> list[tuple[Any, int]]:
-    """Return the nodes made since ``begin`` that give a leaf gradients, with the places of these among what they give.
-
-    A node that casts the leaf stands for it, since under autocast others may use the same cast.
-    """
-    nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    seen, found = set(nodes), []
-    for node in nodes:  # which grows
-        for index, (source, _) in enumerate(node.next_functions):
-            if source is None or source in seen:
-                continue
-            if _is_leaf(source, weight) or _is_cast(source, weight):
-                found.append((node, index))
-            elif source._sequence_nr() >= begin:
-                seen.add(source)
-                nodes.append(source)
-    return found
-
-
-def _is_leaf(node: Any, weight: Tensor) -> bool:
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad" and node.variable is weight
-
-
-def _is_cast(node: Any, weight: Tensor) -> bool:
-    return node.name() == "ToCopyBackward0" and _is_leaf(node.next_functions[0][0], weight)
-
-
-def _pass_on(
-    on_gradient: OnGradient, dtype: torch.dtype, index: int, given: tuple[Tensor | None, ...], _: object
-) -> tuple[Tensor | None, ...] | None:
-    """Show what a node gives at a place, in the weight's dtype, and give the replacement in its stead."""
-    gradient = given[index]
-    if gradient is None or (replacement := on_gradient(gradient.to(dtype))) is None:
-        return None
-    return *given[:index], replacement.to(gradient.dtype), *given[index + 1 :]
 
 
 def _refuse_frozen(parameter: Tensor | None, owner: TapOwner, tap: GradientTap) -> None:

@@ -56,6 +56,8 @@ class LoopState:
     """What the loss of the step was multiplied by for its backward pass (float16 only)."""
     skipped_steps: int = 0
     """Steps whose update was skipped, since their gradients left float16."""
+    step_lr: float | Tensor | None = None
+    """Learning rate of the first parameter group in the newest step that was not skipped."""
     stopped: bool = False
     reached: dict[str, int] | None = None
 

@@ -135,6 +135,12 @@ class LossProbe:
         with self._borrowed():
             self._gradient(batch, forward_backward)
 
+    def loss_with_graph(self, batch: Batch) -> Tensor:
+        """Return the loss of the first micro-batch, whose graph shows what it is made of."""
+        self._profiler.passed("forward", batch)
+        with self._borrowed():
+            return self._task.compute_loss(self._model, self._parts(batch)[0])
+
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
         with self._borrowed():

@@ -201,7 +201,7 @@ class Attention(TrainingHook):
         rows: samples in the forward passes, at most, 16 at a time; errors need at least 2.
         every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
-        entry: the entry or field of a batch that is the model's input, if it is a mapping or dataclass; empty: ``input_ids``.
+        entry: the entry of a batch, or its field, that is the model's input, where it has names; empty: ``input_ids``.
         spectrum: how many singular values of each circuit to report.
     """
 

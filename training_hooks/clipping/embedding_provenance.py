@@ -8,7 +8,7 @@ from loopscope.errors import UsageError
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import Tensor, nn
 
-from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, all_sums
+from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, all_sums, pair_of
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""
@@ -34,12 +34,16 @@ class EmbeddingProvenance(TrainingHook):
     flows: no product is computed twice, no activation kept. Without tying they are the gradients of two matrices.
     Gradients are those of POST_BACKWARD: of all micro-batches, before any clipping.
 
-    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights.
+    The pair is found, and verified, in one forward pass of the first batch: the output projection is what makes the
+    model's output, be it a module or a functional head (``F.linear(h, wte.weight)``). A line at the start says which.
+
+    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights. With
+    micro-batches g_in is right to float32, also for weights below it, whose two gradients are summed in float32.
 
     Args:
         interval: measure every so many steps; by default every step of a tied matrix, every 100th of two matrices.
         embedding: the name of the embedding in the model; by default it is found.
-        projection: the name of the output projection; by default it is found.
+        projection: the name of the output projection; by default it is found. A functional head has none.
     """
 
     name = "embedding_provenance"
@@ -90,7 +94,7 @@ class EmbeddingProvenance(TrainingHook):
 
     def start(self, run: RunInfo) -> None:
         """Find the two modules; refuse a model without them."""
-        self._pair = EmbeddingPair.of(run.model, self.name, *self._wanted)
+        self._pair = pair_of(run, self.name, *self._wanted)
         self._gradients.forget()
         if self._interval is None:
             every = 1 if self._pair.tied else INTERVAL_APART
@@ -101,7 +105,7 @@ class EmbeddingProvenance(TrainingHook):
         if self._pair is None or not self._pair.tied:
             return []
         return [
-            GradientTap(self._pair.projection, "weight", self._gradients.see_output),
+            self._pair.output_tap(self._gradients.see_output),
             GradientTap(self._pair.embedding, "weight", self._gradients.see_input),
         ]
 

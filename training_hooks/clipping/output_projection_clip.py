@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,9 +12,20 @@ from loopscope.errors import UnsuitableError, UsageError
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
 from torch import Tensor, nn
 
-from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, squares
+from .tied_embeddings import (
+    PICTURE,
+    THROUGH_INPUT,
+    THROUGH_OUTPUT,
+    EmbeddingPair,
+    Pass,
+    TiedGradients,
+    pair_of,
+    squares,
+    watch,
+)
 
 Scope = Literal["weight", "logits"]
+NAME = "output_projection_clip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +89,14 @@ class OutputProjectionClipper:
     gradients, since what is scaled flows on to the embedding.
     """
 
-    def __init__(self, model: nn.Module, options: ClipOptions, embedding: str | None, projection: str | None) -> None:
-        self.pair = EmbeddingPair.of(model, "output_projection_clip", embedding, projection)
-        self.pair.must_be_tied("output_projection_clip")
+    def __init__(self, pair: EmbeddingPair, options: ClipOptions) -> None:
+        pair.must_be_tied(NAME)
+        if options.scope == "logits" and not pair.projection:
+            raise UnsuitableError(
+                f"{NAME}.scope is 'logits', but the head is functional and has no output to tap; choose scope=weight, "
+                "or make the head an nn.Linear that is given the embedding's weight."
+            )
+        self.pair = pair
         self.options = options
         self.history = NormHistory(options.window_size)
         self._gradients = TiedGradients(squares)
@@ -91,7 +108,7 @@ class OutputProjectionClipper:
         All say that they replace: as parts of a treatment they may end the graphs of a compiled model.
         """
         watched = [
-            GradientTap(self.pair.projection, "weight", self._gradients.see_output, replaces=True),
+            self.pair.output_tap(self._gradients.see_output, replaces=True),
             GradientTap(self.pair.embedding, "weight", self._gradients.see_input, replaces=True),
         ]
         if self.options.scope == "logits":
@@ -193,6 +210,10 @@ class OutputProjectionClip(InterventionHook):
     gradients of the model are scaled with it; then the norms of g_in in the history are of gradients so scaled, too,
     and the threshold falls with them.
 
+    The pair is found, and verified, in one forward pass of the first batch: the output projection is what makes the
+    model's output, be it a module or, under ``weight`` and not compiled, a functional head (``F.linear(h,
+    wte.weight)``). A line at the start says which.
+
     Assumes one embedding and one output projection that share their weight, dense gradients, unsharded weights.
 
     Args:
@@ -200,10 +221,10 @@ class OutputProjectionClip(InterventionHook):
         scale_factor: the threshold is this times their mean.
         scope: weight (g_out alone) or logits (and all that flows from them).
         embedding: the name of the embedding in the model; by default it is found.
-        projection: the name of the output projection; by default it is found.
+        projection: the name of the output projection; by default it is found. A functional head has none.
     """
 
-    name = "output_projection_clip"
+    name = NAME
     hook_points = frozenset({HookPoint.POST_BACKWARD})
     mutates = False
     commits = frozenset({StatePart.GRADIENTS})
@@ -255,7 +276,7 @@ class OutputProjectionClip(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
-        self._clipper = OutputProjectionClipper(run.model, self.options, *self._wanted)
+        self._clipper = OutputProjectionClipper(pair_of(run, self.name, *self._wanted), self.options)
         self._clipper.history.load_state_dict(self._history)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
@@ -289,6 +310,9 @@ class OutputProjectionClip(InterventionHook):
 class TiedGradientClipping:
     """Clips the gradient through a tied output projection in a training loop of your own; can be switched on and off.
 
+    The first forward pass that it sees must show that the pair makes the model's output; else
+    :class:`UnsuitableError` is raised from it.
+
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
     >>> model[1].weight = model[0].weight
     >>> clipping = TiedGradientClipping(model, ClipOptions(window_size=1, scale_factor=1.0))
@@ -301,19 +325,32 @@ class TiedGradientClipping:
 
     def __init__(self, model: nn.Module, options: ClipOptions | None = None, *, embedding: str | None = None,
                  projection: str | None = None) -> None:  # fmt: skip
-        self.clipper = OutputProjectionClipper(model, options or ClipOptions(), embedding, projection)
+        self._model, self._wanted = model, (embedding, projection)
+        pair = EmbeddingPair.tied_in(model, NAME, embedding, projection)
+        self.clipper = OutputProjectionClipper(pair, options or ClipOptions())
         self._weight = model.get_submodule(self.clipper.pair.embedding).get_parameter("weight")
         self._taps = TapSet(model)
+        self._watch = ExitStack()
 
     def enable(self) -> None:
         """Follow the two gradients from the next backward pass on."""
         self.disable()
         owner = TapOwner("output_projection_clip", lambda: True, lambda target, function: function(), may_replace=True)
         self._taps.attach(owner, self.clipper.taps())
+        seen = Pass()
+        self._watch = watch(self._model, seen, lambda: self._verify(seen))
+
+    def _verify(self, seen: Pass) -> None:
+        """Raise :class:`UnsuitableError` if the first pass shows another pair."""
+        self._watch.close()
+        if (found := EmbeddingPair.of(self._model, NAME, *self._wanted, seen)) != self.clipper.pair:
+            found.must_be_tied(NAME)
+            raise UnsuitableError(f"{NAME} was to clip {self.clipper.pair}; the model's output shows {found}.")
 
     def disable(self) -> None:
         """Leave the gradients alone; the history is kept."""
         self._taps.remove()
+        self._watch.close()
         self.clipper.forget()
 
     @torch.no_grad()
@@ -326,7 +363,9 @@ class TiedGradientClipping:
         if decision is None:
             return {}
         if self.clipper.options.scope == "weight" and decision.threshold is not None and self._weight.grad is not None:
-            self._weight.grad.addcmul_(decision.output, decision.change.to(self._weight.grad))
+            self._weight.grad.addcmul_(
+                decision.output.to(self._weight.grad.dtype), decision.change.to(self._weight.grad)
+            )
         return decision.metrics()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,12 +1,18 @@
 """An input embedding and the output projection that may share its matrix: found, and their gradients told apart."""
 
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from loopscope.errors import UnsuitableError, UsageError
-from loopscope.state import WIDE, is_sharded
+from loopscope.errors import RunNotice, UnsuitableError, UsageError
+from loopscope.hooks import GradientTap, RunInfo
+from loopscope.state import WIDE, OwnFunction, is_sharded
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 ROWS_TOGETHER = 512
 """Rows of a difference that are held in memory at once."""
@@ -18,57 +24,177 @@ THROUGH_OUTPUT = "through the output projection (g_out)"
 """The picture that the hooks about the two gradients share, and how it calls them."""
 
 
+OnGradient = Callable[[Tensor], None]
+PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
+"""How the names of the graph's nodes begin that multiply by a matrix."""
+LOOK_UPS = ("Embedding", "Index", "Gather")
+
+
+@dataclass
+class Pass:
+    """What a forward pass has shown: the modules that were called, and the matrices that made output and loss."""
+
+    called: set[str] = field(default_factory=set)
+    of_output: list[Tensor] = field(default_factory=list)
+    of_loss: list[Tensor] = field(default_factory=list)
+
+    def made_by(self, weight: Tensor | None) -> bool:
+        """Return whether the output, or a loss that goes on from it, was made by a product with this parameter."""
+        return any(matrix is weight for matrix in (*self.of_output, *self.of_loss))
+
+
+def watch(model: nn.Module, seen: Pass, tell: Callable[[], None] = lambda: None) -> ExitStack:
+    """Note what a model does until what is returned is closed; ``tell`` of every output that has a graph."""
+    stack = ExitStack()
+
+    def after(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        seen.called.add(name)
+        if not name and (matrices := output_matrices(output)):
+            seen.of_output += matrices
+            tell()
+
+    for name, module in model.named_modules():
+        stack.callback(module.register_forward_hook(OwnFunction(partial(after, name))).remove)
+    return stack
+
+
+def output_matrices(output: object) -> list[Tensor]:
+    """Return the parameters of the matrix products nearest to an output: from it back, none lies behind another."""
+    nodes: list[Any] = [leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.grad_fn]
+    seen, found = set(nodes), list[Tensor]()
+    for node in nodes:  # which grows
+        sources = [source for source, _ in node.next_functions if source is not None]
+        # functions of one's own have names without a number
+        multiplies = node.name().startswith(PRODUCTS) or not node.name()[-1].isdigit()
+        matrices = [matrix for source in sources if (matrix := _matrix(source)) is not None] if multiplies else []
+        found += matrices
+        nodes += [source for source in dict.fromkeys(sources) if not matrices and source not in seen]
+        seen.update(sources)
+    return found
+
+
+def _matrix(node: Any) -> Tensor | None:
+    """Return the parameter of two dimensions or more that a node is, or is a view, cast or multiple of."""
+    while not hasattr(node, "variable"):
+        sources = [source for source, _ in node.next_functions if source is not None]
+        if len(sources) != 1 or node.name().startswith((*PRODUCTS, *LOOK_UPS)):
+            return None
+        node = sources[0]
+    return node.variable if node.variable.ndim > 1 else None
+
+
 @dataclass(frozen=True)
 class EmbeddingPair:
-    """The names of an embedding and of an output projection, modules of a model, and whether their weight is one."""
+    """The names of an embedding and of an output projection, modules of a model, and whether their weight is one.
+
+    Without a name the projection is a functional head: the embedding's own weight, used by the model itself.
+    """
 
     embedding: str
     projection: str
     tied: bool
 
     @classmethod
-    def of(cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None) -> "EmbeddingPair":
-        """Find the pair, or take the modules that are named.
+    def of(
+        cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None, seen: Pass | None = None
+    ) -> "EmbeddingPair":
+        """Find the pair, or take the modules that are named; ``seen``, a pass, verifies what makes the output.
 
-        A module that shares its weight with an ``nn.Embedding`` is the projection of it; without one, the last
-        ``nn.Linear`` with a row for each token. Raises :class:`UnsuitableError` for a model without such a pair or
-        with several, :class:`UsageError` for names that are none; ``hook`` is who asks.
+        The projection of an ``nn.Embedding`` is a module that shares its weight, or a functional head with it; without
+        either, the ``nn.Linear`` with a row for each token. Raises :class:`UnsuitableError` for a model without such a
+        pair or with several, and for named modules that do not make the output, :class:`UsageError` for names that are
+        none or the same; ``hook`` is who asks.
         """
+        if embedding is not None and embedding == projection:
+            raise UsageError(
+                f"{hook}.embedding and {hook}.projection are both {embedding!r}; name two modules, or the embedding "
+                "alone where the head uses the embedding's own weight."
+            )
         modules = dict(model.named_modules())
-        embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
-        pairs = [
-            cls(name, other, tied=True)
-            for name, module in embeddings.items()
-            for other, candidate in modules.items()
-            # not ``candidate.weight``: a parametrised module computes another tensor at every access
-            if candidate is not module and candidate._parameters.get("weight") is module.weight
-        ]
-        linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-        pairs = pairs or [
-            cls(name, alike[-1], tied=False)
-            for name, module in embeddings.items()
-            if (alike := [other for other, each in linear.items() if each.weight.shape == module.weight.shape])
-        ]
+        pairs = cls._candidates(modules, seen)
         chosen = [
             pair for pair in pairs if embedding in (None, pair.embedding) and projection in (None, pair.projection)
         ]
         if len(chosen) != 1 and embedding is not None and projection is not None:
-            chosen = [cls._named(modules, hook, embedding, projection)]
+            chosen = [cls._named(modules, hook, embedding, projection, seen)]
         if len(chosen) == 1:
             chosen[0].check(model, hook)
             return chosen[0]
-        found = ", ".join(f"{pair.embedding} with {pair.projection}" for pair in pairs)
+        found = ", ".join(f"{pair.embedding} with {pair.projection or 'a functional head'}" for pair in pairs)
         raise UnsuitableError(
             f"Hook {hook!r} needs an embedding and its output projection; the model has {found or 'none'}. Name them "
             f"with --hook-config {hook}.embedding=NAME {hook}.projection=NAME."
         )
 
     @classmethod
-    def _named(cls, modules: Mapping[str, nn.Module], hook: str, embedding: str, projection: str) -> "EmbeddingPair":
+    def tied_in(cls, model: nn.Module, hook: str, embedding: str | None, projection: str | None) -> "EmbeddingPair":
+        """Find a pair before any pass: modules that share a weight, else a functional head on the only embedding."""
+        modules = dict(model.named_modules())
+        tables = [
+            name for name, each in modules.items() if isinstance(each, nn.Embedding) and embedding in (None, name)
+        ]
+        shared = any(pair.tied for pair in cls._candidates(modules, None))
+        if shared or projection is not None or len(tables) != 1:
+            return cls.of(model, hook, embedding, projection)
+        pair = cls(tables[0], "", tied=True)
+        pair.check(model, hook)
+        return pair
+
+    @classmethod
+    def _candidates(cls, modules: Mapping[str, nn.Module], seen: Pass | None) -> list["EmbeddingPair"]:
+        """Return the pairs of a model: the tied ones, without any the others."""
+        embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
+        takes_part: Callable[[str], bool] = lambda name: seen is None or name in seen.called
+        makes_output: Callable[[Tensor | None], bool] = lambda weight: seen is None or seen.made_by(weight)
+        tied, untied = list[EmbeddingPair](), list[EmbeddingPair]()
+        for name, module in embeddings.items():
+            others = {other: each for other, each in modules.items() if each is not module and takes_part(other)}
+            # not ``each.weight``: a parametrised module computes another tensor at every access
+            sharing = [other for other, each in others.items() if each._parameters.get("weight") is module.weight]
+            if seen is not None:
+                functional = any(matrix is module.weight for matrix in seen.of_output)
+                heads = [other for other in sharing if not isinstance(modules[other], nn.Embedding)]
+                sharing = heads or [""] * functional
+            if takes_part(name) and makes_output(module.weight):
+                tied += [cls(name, other, tied=True) for other in sharing]
+            linear = {other: each for other, each in others.items() if isinstance(each, nn.Linear)}
+            alike = [
+                other
+                for other, each in linear.items()
+                if each.weight.shape == module.weight.shape and makes_output(each._parameters.get("weight"))
+            ]
+            untied += [
+                cls(name, other, tied=False)
+                for other in (alike if seen is not None else alike[-1:])
+                if takes_part(name)
+            ]
+        return tied or untied
+
+    @classmethod
+    def _named(
+        cls, modules: Mapping[str, nn.Module], hook: str, embedding: str, projection: str, seen: Pass | None
+    ) -> "EmbeddingPair":
         for option, name in (("embedding", embedding), ("projection", projection)):
             if name not in modules or modules[name]._parameters.get("weight") is None:
                 raise UsageError(f"{hook}.{option} is {name!r}; the model has no module of that name with a weight.")
-        return cls(embedding, projection, tied=modules[embedding].weight is modules[projection].weight)
+        weight = modules[projection]._parameters["weight"]
+        if seen is not None and not (seen.made_by(weight) and {embedding, projection} <= seen.called):
+            raise UnsuitableError(
+                f"{hook}.projection is {projection!r}, but the model's output is not made by it from {embedding!r}; "
+                "leave both names out to have the pair found."
+            )
+        return cls(embedding, projection, tied=modules[embedding].weight is weight)
+
+    def __str__(self) -> str:
+        """Name both, and say how they are tied."""
+        head = f"output projection {self.projection!r}" if self.projection else "a functional head"
+        return f"embedding {self.embedding!r} and {head}, {'one matrix' if self.tied else 'a matrix each'}"
+
+    def output_tap(self, function: OnGradient, *, replaces: bool = False) -> GradientTap:
+        """Return the tap that hears g_out, the gradient through the output projection."""
+        if self.projection:
+            return GradientTap(self.projection, "weight", function, replaces=replaces)
+        return GradientTap(self.embedding, "elsewhere", function, replaces=replaces)
 
     def must_be_tied(self, hook: str) -> None:
         """Raise :class:`UnsuitableError` for two matrices."""
@@ -80,7 +206,7 @@ class EmbeddingPair:
 
     def check(self, model: nn.Module, hook: str) -> None:
         """Raise :class:`UnsuitableError` for weights whose gradients cannot be told apart here."""
-        for name in (self.embedding, self.projection):
+        for name in filter(None, (self.embedding, self.projection)):
             module = model.get_submodule(name)
             weight = module.get_parameter("weight")
             if not weight.requires_grad:
@@ -89,6 +215,22 @@ class EmbeddingPair:
                 raise UnsuitableError(f"Hook {hook!r} reads whole gradients of {name}.weight, which is sharded.")
             if isinstance(module, nn.Embedding) and module.sparse:
                 raise UnsuitableError(f"Hook {hook!r} needs a dense gradient of {name}, which has sparse=True.")
+
+
+def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | None) -> EmbeddingPair:
+    """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
+    seen = None if run.first_pass is None else Pass()
+    if run.first_pass is not None and seen is not None:
+        try:
+            with watch(run.model, seen):
+                seen.of_loss += output_matrices(run.first_pass())
+        except Exception as error:  # the run's own, which it meets at its first step and tells of there
+            said = f"{hook} takes the pair by its names and shapes: the loss of the first batch cannot be computed"
+            warnings.warn(f"{said} ({type(error).__name__}: {error}).", RunNotice, stacklevel=3)
+            seen = None
+    pair = EmbeddingPair.of(run.model, hook, embedding, projection, seen)
+    warnings.warn(f"{hook} has found {pair}.", RunNotice, stacklevel=3)
+    return pair
 
 
 Sums = Callable[[Tensor, Tensor], Tensor]
@@ -124,7 +266,8 @@ class TiedGradients:
     """Follows the two gradients of a tied matrix through a step, keeping no more than the output projection's.
 
     One pass with one use of each module is measured while the gradients flow. With micro-batches, or with a module used
-    more than once, g_in is the difference of the whole gradient and the sum of g_out, right to float32.
+    more than once, g_in is the difference of the whole gradient and the sum of g_out, right to float32. Weights below
+    float32 sum up the whole in their own precision: of those both parts are kept and summed in float32.
     """
 
     def __init__(self, sums: Sums) -> None:
@@ -135,24 +278,22 @@ class TiedGradients:
         """Forget the gradients of the last step."""
         self.output: Tensor | None = None
         """The sum of g_out so far, scaled like the loss."""
-        self._owned = False
+        self._input: Tensor | None = None
+        """That of g_in, where weights are below float32."""
         self._seen = [0, 0]
         self._measured: Tensor | None = None
 
     def see_output(self, gradient: Tensor) -> None:
         """Add to g_out what a tap has seen of it."""
         self._seen[1] += 1
-        if self.output is None:
-            self.output = gradient
-        elif self._owned:
-            self.output.add_(gradient)
-        else:
-            self.output, self._owned = self.output + gradient, True
+        self.output = _added(self.output, gradient, is_owned=self._seen[1] > 2)
 
     def see_input(self, gradient: Tensor) -> None:
         """Add to g_in what a tap has seen of it."""
         self._seen[0] += 1
         self._measured = self._sums(gradient, self.output) if self._seen == [1, 1] and self.output is not None else None
+        if gradient.dtype not in WIDE:
+            self._input = _added(self._input, gradient, is_owned=self._seen[0] > 2)
 
     def measure(self, gradient: Tensor | None, loss_scale: float) -> Tensor | None:
         """Return the sums over the step, of gradients scaled like the loss; ``None`` if nothing flowed.
@@ -165,6 +306,17 @@ class TiedGradients:
             return self._measured
         parts = []
         for first in range(0, len(gradient), ROWS_TOGETHER):
-            g_out = self.output[first : first + ROWS_TOGETHER]
-            parts.append(self._sums(gradient[first : first + ROWS_TOGETHER] * loss_scale - g_out, g_out))
+            rows = slice(first, first + ROWS_TOGETHER)
+            g_out = self.output[rows]
+            g_in = gradient[rows] * loss_scale - g_out if self._input is None else self._input[rows]
+            parts.append(self._sums(g_in, g_out))
         return torch.stack(parts).sum(0)
+
+
+def _added(total: Tensor | None, gradient: Tensor, *, is_owned: bool) -> Tensor:
+    """Return a sum in float32 or wider, in place if that is ``owned``; a first gradient stands for itself."""
+    if total is None:
+        return gradient
+    if is_owned:
+        return total.add_(gradient)
+    return (total if total.dtype in WIDE else total.float()) + gradient

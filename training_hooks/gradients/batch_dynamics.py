@@ -83,7 +83,7 @@ class BatchDynamics(TrainingHook):
 
     Args:
         history: consecutive gradients that are kept, and steps of a burst.
-        every: steps from the beginning of one burst to that of the next.
+        every: steps from the beginning of one burst to that of the next, more than ``history``.
         projection: dimensions of the random projection, a power of two; 0: the gradients themselves.
         memory: MiB that the kept gradients may take.
     """
@@ -102,10 +102,10 @@ class BatchDynamics(TrainingHook):
 
     def __init__(self, *, history: int = 60, every: int = 2000, projection: int = 0, memory: int = 1024) -> None:
         require(history >= 2, f"batch_dynamics.history is {history}; lag 1 needs at least 2 gradients.")
-        if every < history:
+        if every <= history:
             raise UsageError(
-                f"batch_dynamics.every is {every}; it must be at least batch_dynamics.history, the steps of one burst "
-                f"({history})."
+                f"batch_dynamics.every is {every}; it must be more than batch_dynamics.history, the steps of one burst "
+                f"({history}), or no burst would ever end."
             )
         check_dimensions("batch_dynamics.projection", projection)
         self.history = history

@@ -77,7 +77,7 @@ def statistics(window: Chunk, layout: FlatLayout) -> dict[str, Tensor]:
         "total_variance": variance,
         "mean_norm": signal.sqrt(),
         "signal_to_noise": signal / variance,
-        "unbiased_signal_to_noise": signal / variance - 1 / count,
+        "noise_corrected_signal_to_noise": signal / variance - 1 / count,
         "successive_variance": successive,
         "successive_ratio": successive / variance,
     }
@@ -118,8 +118,11 @@ class Variance(TrainingHook):
         mean_norm | ‖ḡ‖₂ | [0, ∞) | The part of the gradient that persists over the window.
         signal_to_noise | ‖ḡ‖² / tr Σ̂; NaN if all gradients are zero | [0, ∞]
             | Noise alone gives about 1/W. Above 1: the steps agree; far below: they wander.
-        unbiased_signal_to_noise | ‖ḡ‖² / tr Σ̂ − 1/W | [−1/W, ∞]
-            | The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise.
+        noise_corrected_signal_to_noise | (‖ḡ‖² − tr Σ̂/W) / tr Σ̂ | [−1/W, ∞]
+            | The same without what noise adds to ‖ḡ‖²; around 0: no signal shows above the noise. Numerator and
+            denominator are unbiased, their ratio is not, and no ratio of that kind can be: its mean is (q + 1/W)·ν/(ν −
+            2) − 1/W for Gaussian gradients of signal-to-noise q, exactly where their noise is alike in all directions,
+            ν = (W − 1)·(tr Σ)²/tr Σ²: far too much in one dimension, little where the noise has many.
         successive_variance | Σ_t ‖g_{t+1} − g_t‖² / (2(W − 1)), over the W − 1 successive pairs | [0, ∞)
             | The variance without slow drift, which cancels in the differences.
         successive_ratio | successive_variance / total_variance (von Neumann's ratio / 2) | [0, 2]

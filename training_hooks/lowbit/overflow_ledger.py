@@ -326,14 +326,14 @@ class Alarm(Remembering):
         self._note(NOISE, page, noise, self._least_ratio, self._least_ratio * HYSTERESIS, step)
 
     def _note(self, condition: str, page: Page, values: Any, begins: float, ends: float, step: int) -> None:
-        """Find the casts with values below ``begins``, and of those told of already the ones below ``ends``."""
-        told, found = self.alerts.told(condition), {}
-        for layer, role in np.argwhere(values < ends).tolist():
-            name, value = f"{page.layers[layer]} {page.roles[role]}", float(values[layer, role])
-            if value < begins or name in told:
-                found[name] = value
-        texts = {name: f"{abs(value):.3g}" for name, value in sorted(found.items(), key=lambda item: item[1])}
-        self.alerts.see(condition, texts, step=step, checked=int((~np.isnan(values)).sum()))
+        """Note the casts with values below ``begins``, and apart, of those told of, the ones that ``ends`` is above."""
+        below = [(float(values[place]), place) for place in map(tuple, np.argwhere(values < ends).tolist())]
+        texts = {f"{page.layers[row]} {page.roles[role]}": value for value, (row, role) in sorted(below)}
+        found = {name: f"{abs(value):.3g}" for name, value in texts.items() if value < begins}
+        told = self.alerts.told(condition) - found.keys()
+        late = {name: f"{abs(value):.3g}" for name, value in texts.items() if name in told}
+        checked = int((~np.isnan(values)).sum())
+        self.alerts.see(condition, found, step=step, checked=checked, lingering=late)
 
 
 def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:

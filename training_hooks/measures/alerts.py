@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from loopscope.errors import RunNotice, listed
 from loopscope.hooks import Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class Alerts(Remembering):
@@ -27,20 +29,25 @@ class Alerts(Remembering):
         self.phrases = dict(phrases)
         self._noun = noun
 
-    def see(self, condition: str, found: Mapping[str, str], *, step: int, checked: int) -> None:
+    def see(
+        self, condition: str, found: Mapping[str, str], *, step: int, checked: int, lingering: Mapping[str, str] = EMPTY
+    ) -> None:
         """Note which of ``checked`` parameters are in a condition, the worst first, each with a measured value.
 
         It is news if one of them was not among those told of since the condition appeared, and if none is left.
+        ``lingering`` are those that are out of it, but not far enough for it to be over.
         """
         told = self._told[condition]
         one, several = self.phrases[condition]
         if found.keys() - told:
             worst = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
             says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"
-            self._news.append((step, True, f"Step {step:,}: {says}: {worst}."))
-        elif told and not found:
+            rest = listed([f"{name} ({value})" for name, value in lingering.items()], NAMED)
+            late = f"; not yet recovered: {rest}" if rest else ""
+            self._news.append((step, True, f"Step {step:,}: {says}: {worst}{late}."))
+        elif told and not (found or lingering):
             self._news.append((step, False, f"Step {step:,}: no {self._noun} {one} any more."))
-        self._told[condition] = sorted({*told, *found}) if found else []
+        self._told[condition] = sorted({*told, *found}) if found or lingering else []
         self.counts[condition] = len(found)
 
     def told(self, condition: str) -> frozenset[str]:

@@ -39,8 +39,8 @@ class TrainingMetrics(TrainingHook):
             | Accuracy in eval mode; reported only where an evaluation was made.
         val_acc | `val_acc` of the experiment's evaluation | [0, 1]
             | Accuracy on held-out data; far below train_acc: memorised, not (yet) generalised.
-        lr | learning rate of the first parameter group | [0, ∞)
-            | The rate of the next step: schedulers step before POST_EPOCH and POST_STEP fire.
+        lr | learning rate of the first parameter group in the newest step that was made | [0, ∞)
+            | The rate that was used: after an epoch that of its last step, not the one that the scheduler has set next.
         evaluation | the other numbers of the experiment's evaluation, by name | set by the experiment
             | For example `val_loss`; reported only where an evaluation was made.
     """
@@ -48,9 +48,9 @@ class TrainingMetrics(TrainingHook):
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return those of the metrics that exist at this point."""
         if ctx.hook_point in STEP_POINTS:
-            return present(loss=ctx.loss, lr=ctx.lr)
+            return present(loss=ctx.loss, lr=ctx.step_lr)
         others = {name: value for name, value in ctx.evaluation.items() if name not in ("train_acc", "val_acc")}
         evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return evaluation
-        return {**present(loss=ctx.loss, lr=ctx.lr), **evaluation}
+        return {**present(loss=ctx.loss, lr=ctx.step_lr), **evaluation}

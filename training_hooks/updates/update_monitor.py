@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..measures import meshes_of, over_ranks
-from .watched_elements import Named, WatchedElements
+from .watched_elements import Named, WatchedElements, gradient_shards, norms
 
 EPSILON = 1e-12
 """Added to the norm of the weights, so that the update ratio of weights that are all zero is finite."""
-Rates = Mapping[str, float]
+Rates = Mapping[str, tuple[float, float]]
+"""By parameter, of a step: the learning rate, and the share of a weight that decoupled decay takes (0 without any)."""
+UNKNOWN = (math.nan, 0.0)
+"""The rates of a parameter that no group has."""
 
 
 @dataclass(slots=True)
@@ -53,16 +56,31 @@ class UpdateDiagnostics:
     """How many checks in a row, this one included, it has not moved."""
     is_frozen: bool
     driven_elements: float
-    """Elements with a gradient other than zero, if the weights are of lower precision than float32; otherwise 0."""
+    """Elements with a gradient other than zero, if the weights are of lower precision than float32 and the learning
+    rate is above 0; otherwise 0."""
     stuck_elements: float
-    """Those of them that the step left as they were: the update was rounded away."""
-    is_rounded_away: bool
-    """It has not moved although it has a gradient and a learning rate, and its precision is low."""
+    """Those of them that are where decoupled decay alone takes them: the gradient's part was rounded away."""
+    decayed_elements: float
+    """Elements other than zero that decoupled decay should shrink, if their precision is low; otherwise 0."""
+    undecayed_elements: float
+    """Those of them that the decay alone, rounded, leaves as they are."""
+    lost: tuple[str, ...]
+    """The terms of the update of which all was rounded away: ``gradient``; ``decay``, where nothing moved."""
+
+    @property
+    def is_rounded_away(self) -> bool:
+        """Whether a whole term of its update was lost, so that it does not move as it should: it is not frozen."""
+        return bool(self.lost)
 
     @property
     def rounded_away(self) -> float:
         """The share of the stuck among the driven elements; NaN if none is driven."""
         return self.stuck_elements / self.driven_elements if self.driven_elements else math.nan
+
+    @property
+    def decay_rounded_away(self) -> float:
+        """The share of the undecayed among the decayed elements; NaN if none is decayed."""
+        return self.undecayed_elements / self.decayed_elements if self.decayed_elements else math.nan
 
 
 @dataclass(kw_only=True)
@@ -70,8 +88,9 @@ class WeightUpdateMonitor(Remembering):
     """Checks gradients after backward, and weights around the optimizer's step, in any training loop.
 
     :meth:`check_gradients`, after ``backward()`` and before clipping and step, also keeps the weights;
-    :meth:`check_updates`, after the step, compares. Parameters without gradient are skipped. Each of the two brings
-    its numbers to the host in one transfer.
+    :meth:`check_updates`, after the step, compares. Parameters without gradient are skipped, and so is an update of
+    which a sample says nothing, since none of its elements had a gradient while others had. Each of the two brings its
+    numbers to the host in one transfer, but for a gradient that vanishes in a sample: that is looked at whole.
 
     Args:
         sample_size: elements of each parameter to look at; a smaller parameter is taken whole. Keeps a weight and an
@@ -95,6 +114,10 @@ class WeightUpdateMonitor(Remembering):
     _frozen = Remembered(dict[str, int])
     """Checks in a row without movement."""
     _checked = Remembered[Named](dict, saved=False)
+    _rates = Remembered[dict[str, tuple[float, float]]](dict)
+    """Those of the step that is made: afterwards a scheduler may have set others."""
+    _missed = Remembered(list[str])
+    """Parameters with a gradient of which the sample has seen nothing."""
 
     def __post_init__(self) -> None:
         for option in ("sample_size", "frozen_patience_steps"):
@@ -116,67 +139,85 @@ class WeightUpdateMonitor(Remembering):
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
         parameters = trainable(model)
-        return self.gradients(parameters, learning_rates(parameters, optimizer), extremes=True)
+        return self.gradients(parameters, step_rates(parameters, optimizer), extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
 
+        Learning rates are those that the groups had at :meth:`check_gradients`, whether or not a scheduler has stepped.
         Not for a step that ``torch.amp.GradScaler`` skipped: it would count as one that moved nothing.
         """
-        return self.updates(model, learning_rates(self._checked or trainable(model), optimizer))
+        return self.updates(model)
 
+    @torch.no_grad()
     def gradients(self, parameters: Named, rates: Rates, *, extremes: bool) -> dict[str, GradientDiagnostics]:
-        """Measure the gradients of parameters and keep their weights; ``extremes``: their maximum and mean, too."""
+        """Measure the gradients of parameters, keep their weights and rates; ``extremes``: maximum and mean, too."""
         chosen = {name: value for name, value in parameters.items() if value.grad is not None and value.numel()}
         tables = self._watched.measure(chosen, extremes=extremes)
         self._checked = {name: chosen[name] for name in self._watched.names}
-        columns = _on_host(tables, ("norm", "largest", "sum"), self._checked)
-        return {name: self._gradient(name, column, rates) for name, *column in columns}
+        self._rates = {name: rates[name] for name in self._checked if name in rates}
+        kinds = ("norm", "largest", "sum")
+        columns = _on_host(tables, kinds, self._checked)
+        found = {name: self._gradient(name, column) for name, *column in columns}
+        doubtful = {
+            n: self._checked[n] for n, each in found.items() if each.is_vanishing and self._watched[n].share > 1
+        }
+        orders = (2.0, math.inf, 1.0) if extremes else (2.0,)
+        whole = [[norms(gradient_shards([value]), order) for order in orders] for value in doubtful.values()]
+        looked_at = {
+            name: self._gradient(name, column, whole=True) for name, *column in _on_host(whole, kinds, doubtful)
+        }
+        self._missed = [name for name, each in looked_at.items() if not each.is_vanishing]
+        return found | looked_at
 
-    def _gradient(self, name: str, column: Sequence[float], rates: Rates) -> GradientDiagnostics:
+    def _gradient(self, name: str, column: Sequence[float], *, whole: bool = False) -> GradientDiagnostics:
         choice = self._watched[name]
-        norm = column[0] * math.sqrt(choice.share)
+        norm = column[0] * (1.0 if whole else math.sqrt(choice.share))
         return GradientDiagnostics(
             l2_norm=norm,
             max_abs=column[1] if len(column) > 1 else math.nan,
-            mean_abs=column[2] / choice.looked_at if len(column) > 1 else math.nan,
-            learning_rate=rates.get(name, math.nan),
+            mean_abs=column[2] / (choice.elements if whole else choice.looked_at) if len(column) > 1 else math.nan,
+            learning_rate=self._rates.get(name, UNKNOWN)[0],
             is_vanishing=norm <= self.vanishing_grad_threshold,
             is_exploding=not norm < self.exploding_grad_threshold,
         )
 
-    def updates(self, model: nn.Module, rates: Rates) -> dict[str, UpdateDiagnostics]:
+    def updates(self, model: nn.Module) -> dict[str, UpdateDiagnostics]:
         """Measure what has become of the weights that :meth:`gradients` kept; they are not kept any longer."""
         if not self._watched.keeps:
             return {}
         names, chosen, self._checked = self._watched.names, self._checked, {}
         if list(chosen) != names:
             chosen = {name: model.get_parameter(name) for name in names}
-        columns = _on_host(self._watched.compare(chosen), ("norm", "norm", "sum", "sum"), chosen)
-        return {name: self._update(name, column, rates) for name, *column in columns}
+        decays = {name: decay for name, (rate, decay) in self._rates.items() if rate > 0}
+        columns = _on_host(self._watched.compare(chosen, decays), ("norm", "norm", "sum", "sum", "sum", "sum"), chosen)
+        silent = {name for name, _, change, *_ in columns if not change and name in self._missed}
+        return {name: self._update(name, column) for name, *column in columns if name not in silent}
 
-    def _update(self, name: str, column: Sequence[float], rates: Rates) -> UpdateDiagnostics:
-        share, rate = self._watched[name].share, rates.get(name, math.nan)
-        root = math.sqrt(share)
-        weight_norm, update_norm = column[0] * root, column[1] * root
-        driven, stuck = column[2] * share, column[3] * share
+    def _update(self, name: str, column: Sequence[float]) -> UpdateDiagnostics:
+        share = self._watched[name].share
+        weight_norm, update_norm = column[0] * math.sqrt(share), column[1] * math.sqrt(share)
+        driven, stuck, decayed, undecayed = (count * share for count in column[2:])
         ratio = update_norm / (weight_norm + EPSILON)
         still = ratio <= self.frozen_update_ratio_threshold
-        rounded_away = still and stuck > 0 and rate > 0
+        gone = {"gradient": stuck > 0 and (still or stuck == driven), "decay": undecayed > 0 and still}
+        lost = tuple(term for term, is_gone in gone.items() if is_gone)
         earlier = self._frozen.pop(name, 0)
-        checks = earlier + 1 if still and not rounded_away else 0
+        checks = earlier + 1 if still and not lost else 0
         if checks:
             self._frozen[name] = checks
         return UpdateDiagnostics(
             update_ratio=ratio,
             update_norm=update_norm,
             weight_norm=weight_norm,
-            learning_rate=rate,
+            learning_rate=self._rates.get(name, UNKNOWN)[0],
             frozen_checks=checks,
             is_frozen=checks >= self.frozen_patience_steps,
             driven_elements=driven,
             stuck_elements=stuck,
-            is_rounded_away=rounded_away,
+            decayed_elements=decayed,
+            undecayed_elements=undecayed,
+            lost=lost,
         )
 
     @staticmethod
@@ -195,7 +236,7 @@ class WeightUpdateMonitor(Remembering):
         """Return the distribution of the update ratios, how many parameters are frozen, the share rounded away.
 
         Weights that were all zero have no relative change, and no part in the distribution; without driven elements of
-        low precision there is no ``rounded_away_fraction``.
+        low precision there is no ``rounded_away_fraction``, without decayed ones no ``decay_rounded_away_fraction``.
         """
         found = list(updates.values())
         stats = {
@@ -205,6 +246,9 @@ class WeightUpdateMonitor(Remembering):
         driven = sum(each.driven_elements for each in found)
         if driven:
             stats["rounded_away_fraction"] = sum(each.stuck_elements for each in found) / driven
+        decayed = sum(each.decayed_elements for each in found)
+        if decayed:
+            stats["decay_rounded_away_fraction"] = sum(each.undecayed_elements for each in found) / decayed
         return stats
 
     @staticmethod
@@ -230,9 +274,18 @@ class WeightUpdateMonitor(Remembering):
         self._watched.load_state_dict(state["before"])
 
 
-def learning_rates(parameters: Named, optimizer: Optimizer) -> dict[str, float]:
-    """Return the learning rate of every parameter that some group of the optimizer has, by name."""
-    rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
+def step_rate(rate: float, weight_decay: float, options: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a group's rates as :data:`Rates` has them; ``options``: those of the group."""
+    return rate, rate * weight_decay if options.get("decoupled_weight_decay", False) else 0.0
+
+
+def step_rates(parameters: Named, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
+    """Return the rates of every parameter that some group of the optimizer has, by name."""
+    rates = {
+        id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
+        for group in optimizer.param_groups
+        for value in group["params"]
+    }
     return {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
 
 

@@ -127,25 +127,27 @@ class Block:
             found.append(self._for_each(sizes.sum(1, dtype=self._wide), 1))
         return found
 
-    def compare(self, shards: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the norms of the changes since :meth:`keep`, and of the driven elements how many, and how many stuck.
+    def compare(
+        self, shards: Sequence[Tensor], gradients: Sequence[Tensor | None], decays: Sequence[float | None]
+    ) -> list[Tensor]:
+        """Return the norms of the changes since :meth:`keep`, then four counts of elements below float32.
 
-        Driven are elements of lower precision than float32 whose gradient is not zero, stuck those of them that have
-        not changed. Overwrites the copies.
+        Driven are those whose gradient is not zero, stuck those of them that are where the decay alone takes them.
+        Decayed are those that are not zero where there is a decay, undecayed those of them that the decay alone leaves
+        as they are. ``decays`` holds the share that a step's decay takes of a weight, ``None`` where no step is made:
+        there nothing is driven. Overwrites the copies.
         """
         if self.is_wide:
             none = torch.zeros(len(self.names), device=self.rows.device)
-            return [self._changes(shards), none, none]
-        changes, driven, stuck = [], [], []
+            return [self._changes(shards), none, none, none, none]
+        changes, counts = [], []
         for these, _ in self._pieces:
             before, now = self.views[these], self._looked_at(these, shards)
-            differences = [one.float() - other.float() for one, other in zip(before, now, strict=True)]
-            changes.append(norms(differences))
-            for choice, change, gradient in zip(self._choices[these], differences, gradients[these], strict=True):
-                moved = None if gradient is None else choice.of(gradient) != 0
-                driven.append(changes[0].new_zeros(()) if moved is None else moved.sum().float())
-                stuck.append(driven[-1] if moved is None else (moved & (change == 0)).sum().float())
-        return [torch.cat(changes), torch.stack(driven), torch.stack(stuck)]
+            changes.append(norms([one.float() - other.float() for one, other in zip(before, now, strict=True)]))
+            looked_at = zip(self._choices[these], gradients[these], before, now, decays[these], strict=True)
+            for choice, gradient, old, new, decay in looked_at:
+                counts.append(_counts(None if gradient is None else choice.of(gradient) != 0, old, new, decay))
+        return [torch.cat(changes), *torch.stack(counts).unbind(1)]
 
     def _changes(self, shards: Sequence[Tensor]) -> Tensor:
         found = []
@@ -221,10 +223,11 @@ class WatchedElements:
         return tables
 
     @torch.no_grad()
-    def compare(self, parameters: Named) -> list[list[Tensor]]:
+    def compare(self, parameters: Named, decays: Mapping[str, float]) -> list[list[Tensor]]:
         """Compare the parameters, those of :attr:`names`, with their copies, which are lost by that.
 
-        Rows: the norm that was, that of the change, and the two counts of :meth:`Block.compare`.
+        Rows: the norm that was, that of the change, and the four counts of :meth:`Block.compare`; ``decays`` has those
+        of which a step is made.
         """
         if self._loaded:
             self._plan(parameters)
@@ -234,7 +237,8 @@ class WatchedElements:
         for block, before in zip(self._blocks, self._norms, strict=True):
             low = [None if block.is_wide else parameters[name] for name in block.names]
             gradients = [None if each is None or each.grad is None else gradient_shards([each])[0] for each in low]
-            tables.append([before, *block.compare([shards[name] for name in block.names], gradients)])
+            ours = [decays.get(name) for name in block.names]
+            tables.append([before, *block.compare([shards[name] for name in block.names], gradients, ours)])
         self._norms = []
         return tables
 
@@ -303,6 +307,17 @@ def pieces(row_counts: Iterable[int], together: int) -> list[tuple[slice, slice]
     if ends[-1][0] < count:
         ends.append((count, rows))
     return [(slice(first[0], last[0]), slice(first[1], last[1])) for first, last in pairwise(ends)]
+
+
+def _counts(moved: Tensor | None, before: Tensor, now: Tensor, decay: float | None) -> Tensor:
+    """Return how many elements are driven, stuck, decayed and undecayed (:meth:`Block.compare`), shape (4,)."""
+    start = before.float()
+    alone = (start * (1 - decay)).to(before.dtype).float() if decay else start  # rounded as the optimizer rounds
+    if moved is None or decay is None:
+        moved = torch.zeros_like(start, dtype=torch.bool)
+    decayed = (start != 0) & bool(decay)
+    found = [moved, moved & (now.float() == alone), decayed, decayed & (alone == start)]
+    return torch.stack([each.sum() for each in found]).float()
 
 
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:

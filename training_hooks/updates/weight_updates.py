@@ -11,15 +11,21 @@ from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 
 from ..measures import Alerts
-from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor
+from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
 
 CONDITIONS = {
     "vanishing": ("has a vanishing gradient", "have vanishing gradients"),
     "exploding": ("has an exploding gradient", "have exploding gradients"),
     "frozen": ("is frozen", "are frozen"),
-    "rounded_away": ("does not move, its update being rounded away", "do not move, their updates being rounded away"),
+    "rounded_away": (
+        "does not move as it should, its update being rounded away",
+        "do not move as they should, their updates being rounded away",
+    ),
 }
-NORM = "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k))"
+NORM = (
+    "n_p = ‖g_p‖₂ over the parameters p that have a gradient, g_p before clipping (sampled: × √(n/k), of all elements "
+    "where that vanishes)"
+)
 RATIO = (
     "r_p = ‖θ_p' − θ_p‖₂ / (‖θ_p‖₂ + 1e-12), θ and θ' the weights before and after the optimizer's step, over the "
     "parameters p with a gradient and ‖θ_p‖₂ ≠ 0"
@@ -32,14 +38,17 @@ class WeightUpdates(TrainingHook):
 
     The gradients are those of POST_BACKWARD: complete, unscaled, before clipping. The update is measured from the
     weights before and after the optimizer's step, with momentum, weight decay and clipping in it; a step that the loss
-    scaler skips has none. Checked are step 1 and every ``interval``-th step after it. Of each parameter a sample of
-    elements is looked at, always the same ones (norms are scaled by √(n/k), n the elements, k those sampled), or with
-    ``exact`` all; a line at the beginning says which. A warning names step, number and worst parameters when a
-    condition appears or takes hold of more parameters, a note says when it has ended; in between there is silence.
+    scaler skips has none. Learning rates are those of the step itself. Checked are step 1 and every ``interval``-th
+    step after it. Of each parameter a sample of elements is looked at, always the same ones (norms are scaled by
+    √(n/k), n the elements, k those sampled), or with ``exact`` all; a line at the beginning says which. A warning names
+    step, number and worst parameters when a condition appears or takes hold of more parameters, a note says when it has
+    ended; in between there is silence.
 
     Assumes that a sample stands for its parameter: what happens in a few elements of a large one shows in exact mode
-    only. Parameters without gradient are skipped and not counted. Keeps 8 bytes for each sampled element (float32), in
-    exact mode one copy of the parameters.
+    only. But a gradient that vanishes in a sample (an embedding, none of whose sampled rows had a token) is looked at
+    whole before it is called so; where only the sample had none and has not moved, the update is left out. Parameters
+    without gradient are skipped and not counted. Keeps 8 bytes for each sampled element (float32), in exact mode one
+    copy of the parameters.
 
     Args:
         interval: steps from one check to the next.
@@ -83,9 +92,14 @@ class WeightUpdates(TrainingHook):
         frozen_count | parameters with r_p ≤ frozen_update_ratio_threshold for frozen_patience_steps checks in a row,
             except those of low precision whose update was rounded away | 0, 1, 2, …
             | Above 0: learning rate 0, missing from the optimizer, or no gradient and no decay.
-        rounded_away_fraction | elements of parameters below float32 that have a gradient and did not change / those
-            that have a gradient | [0, 1]
-            | Near 1: the weights' precision is too low for the updates; keep float32 weights, or round stochastically.
+        rounded_away_fraction | elements of parameters below float32 that have a gradient and are, after a step at a
+            rate above 0, where decoupled weight decay alone takes them / those that have a gradient | [0, 1]
+            | The gradient's part of the updates that is lost. Near 1: the weights' precision is too low for them; keep
+            float32 weights, or round stochastically.
+        decay_rounded_away_fraction | elements θ ≠ 0 of parameters below float32 with θ·(1 − lr·λ), rounded, = θ / those
+            θ ≠ 0, over groups with decoupled decay λ and lr > 0 | [0, 1]
+            | Near 1: weight decay by itself does nothing, though gradients may move the weights. An optimizer that
+            rounds both parts at once (``fused``) lets some of it through with the gradient's.
         topk_frozen/<parameter> | r_p of the topk parameters where it is smallest (‖θ_p‖₂ = 0 included) | [0, ∞]
             | Who moves least. At each check the names are those of then.
     """
@@ -150,10 +164,11 @@ class WeightUpdates(TrainingHook):
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
         if ctx.hook_point is HookPoint.POST_BACKWARD:
             self._kept_at = ctx.step
-            gradients = self.monitor.gradients(trainable(ctx.model), {}, extremes=False)
+            groups = ctx.optimizer_groups  # at POST_STEP the scheduler has stepped, and they have the next step's rates
+            rates = {n: step_rate(each.lr, each.weight_decay, each.options) for each in groups for n in each.names}
+            gradients = self.monitor.gradients(trainable(ctx.model), rates, extremes=False)
             return self._gradient_metrics(gradients, ctx) if gradients else {}
-        rates = {name: group.lr for group in ctx.optimizer_groups for name in group.names}
-        updates = self.monitor.updates(ctx.model, rates) if self._kept_at == ctx.step else {}
+        updates = self.monitor.updates(ctx.model) if self._kept_at == ctx.step else {}
         return self._update_metrics(updates, ctx) if updates else {}
 
     def _gradient_metrics(self, gradients: Mapping[str, GradientDiagnostics], ctx: RunDataContext) -> Metrics:
@@ -174,7 +189,7 @@ class WeightUpdates(TrainingHook):
         frozen = [pair for pair in smallest if updates[pair[0]].is_frozen]
         rounded_away = [pair for pair in smallest if updates[pair[0]].is_rounded_away]
         for condition, pairs in (("frozen", frozen), ("rounded_away", rounded_away)):
-            found = {n: f"update ratio {ratio:.3g} at lr {updates[n].learning_rate:g}" for n, ratio in pairs}
+            found = {name: _told(updates[name]) for name, _ in pairs}
             self._conditions.see(condition, found, step=ctx.step, checked=len(updates))
         named = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | named
@@ -182,3 +197,8 @@ class WeightUpdates(TrainingHook):
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Give the warnings that have come up by ``step``."""
         self._conditions.tell(step)
+
+
+def _told(update: UpdateDiagnostics) -> str:
+    text = f"update ratio {update.update_ratio:.3g} at lr {update.learning_rate:g}"
+    return f"{text}, lost: {' and '.join(update.lost)}" if update.lost else text

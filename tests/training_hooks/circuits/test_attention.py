@@ -258,7 +258,7 @@ def test_the_inputs_are_what_the_model_takes():
     for batch in (x, (x, y), [x, y], {"input_ids": x, "labels": y}, ({"input_ids": x}, y)):
         assert torch.equal(model_inputs(batch), x)
     assert torch.equal(model_inputs({"ids": x, "labels": y}, "ids"), x)
-    assert torch.equal(model_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], "ids")[0], x)
+    assert torch.equal(model_inputs([{"ids": [x.numpy()]}, {"labels": (y,)}], "ids"), x)
     assert torch.equal(model_inputs(Fields(x, y), "x"), x)
     assert [id(each) for each in model_inputs(((x, y), y))] == [id(x), id(y)]
 
@@ -285,9 +285,9 @@ def test_entries_that_the_model_takes_by_name_come_with_its_input():
     ("batch", "sentence"),
     [
         ({"ids": torch.ones(2), "labels": torch.ones(2)}, "no entry 'input_ids' in a batch of ids, labels; name the"),
-        ("text", "mappings, not str"),
-        ((), "mappings, not tuple"),
-        ({"input_ids": [1, 2]}, "mappings, not int"),
+        ("text", "dataclasses, not str"),
+        ((), "dataclasses, not tuple"),
+        ({"input_ids": [1, 2]}, "dataclasses, not int"),
     ],
 )
 def test_batches_in_which_no_input_can_be_found_are_refused(batch, sentence):

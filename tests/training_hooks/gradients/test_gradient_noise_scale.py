@@ -3,21 +3,27 @@
 import io
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
-from loopscope.data import TensorLoader, fixed_order
-from loopscope.errors import UsageError
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import RunNotice, UsageError
 from loopscope.firing import HookManager
 from loopscope.loops import step_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import described
 from loopscope.training import TrainingTask
 from loopscope.training_hooks.gradients import GradientNoiseScale
-from loopscope.training_hooks.gradients.gradient_noise_scale import PartNorms, signal_and_noise
+from loopscope.training_hooks.gradients.gradient_noise_scale import (
+    PartNorms,
+    order_shown,
+    signal_and_noise,
+    standard_errors,
+)
 from torch import Tensor, nn
 
-from tests.support import BATCH, Case, RecordingSink, train
+from tests.support import BATCH, Case, RecordingSink, run_info, train
 
 
 def estimates(gradients: Tensor, sizes: list[int]) -> tuple[float, float]:
@@ -97,6 +103,107 @@ def test_in_a_run_each_estimate_is_that_of_the_gradients_row_by_row(parts, sizes
         expected = {"signal": signal, "noise": noise, "noise_scale": noise / signal, "batch_rows": sum(split)}
         expected |= {"signal_estimate": signal, "noise_estimate": noise, "step": report["step"]}
         assert report == pytest.approx(expected, rel=1e-9)
+
+
+def brute_force_errors(weights: Tensor, signals: Tensor, noises: Tensor) -> dict[str, float]:
+    """Compute the standard errors from the definition: shares v of the weights, residuals about the weighted means."""
+    shares = weights / weights.sum()
+    signal, noise = shares @ signals, shares @ noises
+    square, cube = shares.square().sum(), shares.pow(3).sum()
+    unbiased = square / (square - 2 * cube + square**2)
+    error = lambda residuals: float(((shares * residuals).square().sum() * unbiased).sqrt())
+    return {
+        "signal_error": error(signals - signal),
+        "noise_error": error(noises - noise),
+        "noise_scale_error": error(noises - noise / signal * signals) / abs(float(signal)),
+    }
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 1.0])
+def test_errors_are_those_of_the_formula_from_the_second_measurement_on(decay):
+    reports = measured(regression_task(6, length=12), GradientNoiseScale(every_n_steps=2, decay=decay))
+    assert not [name for name in reports[0] if name.endswith("_error")]
+    for count, report in enumerate(reports[1:], start=2):
+        values = torch.tensor(
+            [[row["signal_estimate"], row["noise_estimate"]] for row in reports[:count]], dtype=torch.float64
+        )
+        weights = decay ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
+        expected = brute_force_errors(weights, *values.T)
+        assert {name: report[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def simulated(trials: int, count: int, decay: float) -> tuple[Tensor, Tensor]:
+    """Return how far averages lie from the truth, and their standard errors: |G|² = 1, S = 20, parts of 16 rows."""
+    generator = torch.Generator().manual_seed(trials)
+    dimensions, rows, energy = 50, 16, 20.0
+    parts = torch.randn(trials, count, 2, dimensions, dtype=torch.float64, generator=generator)
+    parts = parts * math.sqrt(energy / dimensions / rows) + torch.eye(dimensions, dtype=torch.float64)[0]
+    norms = parts.square().sum(-1).mean(-1), parts.mean(-2).square().sum(-1)
+    measured_ones = torch.stack([torch.ones_like(norms[0]), *signal_and_noise(norms, rows, 2 * rows)], dim=-1)
+    weights = decay ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
+    cubes = weights.pow(3).sum().item()
+    found = []
+    for each in measured_ones:
+        sums, moments = weights @ each, each.T @ (weights.square()[:, None] * each)
+        errors = torch.stack(list(standard_errors(sums, moments, cubes).values()))
+        averages = torch.stack([sums[1] / sums[0], sums[2] / sums[0], sums[2] / sums[1]])
+        found.append((averages - torch.tensor([1.0, energy, energy]), errors))
+    return torch.stack([away for away, _ in found]), torch.stack([errors for _, errors in found])
+
+
+@pytest.mark.parametrize(
+    ("trials", "within", "coverage"),
+    [(300, 0.15, (0.90, 0.98)), pytest.param(2000, 0.06, (0.93, 0.97), marks=pytest.mark.slow)],
+)
+def test_errors_are_the_scatter_of_the_averages_and_two_of_them_hold_the_truth(trials, within, coverage):
+    away, errors = simulated(trials, 30, 1.0)
+    assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=within)
+    assert (away.mean(0).abs() < 4 * errors.mean(0) / math.sqrt(trials) + errors.mean(0) * 0.1).all()
+    for share in (away.abs() <= 2 * errors).double().mean(0).tolist():
+        assert coverage[0] <= share <= coverage[1]
+
+
+def test_errors_of_unequal_weights_are_unbiased_too_and_hold_the_truth_a_little_less():
+    away, errors = simulated(500, 60, 0.9)
+    assert (errors.square().mean(0).sqrt() / away.std(0)).tolist() == pytest.approx([1, 1, 1], abs=0.12)
+    assert ((away.abs() <= 2 * errors).double().mean(0) > 0.88).all()
+
+
+def notices(hook: GradientNoiseScale, order: Tensor | None, length: int = 400) -> list[str]:
+    """Return what the hook says at the start of a run on rows whose targets are their numbers."""
+    order_of = random_order(300, 1) if order is None else fixed_order(order)
+    model = nn.Linear(1, 1).double()
+    data = (torch.randn(300, 1, generator=torch.Generator().manual_seed(3)), torch.arange(300) // 30)
+    loader = TensorLoader(data, 10, order_of)
+    task = TrainingTask(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, square_loss, length=length)
+    manager = HookManager([hook], task, TrainingState(task.model, task.optimizer, RandomStreams(7)), loop="step")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        hook.start(run_info(task, manager, "step"))
+    assert all(each.category is RunNotice for each in said)
+    return [str(each.message) for each in said]
+
+
+def test_a_sorted_order_is_told_of_and_a_random_one_is_not_fixed_or_new():
+    (sentence,) = notices(GradientNoiseScale(), torch.arange(300))
+    assert "neighbours among the first 256 rows are alike (correlation 0.9" in sentence
+    swinging = torch.stack([torch.arange(150), torch.arange(299, 149, -1)], dim=1).flatten()
+    assert "rows are unalike (correlation -1.00)" in notices(GradientNoiseScale(), swinging)[0]
+    assert notices(GradientNoiseScale(), None) == []
+    shuffles = [torch.randperm(300, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert [notices(GradientNoiseScale(), order) for order in shuffles] == [[]] * 20
+
+
+def test_rows_that_are_equal_or_of_changing_shape_have_no_order():
+    assert order_shown([(torch.ones(4, 2),)] * 3) == (0.0, 12)
+    ragged = [(torch.randn(4, length), "text") for length in (2, 3, 2)]
+    assert order_shown(ragged) == (0.0, 12)
+
+
+@pytest.mark.parametrize(("options", "length"), [({}, 100), ({"decay": 0.0}, 400)])
+def test_where_there_will_be_no_error_a_note_says_what_it_needs(options, length):
+    (sentence,) = notices(GradientNoiseScale(**options), None, length)
+    assert "at least 2 measurements in one average" in sentence
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 1.0])

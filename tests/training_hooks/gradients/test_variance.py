@@ -28,7 +28,7 @@ def expected(window: np.ndarray) -> dict[str, float]:
         "total_variance": variance,
         "mean_norm": np.linalg.norm(mean),
         "signal_to_noise": mean @ mean / variance,
-        "unbiased_signal_to_noise": mean @ mean / variance - 1 / steps,
+        "noise_corrected_signal_to_noise": mean @ mean / variance - 1 / steps,
         "successive_variance": successive,
         "successive_ratio": successive / variance,
     }
@@ -106,14 +106,27 @@ def test_a_hook_resumed_at_every_fire_reports_the_same_numbers_and_leaves_the_ru
 def test_noise_alone_has_the_ratio_that_noise_gives():
     report = observe(Variance(window=20), draws(20, 20_000))[20]
     assert report["signal_to_noise"] == pytest.approx(1 / 20, rel=0.05)
-    assert report["unbiased_signal_to_noise"] == pytest.approx(0, abs=2e-3)
+    assert report["noise_corrected_signal_to_noise"] == pytest.approx(0, abs=2e-3)
     assert report["successive_ratio"] == pytest.approx(1, rel=0.03)
     assert report["total_variance"] == pytest.approx(20_000, rel=0.03)
 
 
 def test_a_planted_signal_is_found_at_its_size():
     rows = 3 * draws(20, 20_000) + 2
-    assert observe(Variance(window=20), rows)[20]["unbiased_signal_to_noise"] == pytest.approx(4 / 9, rel=0.03)
+    assert observe(Variance(window=20), rows)[20]["noise_corrected_signal_to_noise"] == pytest.approx(4 / 9, rel=0.03)
+
+
+@pytest.mark.parametrize(("elements", "window", "signal"), [(1, 4, 0.2), (3, 4, 0.2), (40, 5, 0.0)])
+def test_the_mean_of_the_corrected_ratio_is_that_of_its_page(elements, window, signal):
+    generator = np.random.default_rng(elements)
+    offset = np.sqrt(signal * elements) * np.eye(elements)[0]
+    found = []
+    for gradients_of in generator.standard_normal((20_000, window, elements)) + offset:
+        values = expected(gradients_of)
+        found.append(values["mean_norm"] ** 2 / values["total_variance"] - 1 / window)
+    freedom = (window - 1) * elements
+    mean = (signal + 1 / window) * freedom / (freedom - 2) - 1 / window
+    assert np.mean(found) == pytest.approx(mean, abs=5 * np.std(found) / np.sqrt(len(found)) + 0.02)
 
 
 def test_a_drift_and_an_oscillation_show_in_the_successive_ratio():

@@ -1,13 +1,14 @@
 """Readings of counts, and the ledger that keeps them by layer and role, on one rank and on two."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Ledger, readings
+from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings
 
 from tests.support.two_ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
@@ -133,6 +134,53 @@ def test_what_a_page_was_made_of_is_not_written_to_afterwards():
 
 
 # Ranks
+
+
+def page_of(ratios: list[float], rates: list[float]) -> Page:
+    """Make a page of gradients, one a layer, with these ratios of gradient to noise and rates of overflow."""
+    sums = np.zeros((len(ratios), 1, len(SUMS)))
+    for row, ratio, rate in zip(sums[:, 0], ratios, rates, strict=True):
+        named = {"quantizations": 1, "total_elements": 100, "total_overflow_elements": 100 * rate, "squared_error": 1}
+        for name, value in {**named, "squared_norm": ratio**2}.items():
+            row[SUMS.index(name)] = value
+    layers = [f"layer{index}" for index in range(len(ratios))]
+    return Page(layers, ["gradients/e2m1/tensor"], sums, np.zeros((len(ratios), 1, len(MAXIMA))), sums)
+
+
+def sentences_of(pages: list[Page]) -> list[str]:
+    """Return what an alarm with thresholds 0.1 and √3 says at pages of successive steps."""
+    alarm, said = Alarm(0.1, math.sqrt(3)), []
+    for step, page in enumerate(pages, start=1):
+        alarm.see(page, step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            alarm.alerts.tell(step)
+        said += [str(each.message).replace(" gradients/e2m1/tensor", "") for each in caught]
+    return said
+
+
+def test_an_alarm_lists_what_is_beyond_its_threshold_and_apart_what_has_not_recovered():
+    quiet = [0.0] * 4
+    ratios = [
+        [1.0, 1.5, 5.0, 5.0],
+        [2.0, 3.3, 1.2, 5.0],
+        [2.0, 9.0, 3.0, 3.0],
+        [2.0, 9.0, 9.0, 9.0],
+        [4.0, 9.0, 9.0, 9.0],
+    ]
+    below = "gradient-to-noise ratio below 1.73"
+    assert sentences_of([page_of(each, quiet) for each in ratios]) == [
+        f"Step 1: 2 of 4 casts have a {below}: layer0 (1), layer1 (1.5).",
+        f"Step 2: 1 of 4 casts has a {below}: layer2 (1.2); not yet recovered: layer0 (2), layer1 (3.3).",
+        f"Step 5: no cast has a {below} any more.",
+    ]
+    rates = [[0.2, 0.0], [0.07, 0.3], [0.07, 0.07], [0.01, 0.02]]
+    over = "in more than 0.1 of its elements"
+    assert sentences_of([page_of([9.0, 9.0], each) for each in rates]) == [
+        f"Step 1: 1 of 2 casts overflows {over}: layer0 (0.2).",
+        f"Step 2: 1 of 2 casts overflows {over}: layer1 (0.3); not yet recovered: layer0 (0.07).",
+        f"Step 4: no cast overflows {over} any more.",
+    ]
 
 
 def counted_on_a_rank() -> dict[str, float]:

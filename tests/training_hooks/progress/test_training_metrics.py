@@ -15,6 +15,13 @@ def losses(case: Case, **options) -> list[float]:
     return [loss.item() for loss in seen]
 
 
+def rates(case: Case, **options) -> list[float]:
+    """Return the learning rate of every step, as the optimizer used it."""
+    seen: list[float] = []
+    train(case, [at(SpyHook, HookPoint.PRE_UPDATE)(lambda ctx: seen.append(ctx.lr))], **options)
+    return seen
+
+
 def evaluated(**numbers: float):
     return lambda model: dict(numbers)
 
@@ -26,19 +33,37 @@ def test_an_epoch_reports_mean_loss_accuracies_rate_and_the_rest_of_the_evaluati
     assert (epoch, point, step) == (0, HookPoint.POST_EPOCH, 3)
     assert metrics == {
         "training_metrics/loss": pytest.approx(sum(losses(Case())) / 3, rel=1e-6),
-        "training_metrics/lr": run.task.optimizer.param_groups[0]["lr"],
+        "training_metrics/lr": rates(Case())[-1],
         "training_metrics/train_acc": 0.5,
         "training_metrics/val_acc": 0.25,
         "training_metrics/evaluation": {"val_loss": 1.5},
     }
 
 
-def test_the_rate_is_the_one_that_the_next_epoch_uses():
-    run = train(Case(), [TrainingMetrics()], steps=6)
-    reported = [metrics["training_metrics/lr"] for metrics, *_ in run.sink.emitted]
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_the_rate_is_the_one_that_the_last_step_of_the_epoch_used(interval):
     used: list[float] = []
-    train(Case(), [at(SpyHook, HookPoint.PRE_EPOCH)(lambda ctx: used.append(ctx.lr))], steps=6)
-    assert reported[0] == used[1] < used[0]
+    spy = at(SpyHook, HookPoint.PRE_UPDATE)(lambda ctx: used.append(ctx.lr))
+    run = train(Case(), [TrainingMetrics(), spy], steps=6, scheduler_interval=interval)
+    reported = [metrics["training_metrics/lr"] for metrics, *_ in run.sink.emitted if "training_metrics/lr" in metrics]
+    assert reported == [used[2], used[5]]
+    assert used[5] < used[2]
+    assert run.task.optimizer.param_groups[0]["lr"] != used[5]
+
+
+def test_a_rate_in_a_tensor_is_reported_as_it_was_at_the_step():
+    def in_tensors(task, state):
+        for group in task.optimizer.param_groups:
+            group |= {"lr": torch.tensor(group["lr"]), "foreach": False}
+
+    plain, tensors = (
+        [
+            float(metrics["training_metrics/lr"])
+            for metrics, *_ in train(Case(), [TrainingMetrics()], steps=6, **how).sink.emitted
+        ]
+        for how in ({}, {"introduce": in_tensors})
+    )
+    assert tensors == pytest.approx(plain, rel=1e-6)
 
 
 def test_what_does_not_exist_is_not_reported():
@@ -58,7 +83,7 @@ def test_the_step_loop_reports_every_steps_loss_and_rate_as_series():
     run = train(case, [TrainingMetrics()], steps=5, log_every=10, snapshot_every=10)
     metrics = next(metrics for metrics, _, point, _ in run.sink.emitted if point is HookPoint.POST_STEP)
     assert metrics["training_metrics/loss"] == Series([1, 2, 3, 4, 5], losses(case, steps=5))
-    assert metrics["training_metrics/lr"].values[-1] == run.task.optimizer.param_groups[0]["lr"]
+    assert metrics["training_metrics/lr"] == Series([1, 2, 3, 4, 5], rates(case, steps=5))
 
 
 def test_the_step_loop_reports_a_fresh_evaluation_at_the_snapshot():

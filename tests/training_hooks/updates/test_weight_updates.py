@@ -13,6 +13,7 @@ from loopscope.training import Precision
 from loopscope.training_hooks.updates import WeightUpdates
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
 
 from tests.support import MODELS, Case, SpyHook, at, build, mean_loss, run_info, train
@@ -218,6 +219,22 @@ def test_bfloat16_weights_report_how_much_was_rounded_away():
 
     reported = table(run([WeightUpdates(interval=6)], Case("tied", "sgd_momentum"), introduce=convert))
     assert 0.1 < reported["rounded_away_fraction", 1] < 1
+
+
+def test_a_warm_up_from_zero_in_bfloat16_is_no_cause_to_warn():
+    def warming_up(task, state):
+        task.model.bfloat16()
+        task.scheduler = state.scheduler = LambdaLR(task.optimizer, lambda step: step / 100)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", RunNotice)
+        found = run(
+            [WeightUpdates(interval=100, vanishing_grad_threshold=0.0)],
+            Case("tied", "sgd_momentum", loop="step"),
+            introduce=warming_up,
+        )
+    assert ("rounded_away_fraction", 1) not in table(found)
 
 
 # Cost and refusals

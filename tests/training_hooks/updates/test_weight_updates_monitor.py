@@ -213,9 +213,97 @@ def test_what_bfloat16_rounds_away_is_told_from_what_is_frozen(exact):
         _, updates = one_check(model, torch.optim.SGD(groups, lr=1e-4), monitor)
     assert [name for name, each in updates.items() if each.is_rounded_away] == ["rounded"]
     assert [name for name, each in updates.items() if each.is_frozen] == ["frozen", "idle"]
-    assert [updates[name].rounded_away for name in ("rounded", "moving", "frozen")] == [1, 0, 1]
-    assert math.isnan(updates["idle"].rounded_away)
-    assert monitor.aggregate_update_stats(updates)["rounded_away_fraction"] == 8 / 12
+    assert [updates[name].rounded_away for name in ("rounded", "moving")] == [1, 0]
+    assert all(math.isnan(updates[name].rounded_away) for name in ("idle", "frozen"))  # at rate 0 nothing is driven
+    assert updates["frozen"].driven_elements == updates["frozen"].stuck_elements == 0
+    assert monitor.aggregate_update_stats(updates)["rounded_away_fraction"] == 4 / 8
+
+
+def test_rates_are_those_of_the_step_though_a_scheduler_has_moved_on():
+    model, monitor = ones(a=1.0, b=1.0).bfloat16(), WeightUpdateMonitor(frozen_patience_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    found = []
+    for _ in range(2):
+        gradients = monitor.check_gradients(model, optimizer)
+        optimizer.step()
+        warm_up.step()
+        found.append(monitor.check_updates(model, optimizer)["a"])
+        assert gradients["a"].learning_rate == found[-1].learning_rate
+    assert [each.learning_rate for each in found] == pytest.approx([0, 1e-5])
+    assert [(each.driven_elements, each.is_rounded_away) for each in found] == [(0, False), (4, True)]
+
+
+def after_a_step(kind, fused: bool, *, decay: float, rate: float, size: float):
+    """Return weights before and after a step of AdamW in bfloat16, their gradient, and the diagnostics."""
+    generator = torch.Generator().manual_seed(int(1 / rate))
+    model = nn.Module()
+    model.w = nn.Parameter((size * torch.randn(4000, generator=generator)).bfloat16())
+    model.w.grad = torch.randn(4000, generator=generator).bfloat16()
+    model.w.grad[:1000] = 0
+    before, optimizer = model.w.detach().clone(), kind(model.parameters(), lr=rate, weight_decay=decay, fused=fused)
+    _, updates = one_check(model, optimizer, WeightUpdateMonitor(exact=True))
+    return before, model, updates["w"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("decay", "rate", "size"), [(0.1, 1e-3, 0.02), (0.1, 1e-5, 1.0), (1000.0, 1e-5, 1.0)])
+def test_each_term_that_bfloat16_rounds_away_is_counted_by_itself(fused, decay, rate, size):
+    before, model, found = after_a_step(torch.optim.AdamW, fused, decay=decay, rate=rate, size=size)
+    alone = (before.double() * (1 - rate * decay)).bfloat16()
+    driven = model.w.grad != 0
+    assert (found.driven_elements, found.decayed_elements) == (driven.sum(), (before != 0).sum())
+    assert found.stuck_elements == (driven & (model.w == alone)).sum()
+    assert found.undecayed_elements == pytest.approx((alone == before).sum().item(), abs=2)  # double, then float
+    assert (found.decay_rounded_away > 0.99) == (decay < 1)
+    assert (found.rounded_away > 0.9) == (rate == 1e-5)
+
+
+def test_a_gradient_that_is_lost_beside_a_decay_that_moves_is_told():
+    model = ones(w=1.0).bfloat16()
+    model.w.grad *= 1e-3
+    groups = [{"params": [model.w], "weight_decay": 0.1}]
+    monitor = WeightUpdateMonitor()
+    _, updates = one_check(model, torch.optim.AdamW(groups, lr=1e-1, eps=1e3), monitor)
+    assert updates["w"].lost == ("gradient",)
+    assert updates["w"].update_ratio > 1e-3
+    model.w.grad.zero_()
+    _, updates = one_check(model, torch.optim.AdamW([model.w], lr=1e-4, weight_decay=0.1), monitor)
+    assert (updates["w"].lost, updates["w"].frozen_checks) == (("decay",), 0)
+
+
+def test_coupled_decay_is_no_term_of_its_own():
+    model = ones(w=1.0).bfloat16()
+    _, updates = one_check(model, torch.optim.SGD([model.w], lr=1e-4, weight_decay=0.1), WeightUpdateMonitor())
+    assert updates["w"].decayed_elements == 0
+    assert math.isnan(updates["w"].decay_rounded_away)
+
+
+def unseen_rows(size: float) -> nn.Module:
+    """Return an embedding with a gradient in one row, of which a sample of 16 elements has none."""
+    model = nn.Module()
+    model.table = nn.Embedding(1000, 8)
+    sampled = set((sample_indices("table.weight", (1000, 8), 16).long() // 8).tolist())
+    row = next(row for row in range(1000) if row not in sampled)
+    model.table.weight.grad = torch.zeros(1000, 8)
+    model.table.weight.grad[row] = size
+    return model
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e3])
+def test_a_gradient_that_a_sample_has_missed_is_looked_at_whole(size, sparse):
+    model, monitor = unseen_rows(size), WeightUpdateMonitor(sample_size=16, frozen_patience_steps=1)
+    true = length(model.table.weight.grad)
+    if sparse:
+        model.table.weight.grad = model.table.weight.grad.to_sparse()
+    gradients, updates = one_check(model, torch.optim.SGD(model.parameters(), lr=0.1), monitor)
+    found = gradients["table.weight"]
+    assert found.l2_norm == pytest.approx(true, rel=1e-6)
+    assert (found.max_abs, found.mean_abs) == pytest.approx((size, 8 * size / 8000), rel=1e-6)
+    assert (found.is_vanishing, found.is_exploding) == (size == 1e-9, size == 1e3)
+    # What did not move in the sample may well have moved elsewhere: nothing is known of it.
+    assert [each.is_frozen for each in updates.values()] == ([True] if size == 1e-9 else [])
 
 
 def test_the_share_rounded_away_is_that_of_full_clones():
