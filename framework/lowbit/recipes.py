@@ -139,5 +139,14 @@ def parse_cast(text: str) -> Cast:
     return Cast(number_format, parts[0], **options)  # type: ignore[arg-type]
 
 
-OPTIONS: Mapping[str, Callable[[str], str | int | float]] = {"rounding": str, "block": int, "q_scalar": float}
+OPTIONS: Mapping[str, Callable[[str], str | int | float]] = {
+    "rounding": str,
+    "block": int,
+    "rows": int,
+    "q_scalar": float,
+    "scale_dtype": str,
+    "history": int,
+    "margin": int,
+    "amax": str,
+}
 """What a cast has beside format and rule, and how it is read from a text."""
