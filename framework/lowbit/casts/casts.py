@@ -216,6 +216,8 @@ class Cast:
             return None
         if generator is None:
             raise UsageError("Stochastic rounding draws from a generator of its own; pass generator=torch.Generator().")
+        if layout.blocks.is_meta:
+            return torch.empty_like(layout.blocks, dtype=torch.float32)
         draws = torch.rand(layout.shape, generator=generator, device=layout.blocks.device, dtype=torch.float32)
         return self._laid_out(draws).blocks
 

@@ -45,13 +45,13 @@ class Layout:
         missing = -length % block
         if rows > 1:
             height = values.shape[-2] if values.ndim > 1 else 1
-            matrices = values.reshape((values.shape[:-2].numel(), height, length))
+            matrices = values.reshape(values.shape[:-2].numel(), height, length)
             padded = torch.nn.functional.pad(matrices, (0, missing, 0, -height % rows))
-            down, across = padded.shape[1] // rows, padded.shape[2] // block
-            tiles = padded.reshape(len(matrices), down, rows, across, block).transpose(2, 3)
-            return cls(tiles.reshape(len(matrices) * down * across, rows * block), values.shape, across, rows)
-        rows = values.reshape((*values.shape[:-1], length))
-        padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+            down, per_row = padded.shape[1] // rows, padded.shape[2] // block
+            tiles = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
+            return cls(tiles.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
+        lines = values.reshape((*values.shape[:-1], length))
+        padded = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
         per_row = (length + missing) // block
         return cls(padded.reshape(padded.numel() // block, block), values.shape, per_row)
 
