@@ -97,8 +97,8 @@ class BitLinear(SplitLinear):
             device = self.weight.device
             for name, history in histories.items():
                 assert history is not None
-                moved = history.to(device)
-                self._buffers[name] = torch.zeros_like(history, device=device) if history.is_meta else moved
+                fresh = history.is_meta  # of which nothing can be moved
+                self._buffers[name] = torch.zeros_like(history, device=device) if fresh else history.to(device)
         return self
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
