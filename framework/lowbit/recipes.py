@@ -98,7 +98,7 @@ class Recipe:
 
         Raises :class:`UsageError` where none is left.
         """
-        found = list(layers[self.keep_first : len(layers) - self.keep_last])
+        found = list(layers[self.keep_first : max(0, len(layers) - self.keep_last)])
         if layers and not found:
             raise UsageError(
                 f"Recipe {self.name!r} leaves the first {self.keep_first} and the last {self.keep_last} of "
