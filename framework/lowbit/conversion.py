@@ -55,7 +55,7 @@ def layers_to_quantize(
     """Return the names of the layers that :func:`quantize_model` would change, or raise what it would raise."""
     modules = model.named_modules()  # no other subclass of nn.Linear: its users might not call it
     layers = {name: each for name, each in modules if isinstance(each, BitLinear) or type(each) is nn.Linear}
-    chosen = _chosen(layers, include, exclude)
+    chosen = recipe.kept(_chosen(layers, include, exclude))
     metis = recipe.metis
     if metis is not None and metis.forward:
         alone = _with_a_weight_of_their_own(model)

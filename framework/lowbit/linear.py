@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import LoopscopeError
 from ..state import is_sharded
-from .casts import Cast, Counts, QuantizationListener, largest_magnitudes
+from .casts import Cast, Counts, QuantizationListener, as_float32, largest_magnitudes
 from .linear_function import Calls, LayerCall, Lost, QuantizedLinear
 from .metis import LowRankFactors, SplitLinear, low_rank_cast
 from .recipes import FORWARD_ROLES, SAME_MATRIX, Recipe, Role
@@ -85,6 +85,22 @@ class BitLinear(SplitLinear):
         """Return the shape and the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}"
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "BitLinear":
+        """Move or convert the layer; histories go along, in float32, and begin anew where they had no memory.
+
+        ``to_empty`` would leave in them what lies in the memory that they get.
+        """
+        histories = {name: self._buffers.pop(name) for name in _histories(self.recipe)}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            device = self.weight.device
+            for name, history in histories.items():
+                assert history is not None
+                fresh = history.is_meta  # of which nothing can be moved
+                self._buffers[name] = torch.zeros_like(history, device=device) if fresh else history.to(device)
+        return self
+
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
         """Tell a listener of every cast from now on, until the handle is removed."""
         handle = RemovableHandle(self._quantization_hooks)
@@ -95,16 +111,16 @@ class BitLinear(SplitLinear):
         """Map (..., in_features) to (..., out_features); a compiled model runs it between its graphs."""
         if not self.recipe.casts and self.factors is None:
             return functional.linear(x, self.weight, self.bias)
-        if "torch._dynamo" in sys.modules:
-            return _between_graphs(self, x)
-        return _mapped(self, x)
+        run = _between_graphs if "torch._dynamo" in sys.modules else _mapped
+        found: Tensor = run(self, x)
+        return found
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "weight") -> Tensor:
         """Return x Wᵀ + b by the layer's recipe, for any weight; ``part`` names the products of one forward."""
         if not self.recipe.casts:
             return functional.linear(x, weight, bias)
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = _narrowed(x, dtype), _narrowed(weight, dtype)
             bias = None if bias is None else _narrowed(bias, dtype)
@@ -119,7 +135,8 @@ class BitLinear(SplitLinear):
             return values
         metis = self.recipe.metis
         again = call.repeated and role in FORWARD_ROLES  # counted when the call was made, so nobody hears of it now
-        heard = [] if again else [each for each in self._quantization_hooks.values() if each.is_heard()]
+        unheard = self._suit_vmap() or again
+        heard = [] if unheard else [each for each in self._quantization_hooks.values() if each.is_heard()]
         if metis is not None and metis.backward and role == "output_grad":
             source = call.generator(role, values.device)
             part_cast = lambda part: _cast(role, cast, part, heard, None, generator=source)
@@ -129,6 +146,20 @@ class BitLinear(SplitLinear):
         counted = call.counted if generator is None and earlier is None else None
         return _cast(role, cast, values, heard, counted, generator=generator, earlier=earlier)
 
+    def _suit_vmap(self) -> bool:
+        """Return whether ``torch.vmap`` is at work; raises :class:`LoopscopeError` for casts that it cannot vectorise.
+
+        Of a vectorised cast nobody hears: its counts would be those of many casts in one.
+        """
+        stack = torch._C._functorch.get_interpreter_stack() or ()  # torch has no public way to ask
+        found = any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+        if found and (self.recipe.draws or (self.training and _histories(self.recipe))):
+            raise LoopscopeError(
+                f"torch.vmap cannot vectorise the random numbers or histories of recipe {self.recipe.name!r}; choose "
+                'nearest rounding and a rule without a history, such as recipe.with_every(rounding="nearest").'
+            )
+        return found
+
     def _earlier(self, role: Role, values: Tensor, call: LayerCall) -> Tensor:
         """Return the largest magnitude of earlier tensors, zero-dimensional.
 
@@ -137,11 +168,19 @@ class BitLinear(SplitLinear):
         if role in call.earlier:
             return call.earlier[role]
         history = self.get_buffer(f"{role}_history")
-        earlier = call.earlier[role] = history.max()
+        earlier = call.earlier[role] = self.recipe.casts[role].past(history).max()
         if self.training:
-            largest = largest_magnitudes(values, None).to(history)
-            history.copy_(torch.cat([history[1:], largest.reshape(1)]))
+            with torch._C._DisableFuncTorch():  # else torch.func.grad would refuse to change what it was not given
+                largest = as_float32(largest_magnitudes(_unwrapped(values), None)).to(history)
+                history.copy_(torch.cat([history[1:], largest.reshape(1)]))
         return earlier
+
+
+def _unwrapped(values: Tensor) -> Tensor:
+    """Return a tensor without what ``torch.func.grad`` and ``jvp`` wrap it in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(values):
+        values = torch._C._functorch.get_unwrapped(values)
+    return values
 
 
 def _cast(
@@ -179,9 +218,14 @@ def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
     return layer.product(narrow, u, None, "u") + layer.product(x, layer.weight, layer.bias)
 
 
-_between_graphs = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
+_between_graphs: Any = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
 """``_mapped`` for models that may be compiled: it runs uncompiled, between their graphs. ``torch.compiler.disable``
 does that too, but imports the compiler at once, which takes seconds; this imports it when it is first called."""
+_between_graphs._torchdynamo_disable = True
+_between_graphs._torchdynamo_disable_msg = (
+    "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; leave out fullgraph=True, or "
+    "export with strict=False"
+)
 set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 """No graph begins in ``forward``: the compiler would look at the gradient of what enters it, and warn of its own look.
 ``torch._dynamo`` has decorators for this, but importing it takes seconds."""
@@ -201,7 +245,8 @@ def equip(layer: nn.Linear, recipe: Recipe, generator: torch.Generator, *, may_s
     layer.factors = LowRankFactors(layer.weight.detach(), rank) if rank else None
     layer._quantization_hooks = OrderedDict()  # its handles hold it by a weak reference, which no plain dict allows
     for name, length in _histories(recipe).items():
-        layer.register_buffer(name, torch.zeros(length, device=layer.weight.device), persistent=False)
+        zeros = torch.zeros(length, device=layer.weight.device, dtype=torch.float32)
+        layer.register_buffer(name, zeros, persistent=False)
 
 
 def strip(layer: BitLinear) -> None:
@@ -216,7 +261,7 @@ def strip(layer: BitLinear) -> None:
 
 def _histories(recipe: Recipe) -> Mapping[str, int]:
     """Return the names of a recipe's history buffers with their lengths."""
-    lengths = {role: cast.scaling_rule.history for role, cast in recipe.casts.items()}
+    lengths = {role: cast.remembered() for role, cast in recipe.casts.items()}
     return {f"{role}_history": length for role, length in lengths.items() if length}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError, unknown
-from .casts import computable, refuse_other_types
+from .casts import computable, refuse_fractions, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = get_args(Gains)
@@ -51,14 +51,18 @@ class MetisOptions:
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError`."""
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
-        if not (self.rank >= 1 if whole else 0 < self.rank < 1):
+        if not (self.rank >= 1 if whole else isinstance(self.rank, float) and 0 < self.rank < 1):
             raise UsageError(
-                f"The rank of Metis is {self.rank}; it must be a whole number of at least 1, or as a share of the "
+                f"The rank of Metis is {self.rank!r}; it must be a whole number of at least 1, or as a share of the "
                 "matrix's smaller side a fraction between 0 and 1."
             )
         if self.gains not in GAINS:
             raise unknown("gains", self.gains, GAINS)
+        for name in ("compensated", "forward", "backward"):
+            if not isinstance(vars(self)[name], bool):
+                raise UsageError(f"{name} of Metis is {vars(self)[name]!r}; it must be True or False.")
         for name in ("niter", "forward_warmup_steps", "merge_steps"):
+            refuse_fractions("Metis", **{name: vars(self)[name]})
             if vars(self)[name] < 0:
                 raise UsageError(f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
 

@@ -125,7 +125,11 @@ def test_the_casts_alone_part_the_strategies(trained: tuple[Path, str], tokens: 
     assert losses["fp32"] == runner.compute_loss(task.model, task.loader.batch(0)).item()
     assert losses["fp4_metis"] == losses["fp4_block"]
     assert first["fp4_metis"].values[1] != first["fp4_block"].values[1]
-    assert len(set(losses.values())) == 6
+    assert losses["fp8_delayed"] == losses["fp8"]  # which has no past yet
+    assert (
+        losses["fp8_rowwise"] == losses["fp8_block"]
+    )  # a power of two on the scale of e4m3 moves only what underflows
+    assert len(set(losses.values())) == len(losses) - 3
     assert all(abs(losses[strategy] - losses["fp32"]) < 0.05 for strategy in QUANTISED)
 
 

@@ -1,4 +1,4 @@
-"""Clipping of the gradients by one of five rules, as a declared change of the run."""
+"""Clipping of the gradients by one of six rules, as a declared change of the run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,11 +14,12 @@ from torch import Tensor
 from ..measures import stacked
 from .adaptive_clipping import AdaGC, Gammas, ZClip
 
-Rule = Literal["norm", "value", "parameter", "zclip", "adagc"]
+Rule = Literal["norm", "value", "parameter", "norm_sum", "zclip", "adagc"]
 OPTIONS: Mapping[Rule, Mapping[str, float]] = {
     "norm": {"max_norm": 1.0},
     "value": {"max_value": 1.0},
     "parameter": {"max_norm": 1.0},
+    "norm_sum": {"max_norm": 1.0},
     "zclip": {"alpha": 0.97, "z_threshold": 2.5, "warmup": 25},
     "adagc": {"beta": 0.98, "lambda_rel": 1.05, "lambda_abs": 1.0, "warmup": 100},
 }
@@ -57,15 +58,20 @@ class GradClip(InterventionHook):
     clips nothing in its warm-up, β is 0.98 and λ_rel 1.05. In one thing ``adagc`` differs from both: a norm of exactly
     zero does not enter its history, where γ = 0 would clip a parameter to nothing for good.
 
-    A gradient that is infinite or NaN is not mended: ``norm`` and ``parameter`` make more NaN of it, as torch's
-    functions do, ``value`` bounds infinities and keeps NaN. ``zclip`` and ``adagc`` leave all gradients of such a step
-    as they are and their history and warm-up as they were, so that a step that float16 skips changes nothing.
+    ``norm_sum`` is that of the published Metis code (arXiv 2509.00404): the parameters' norms are added up, and all
+    gradients are scaled so that the sum is at most ``max_norm``. The sum is up to √P times the joint norm of P
+    parameters, so that it clips harder than ``norm`` does.
+
+    A gradient that is infinite or NaN is not mended: ``norm``, ``parameter`` and ``norm_sum`` make more NaN of it, as
+    torch's functions do, ``value`` bounds infinities and keeps NaN. ``zclip`` and ``adagc`` leave all gradients of such
+    a step as they are and their history and warm-up as they were, so that a step that float16 skips changes nothing.
 
     Assumes gradients that are unscaled already; ``zclip`` and ``adagc`` norms that change slowly, but for spikes.
 
     Args:
         method: the rule.
-        max_norm: the largest Euclidean norm of all gradients together, with ``parameter`` of each.
+        max_norm: the largest Euclidean norm of all gradients together, with ``parameter`` of each, with ``norm_sum``
+            the largest sum of their norms.
         max_value: the largest magnitude of an element, for ``value``.
         alpha: share of the past in the moving averages of ``zclip``.
         z_threshold: standard deviations above the mean from which on a norm is a spike, for ``zclip``.
@@ -90,7 +96,8 @@ class GradClip(InterventionHook):
             with one for each parameter | [0, ∞); method norm: [0, max_norm]
             | What the optimizer is given.
         coefficient | norm: c = min(1, max_norm / (‖g‖₂ + 1e-6)); parameter: min over p of c_p = min(1, max_norm /
-            (‖g_p‖₂ + 1e-6)); zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p
+            (‖g_p‖₂ + 1e-6)); norm_sum: c = min(1, max_norm / Σ_p ‖g_p‖₂);
+            zclip: c = (μ + (z_threshold²/z)·σ) / ‖g‖₂ for z > z_threshold, else 1; adagc: min over p
             of c_p = min(1, lambda_rel·γ_p / ‖g_p‖₂), in the warm-up c = min(1, lambda_abs / ‖g‖₂) | [0, 1]
             | The factor on every gradient, or the smallest one. Far below 1 throughout: clipping normalises the
             gradient.
@@ -148,6 +155,7 @@ class GradClip(InterventionHook):
         self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
             "value": self._by_value,
             "parameter": self._by_parameter,
+            "norm_sum": self._by_norm_sum,
             "zclip": self._by_zclip,
             "adagc": self._by_adagc,
         }
@@ -171,6 +179,13 @@ class GradClip(InterventionHook):
         factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
         return _scaled_each(norms, factors)
+
+    def _by_norm_sum(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
+        norms = stacked(norm_of_each(live).values())
+        total = norms.sum()
+        factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total)
+        model_ctx.scale_gradients(factor)
+        return _scaled(torch.linalg.vector_norm(norms), factor)
 
     def _by_zclip(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norm = joint_norm(list(live.values()))

@@ -21,20 +21,25 @@ def losses(
 ) -> list[list[Counts]]:
     """Return for each tensor what each cast would lose of it, as :meth:`Cast.counted` counts it, several times faster.
 
-    Whole numbers and maxima are the same; sums of real numbers are good to five digits. On an accelerator, in float64
-    and for other roundings than to nearest it is ``counted`` itself.
+    Whole numbers and maxima are the same; sums of real numbers are good to five digits. On an accelerator, in float64,
+    for other roundings than to nearest and for blocks of whole or of several rows it is ``counted`` itself.
 
     Args:
         tensors: real, of any shapes.
         casts: what would be done to each of them.
         earlier: for each tensor the largest magnitudes of earlier ones, for rules with a history.
     """
+    kinds = [_in_pieces(cast) for cast in casts]
+    if tensors and len(set(kinds)) == 2:
+        alike = {kind: [cast for cast, other in zip(casts, kinds, strict=True) if other == kind] for kind in kinds}
+        by_cast = {kind: iter(zip(*losses(tensors, some, earlier), strict=True)) for kind, some in alike.items()}
+        return [list(row) for row in zip(*(next(by_cast[kind]) for kind in kinds), strict=True)]
     past = [None] * len(tensors) if earlier is None else list(earlier)
     found: list[list[Counts]] = [[] for _ in tensors]
     room = _Room()
     together: dict[tuple[torch.dtype, bool], list[int]] = {}
     width = math.lcm(*(cast.blocks() or 1 for cast in casts))
-    piecewise = all(cast.rounding == "nearest" for cast in casts) and width <= PIECE
+    piecewise = all(kinds) and width <= PIECE
     for index, tensor in enumerate(tensors):
         plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in PIECEWISE
         if piecewise and plain and tensor.numel():
@@ -48,6 +53,10 @@ def losses(
                 for index, counts in zip(members, group.lost([past[index] for index in members]), strict=True):
                     found[index] += counts
     return found
+
+
+def _in_pieces(cast: Cast) -> bool:
+    return cast.rounding == "nearest" and cast.rows == 1 and (cast.blocks() or 1) <= PIECE
 
 
 def _row(tensor: Tensor) -> int:
@@ -119,7 +128,13 @@ class _Group:
         unit = ((254 - exponent) << 23).view(torch.float32)
         scales = [self._scales(cast, earlier) for cast in self.casts]
         columns = [_column(one, self._lengths(cast)) for cast, one in zip(self.casts, scales, strict=True)]
-        limits = [_limits_of(each, cast.number_format) for cast, each in zip(self.casts, columns, strict=True)]
+        limits, halves = (
+            [
+                _limits_of(each, cast.number_format.maximum * share)
+                for cast, each in zip(self.casts, columns, strict=True)
+            ]
+            for share in (1.0, 0.5)
+        )
         sums: list[list[Tensor]] = [[] for _ in [None, *self.casts]]
         for begin in range(0, len(self.rows), self._length):
             part = self.rows[begin : begin + self._length]
@@ -130,8 +145,8 @@ class _Group:
             for number, cast in enumerate(self.casts):
                 rows = magnitude.view(-1, cast.blocks() or self.width)
                 piece = slice(begin * self.width // rows.shape[1], (begin + len(part)) * self.width // rows.shape[1])
-                scale, limit = columns[number][piece].unsqueeze(1), limits[number][piece].unsqueeze(1)
-                sums[1 + number].append(self._lost(rows, scale, limit, units, lengths, cast.number_format))
+                scale, *ends = (each[number][piece].unsqueeze(1) for each in (columns, limits, halves))
+                sums[1 + number].append(self._lost(rows, scale, ends, units, lengths, cast.number_format))
         of_all = torch.stack(sums[0]).double().sum(0)
         by_cast = [
             self._counts(of_all, torch.stack(each), unit, scale) for each, scale in zip(sums[1:], scales, strict=True)
@@ -149,7 +164,7 @@ class _Group:
         largest = list(self.largest)
         if cast.scaling_rule.history:
             past = zip(largest, earlier, strict=True)
-            largest = [one if before is None else delayed(one, before) for one, before in past]
+            largest = [one if before is None else delayed(one, cast.past(before)) for one, before in past]
         return [scales_for(one, scaling).reshape(1) for one in largest]
 
     def _sums(self, part: Tensor, magnitude: Tensor, units: Tensor, lengths: list[int]) -> Tensor:
@@ -165,7 +180,7 @@ class _Group:
         self,
         magnitude: Tensor,
         scale: Tensor,
-        limit: Tensor,
+        limits: Sequence[Tensor],
         units: Tensor,
         lengths: list[int],
         number_format: type[FloatFormat],
@@ -176,15 +191,17 @@ class _Group:
         Flags are signs of differences, added up: exact, and several times faster than comparisons.
         """
         two, three = self.room.like(magnitude, 1), self.room.like(magnitude, 2)
+        limit, half = limits
         overflowing = _sums_of(torch.sub(magnitude, limit, out=two).sign_().relu_(), lengths)
-        upper_half = _sums_of(torch.sub(limit, magnitude, alpha=2, out=two).sign_().clamp_max_(0.0), lengths)
+        upper_half = _sums_of(torch.sub(half, magnitude, out=two).sign_().clamp_max_(0.0), lengths)
         maximum = number_format.maximum
         scaled = torch.div(magnitude, torch.where(scale > 0, scale, torch.inf), out=two)
         excess = torch.sub(scaled, maximum, out=three).relu_()
         excesses, worst = _sums_of(excess, lengths), [each.amax() for each in _parts(excess, lengths)]
         rounded = _to_grid(scaled.clamp_max_(maximum), number_format, three).mul_(scale)
+        rounded.clamp_max_(torch.finfo(self.dtype).max)
         if self.dtype != torch.float32:
-            rounded.copy_(rounded.clamp_max_(torch.finfo(self.dtype).max).to(self.dtype))
+            rounded.copy_(rounded.to(self.dtype))
         kept = _sums_of(torch.sign(rounded, out=three), lengths)
         error = rounded.sub_(magnitude).view(-1, self.width).mul_(units)
         errors = [torch.dot(each, each) for each in _parts(error, lengths)]
@@ -233,12 +250,12 @@ def _split(values: Tensor, length: int) -> Iterable[Tensor]:
     return parts
 
 
-def _limits_of(scales: Tensor, number_format: type[FloatFormat]) -> Tensor:
-    """Return the largest float32 magnitudes that do not overflow: scale · maximum rounded down; inf for scale 0.
+def _limits_of(scales: Tensor, maximum: float) -> Tensor:
+    """Return the largest float32 magnitudes that are not above scale · maximum, which is rounded down; inf for scale 0.
 
     A float32 number exceeds scale · maximum if, and only if, it exceeds that.
     """
-    exact = scales.double() * number_format.maximum
+    exact = scales.double() * maximum
     near = exact.float()
     below = torch.where(near.double() > exact, torch.nextafter(near, torch.zeros_like(near)), near)
     return torch.where(scales > 0, below, torch.inf)

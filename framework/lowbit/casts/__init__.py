@@ -1,6 +1,6 @@
 """Formats, scales, rounding and counting: tensor in, tensor out."""
 
-from .casts import Cast, largest_magnitudes, refuse_other_types
+from .casts import Cast, largest_magnitudes, refuse_fractions, refuse_other_types
 from .counts import MAXIMA, SUMS, Counts, QuantizationListener
 from .formats import FloatFormat, FormatRegistry
 from .kernels import Layout, as_float32, computable, delayed, scales_for
@@ -9,5 +9,5 @@ from .scaling import RuleRegistry, ScalingRule, covering
 __all__ = [
     "MAXIMA", "SUMS", "Cast", "Counts", "FloatFormat", "FormatRegistry", "Layout", "QuantizationListener",
     "RuleRegistry", "ScalingRule", "as_float32", "computable", "covering", "delayed", "largest_magnitudes",
-    "refuse_other_types", "scales_for",
+    "refuse_fractions", "refuse_other_types", "scales_for",
 ]

@@ -18,7 +18,8 @@ class FloatFormat:
     """A signed floating-point format with subnormals, of which only the largest finite number need be told.
 
     Registered subclasses are known by name to the casts, the layers and the observer. ``maximum`` is the largest
-    finite number; what lies above it in the encoding (inf, NaN) is not used, since casts saturate.
+    finite number; what lies above it in the encoding (inf, NaN) is not used, since casts saturate. Without exponent
+    bits all numbers are subnormal, one apart: whole numbers.
     """
 
     name: ClassVar[str] = ""
@@ -28,8 +29,18 @@ class FloatFormat:
 
     @classmethod
     def bias(cls) -> int:
-        """Return the exponent bias, 2^(exponent bits − 1) − 1."""
-        return int(2 ** (cls.exponent_bits - 1)) - 1
+        """Return the exponent bias, 2^(exponent bits − 1) − 1; of whole numbers that which sets them one apart."""
+        return int(2 ** (cls.exponent_bits - 1)) - 1 if cls.exponent_bits else 1 - cls.mantissa_bits
+
+    @classmethod
+    def top_exponent(cls) -> int:
+        """Return floor(log2(maximum))."""
+        return math.frexp(cls.maximum)[1] - 1
+
+    @classmethod
+    def top_bits(cls) -> int:
+        """Return how many bits follow the leading one in the largest number: the mantissa's, of whole numbers fewer."""
+        return cls.mantissa_bits - max(0, 1 - cls.bias() - cls.top_exponent())
 
     @classmethod
     def smallest_normal(cls) -> float:
@@ -40,7 +51,7 @@ class FloatFormat:
     def magnitudes(cls) -> Tensor:
         """Return every magnitude from 0 to ``maximum``, ascending; float64."""
         steps = [index / 2**cls.mantissa_bits for index in range(2**cls.mantissa_bits)]
-        powers = [2.0**exponent for exponent in range(1 - cls.bias(), math.frexp(cls.maximum)[1])]
+        powers = [2.0**exponent for exponent in range(1 - cls.bias(), cls.top_exponent() + 1)]
         found = [cls.smallest_normal() * step for step in steps]
         found += [power * (1 + step) for power in powers for step in steps]
         return torch.tensor([value for value in found if value <= cls.maximum], dtype=torch.float64)
@@ -48,11 +59,14 @@ class FloatFormat:
 
 def check_format(found: type[FloatFormat]) -> None:
     """Refuse a class that describes no format; raises :class:`UsageError` that says what to change."""
-    if not (found.name and 1 <= found.exponent_bits <= 8 and 0 <= found.mantissa_bits <= 10):
+    whole = found.exponent_bits == 0 and 1 <= found.maximum < 2**found.mantissa_bits
+    if not (found.name and (1 <= found.exponent_bits <= 8 or whole) and 0 <= found.mantissa_bits <= 10):
         raise UsageError(
-            f"Format class {found.__qualname__} needs a name, 1 to 8 exponent_bits and 0 to 10 mantissa_bits."
+            f"Format class {found.__qualname__} needs a name, 1 to 8 exponent_bits (0: whole numbers below "
+            "2^mantissa_bits) and 0 to 10 mantissa_bits."
         )
-    if not found.smallest_normal() <= found.maximum < 2.0**128 or found.magnitudes()[-1] != found.maximum:
+    least = 1.0 if whole else found.smallest_normal()
+    if not least <= found.maximum < 2.0**128 or found.magnitudes()[-1] != found.maximum:
         raise UsageError(f"The maximum of format {found.name!r}, {found.maximum}, is not one of its normal numbers.")
 
 
@@ -99,6 +113,14 @@ class E5M2(FloatFormat):
     exponent_bits, mantissa_bits, maximum = 5, 2, 57344.0
 
 
+@FormatRegistry.register
+class INT8(FloatFormat):
+    """Whole numbers of eight bits, from -127 to 127: without -128, so that the grid is symmetric."""
+
+    name = "int8"
+    exponent_bits, mantissa_bits, maximum = 0, 7, 127.0
+
+
 Round = Callable[[Tensor], Tensor]
 """Rounds a tensor to whole numbers."""
 
@@ -134,7 +156,7 @@ def to_continued_grid(values: Tensor, number_format: type[FloatFormat]) -> Tenso
     That is the cast of the published Metis code (arXiv 2509.00404), which so lets an overflow pass almost unhurt:
     9.5 becomes 10 where e2m1 ends at 6. No hardware does that.
     """
-    top = math.frexp(number_format.maximum)[1] - 1
+    top = max(number_format.top_exponent(), 1 - number_format.bias())
     exponent = _exponent_below(values, number_format, top)
     return _round_to_spacing(values, exponent, number_format, torch.round)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .counts import MAXIMA, SUMS
 from .formats import FloatFormat, by_draws, clamped_to, to_continued_grid, to_grid
-from .scaling import ScalingRule
+from .scaling import ROW, ScalingRule, to_e8m0
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 2048
@@ -24,21 +24,34 @@ class Layout:
         blocks: (n, b), the last block of a row filled up with zeros; or flat (n), if all values share one scale.
         shape: the tensor's own shape.
         per_row: blocks to a row of the tensor; ``None`` for one scale in all.
+        rows: rows of a matrix, the last two dimensions, to a block.
     """
 
     blocks: Tensor
     shape: torch.Size
     per_row: int | None
+    rows: int = 1
 
     @classmethod
-    def of(cls, values: Tensor, block: int | None) -> "Layout":
-        """Lay a tensor out, in blocks of ``block`` values of a row; a zero-dimensional tensor is a row of one."""
+    def of(cls, values: Tensor, block: int | None, rows: int = 1) -> "Layout":
+        """Lay a tensor out, in blocks of ``block`` values of a row, or of ``rows`` rows by ``block`` columns.
+
+        A zero-dimensional tensor is a row of one, and a one-dimensional one a matrix of one row.
+        """
         if block is None:
             return cls(values.reshape(-1), values.shape, None)
         length = values.shape[-1] if values.ndim else 1
+        block = max(1, length) if block == ROW else block
         missing = -length % block
-        rows = values.reshape((*values.shape[:-1], length))
-        padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+        if rows > 1:
+            height = values.shape[-2] if values.ndim > 1 else 1
+            matrices = values.reshape(values.shape[:-2].numel(), height, length)
+            padded = torch.nn.functional.pad(matrices, (0, missing, 0, -height % rows))
+            down, per_row = padded.shape[1] // rows, padded.shape[2] // block
+            tiles = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
+            return cls(tiles.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
+        lines = values.reshape((*values.shape[:-1], length))
+        padded = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
         per_row = (length + missing) // block
         return cls(padded.reshape(padded.numel() // block, block), values.shape, per_row)
 
@@ -51,6 +64,8 @@ class Layout:
             group, block = 1, math.gcd(len(self.blocks), size)
         else:
             block = self.blocks.shape[-1]
+            if block > size:
+                return None
             group = math.gcd(len(self.blocks), size // block)
         if 8 * group * block < size:  # so many chunks would cost more than the one loop saves
             return None
@@ -58,10 +73,19 @@ class Layout:
 
     def scales(self, flat: Tensor) -> Tensor:
         """Return scales (n) in the tensor's shape with blocks in place of the last dimension; or the one scale."""
-        return flat if self.per_row is None else flat.reshape((*self.shape[:-1], self.per_row))
+        if self.per_row is None:
+            return flat
+        down = [-(-self.shape[-2] // self.rows)] if len(self.shape) > 1 else []
+        return flat.reshape((*self.shape[:-2], *down, self.per_row))
 
     def values(self, blocks: Tensor) -> Tensor:
         """Return values in blocks in the tensor's shape."""
+        if self.rows > 1 and self.per_row is not None:
+            height, length = self.shape[-2:] if len(self.shape) > 1 else (1, self.shape.numel())
+            down, block = -(-height // self.rows), blocks.shape[-1] // self.rows
+            tiles = blocks.reshape(self.shape[:-2].numel(), down, self.per_row, self.rows, block).transpose(2, 3)
+            matrices = tiles.reshape(len(tiles), down * self.rows, self.per_row * block)
+            return matrices[:, :height, :length].reshape(self.shape)
         if self.per_row is None or blocks.numel() == self.shape.numel():
             return blocks.reshape(self.shape)
         rows = blocks.reshape(*self.shape[:-1], self.per_row * blocks.shape[-1])
@@ -77,6 +101,8 @@ class Scaling:
     q_scalar: float
     block: int | None
     """Values that share a scale; ``None``: all of a tensor."""
+    powers_of_two: bool = False
+    """Scales are raised to the next one, as E8M0 stores them."""
 
 
 def largest_in(blocks: Tensor) -> Tensor:
@@ -91,6 +117,8 @@ def scales_for(largest: Tensor, scaling: Scaling) -> Tensor:
     scales = scaling.rule().scales(as_float32(largest), scaling.number_format)
     if scaling.q_scalar != 1:
         scales = scales * scaling.q_scalar
+    if scaling.powers_of_two:
+        scales = to_e8m0(scales.clamp_max(FLOAT32_MAX))
     return scales.clamp_max(FLOAT32_MAX)
 
 

@@ -14,6 +14,8 @@ BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF
 """Of float32."""
 SUBNORMAL = 1 << (MANTISSA_BITS - 1)
 """The bits of 2^-127, the smallest scale in E8M0."""
+ROW = 2**31 - 1
+"""As a size of blocks: whole rows, however long."""
 
 
 class ScalingRule(ABC):
@@ -69,39 +71,64 @@ def covering(largest: Tensor, maximum: float, epsilon: float = 0.0) -> Tensor:
     return torch.where(short, scale + (torch.nextafter(held, torch.full_like(held, torch.inf)) - held), scale)
 
 
+class Covering(ScalingRule):
+    """The largest magnitude over the format's, rounded up where it would not quite cover the range, plus an epsilon.
+
+    Without an epsilon, powers of two on the values change nothing but the scale, which is 0 only where all values are.
+    """
+
+    epsilon: ClassVar[float] = 0.0
+
+    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
+        """Return largest / maximum + epsilon."""
+        return covering(largest, number_format.maximum, self.epsilon)
+
+
 @RuleRegistry.register
-class PerTensor(ScalingRule):
-    """One scale for the tensor, its largest magnitude over the format's, plus 1e-6 as in Metis (arXiv 2509.00404)."""
+class PerTensor(Covering):
+    """One scale for the tensor."""
 
     name = "tensor"
 
-    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return largest / maximum + 1e-6."""
-        return covering(largest, number_format.maximum, 1e-6)
-
 
 @RuleRegistry.register
-class PerBlock(ScalingRule):
-    """A float32 scale for each 16 values of a row, plus 1e-9 as in Metis (arXiv 2509.00404)."""
+class PerBlock(Covering):
+    """A float32 scale for each 16 values of a row, or for another number of them."""
 
     name = "block"
     block = 16
     any_block = True
 
-    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return largest / maximum + 1e-9."""
-        return covering(largest, number_format.maximum, 1e-9)
+
+@RuleRegistry.register
+class PerRow(Covering):
+    """A float32 scale for each row."""
+
+    name = "row"
+    block = ROW
 
 
 @RuleRegistry.register
-class Current(ScalingRule):
+class MetisTensor(Covering):
+    """One scale for the tensor, plus 1e-6 as published for Metis (arXiv 2509.00404): small gradients underflow."""
+
+    name = "metis_tensor"
+    epsilon = 1e-6
+
+
+@RuleRegistry.register
+class MetisBlock(PerBlock):
+    """A float32 scale for each 16 values of a row, plus 1e-9 as published for Metis (arXiv 2509.00404)."""
+
+    name = "metis_block"
+    epsilon = 1e-9
+
+
+@RuleRegistry.register
+class Current(Covering):
     """One scale for the tensor, its own largest magnitude over the format's: the current scaling of FP8 training."""
 
     name = "current"
-
-    def scales(self, largest: Tensor, number_format: type[FloatFormat]) -> Tensor:
-        """Return largest / maximum."""
-        return covering(largest, number_format.maximum)
 
 
 @RuleRegistry.register
@@ -197,8 +224,14 @@ class Even(Microscaling):
 
     def raised(self, largest: Tensor, exponent: Tensor, number_format: type[FloatFormat]) -> Tensor:
         """Raise where the rounded mantissa reaches 2; halves are rounded up."""
-        half = 1 << (MANTISSA_BITS - number_format.mantissa_bits - 1)
+        half = 1 << (MANTISSA_BITS - number_format.top_bits() - 1)
         return _exponent((largest.view(torch.int32) + half).view(torch.float32)) - _exponent(largest)
+
+
+def to_e8m0(scales: Tensor) -> Tensor:
+    """Return the scales raised to the next power of two that E8M0 holds, 2^-127 to 2^127; 0 becomes 2^-127."""
+    bits = scales.view(torch.int32)
+    return _power(_exponent(scales) + ((bits > SUBNORMAL) & (bits & MANTISSA > 0)).int())
 
 
 def _exponent(magnitude: Tensor) -> Tensor:

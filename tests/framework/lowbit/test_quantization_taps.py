@@ -14,7 +14,7 @@ OWNER = TapOwner("tapper", lambda: True, lambda target, function: function(), ma
 def quantised() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
-    quantize_model(model, "nvfp4", exclude=("2",))
+    quantize_model(model, "e2m1/nvfp4", exclude=("2",))
     return model
 
 

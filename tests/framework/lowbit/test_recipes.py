@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.lowbit import RECIPES, ROLES, MetisOptions, Recipe, find_recipe
+from loopscope.lowbit import RECIPES, ROLES, MetisOptions, Recipe, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast
 from loopscope.lowbit.recipes import parse_cast, uniform
+from torch import nn
 
 
 def test_the_recipes_are_those_of_the_issue():
-    assert list(RECIPES) == ["fp32", "fp8", "fp4_direct", "fp4_block", "nvfp4", "mxfp4", "fp4_metis"]
+    expected = ["fp32", "fp8", "fp4_direct", "fp4_block", "nvfp4", "mxfp4", "fp4_metis"]
+    expected += ["fp8_delayed", "fp8_rowwise", "fp8_block", "int8"]
+    assert list(RECIPES) == expected
     assert all(recipe.name == name for name, recipe in RECIPES.items())
 
 
@@ -101,6 +104,20 @@ def test_a_text_describes_a_recipe(text, expected):
         ("fp8,output_grads=none", r"Unknown role 'output_grads'\. Did you mean 'output_grad'\?"),
         ("fp8,output_grad=e5m2", r"The cast 'e5m2' has no scaling rule; write format/rule, such as e2m1/block\."),
         ("fp8,", r"Unknown role ''\."),
+        ("fp8,output_grad=none,output_grad=none", r"'fp8,.*' names output_grad twice; say each only once\."),
+        ("nvfp4,keep_first=1,keep_first=2", r"names keep_first twice"),
+        ("e2m1/block/block=3/block=4", r"'e2m1/block/block=3/block=4' names block twice"),
+        ("e2m1/block/soft/stochastic", r"names rounding twice"),
+        ("nvfp4,hadamard=12", r"hadamard of recipe '.*' is 12; it must be a power of two"),
+        ("mxfp4,hadamard=16", r"it needs along_sum=True"),
+        ("nvfp4,keep_first=some", r"The keep_first of recipe '.*' is 'some'; it must be a number\."),
+        ("nvfp4,keep_last=-1", r"keep_last of recipe '.*' is -1; it must be at least 0\."),
+        ("e2m1/block/scale_dtype=e4m3", r"Unknown scale_dtype 'e4m3'\. Known: e8m0, float32\.|Unknown scale_dtype"),
+        ("e2m1/current/rows=16", r"16 rows to a block do not suit scaling rule 'current'"),
+        ("e2m1/block/history=4", r"A history of 4 and amax 'max' do not suit scaling rule 'block'"),
+        ("e4m3/delayed/history=0", r"A history of 0 and .* is of one tensor or more"),
+        ("e4m3/delayed/amax=mean", r"Unknown amax 'mean'"),
+        ("e4m3/delayed/margin=65", r"The margin is 65; it is an exponent of two from -64 to 64\."),
     ],
 )
 def test_a_text_that_describes_none_is_refused_in_a_sentence(text, sentence):
@@ -111,6 +128,75 @@ def test_a_text_that_describes_none_is_refused_in_a_sentence(text, sentence):
 def test_metis_is_refused_with_a_rule_that_has_a_history():
     with pytest.raises(UsageError, match=r"several matrices as one forward_input .*other than 'delayed'\."):
         replace(uniform("x", Cast("e4m3", "delayed")), metis=MetisOptions())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"niter": 1.5}, r"niter of Metis is 1\.5; it must be a whole number\."),
+        ({"niter": True}, r"niter of Metis is True; it must be a whole number\."),
+        ({"rank": "8"}, r"The rank of Metis is '8'; it must be a whole number of at least 1"),
+        ({"rank": 2.5}, r"The rank of Metis is 2\.5"),
+        ({"merge_steps": "9"}, r"merge_steps of Metis is '9'; it must be a whole number\."),
+        ({"backward": "no"}, r"backward of Metis is 'no'; it must be True or False\."),
+    ],
+)
+def test_options_of_metis_of_another_type_are_refused_in_a_sentence(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        MetisOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"forward_input": "e2m1/block"}, r"forward_input of recipe 'x' is 'e2m1/block'; it must be a Cast, or None\."),
+        ({"keep_first": 0.5}, r"keep_first of recipe 'x' is 0\.5; it must be a whole number\."),
+        ({"along_sum": "yes"}, r"along_sum of recipe 'x' is 'yes'; it must be True or False\."),
+    ],
+)
+def test_a_recipe_of_other_types_is_refused_in_a_sentence(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Recipe("x", **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"block": 2.0}, {"rows": 1.5}, {"margin": "1"}, {"q_scalar": "2"}, {"block": True}]
+)
+def test_a_cast_of_other_types_is_refused_in_a_sentence(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Cast("e2m1", "block", **options)
+
+
+def test_first_and_last_layers_are_kept_in_the_order_of_the_model():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    assert quantize_model(model, find_recipe("nvfp4,keep_first=1,keep_last=2"), exclude=["2"]) == ["1"]
+    with pytest.raises(UsageError, match=r"the first 3 and the last 2 of 5 linear layers as they are, so none is cast"):
+        find_recipe("nvfp4,keep_first=3,keep_last=2").kept(list("abcde"))
+    with pytest.raises(UsageError, match=r"the first 0 and the last 9 of 5 linear layers"):
+        find_recipe("nvfp4,keep_last=9").kept(list("abcde"))
+
+
+def test_nvfp4_is_that_of_nvidias_report():
+    """arXiv 2509.25149: 2D scales of weights, stochastic gradients, and a transform of size 16 for the weight's."""
+    recipe = RECIPES["nvfp4"]
+    assert recipe.forward_weight == recipe.backward_weight == Cast("e2m1", "nvfp4", rows=16)
+    assert recipe.forward_input == recipe.backward_input == Cast("e2m1", "nvfp4")
+    assert recipe.output_grad == Cast("e2m1", "nvfp4", "stochastic")
+    assert (recipe.along_sum, recipe.hadamard) == (True, 16)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
+def test_forward_and_backward_see_one_weight(name):
+    weight = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
+    cast = RECIPES[name].forward_weight
+    assert torch.equal(cast(weight), cast(weight.t()).t())
+
+
+def test_metis_rounds_all_five_roles_stochastically_by_the_published_rule_if_asked_to():
+    recipe = find_recipe("fp4_metis").with_every(rule="metis_block", rounding="stochastic")
+    assert [(cast.rule, cast.rounding) for cast in recipe.casts.values()] == [("metis_block", "stochastic")] * 5
+    text = ",".join(["fp4_metis", *(f"{role}=e2m1/metis_block/stochastic" for role in ROLES)])
+    assert find_recipe(text) == replace(recipe, name=text)
 
 
 def test_a_cast_is_read_as_it_is_written():

@@ -20,7 +20,7 @@ from tests.training_hooks.device_waits import DeviceWaits
 from tests.training_hooks.reloading import through_a_file
 
 STEPS = 6
-RULES = ("norm", "value", "parameter", "zclip", "adagc")
+RULES = ("norm", "value", "parameter", "norm_sum", "zclip", "adagc")
 SHORT = {"zclip": {"warmup": 5}, "adagc": {"warmup": 5}}
 """Warm-ups that end within a short run."""
 COMMON = {"norm_before", "norm_after", "clipped"}
@@ -28,6 +28,7 @@ METRICS = {
     "norm": COMMON | {"coefficient"},
     "value": COMMON | {"clipped_fraction"},
     "parameter": COMMON | {"coefficient", "clipped_fraction"},
+    "norm_sum": COMMON | {"coefficient"},
     "zclip": COMMON | {"coefficient", "mean", "std", "z", "threshold"},
     "adagc": COMMON | {"coefficient", "clipped_fraction", "gamma_ratio"},
 }
@@ -97,6 +98,25 @@ def test_every_rule_reports_what_it_says_and_all_of_that_is_described(rule):
     run = train(Case(), [GradClip(method=rule, **SHORT.get(rule, {}))], steps=9)
     assert {row[0].removeprefix("grad_clip/") for row in run.sink.rows("grad_clip")} == METRICS[rule]
     assert set().union(*METRICS.values()) == {info.name for info in GradClip(method=rule).describe_metrics()}
+
+
+def by_the_sum_of_norms(model: nn.Module, limit: float) -> None:
+    """Clip as the published Metis code does."""
+    total = sum(parameter.grad.norm().item() for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad *= 1 if limit > total else limit / total
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_the_sum_of_norms_is_clipped_as_in_the_published_code(share):
+    found, expected = (build(Case("transformer")) for _ in range(2))
+    for task, _ in (found, expected):
+        forward_backward(task, next(iter(task.loader.batches(0))))
+    limit = share * sum(parameter.grad.norm().item() for parameter in expected[0].model.parameters())
+    by_the_sum_of_norms(expected[0].model, limit)
+    HookManager([GradClip(method="norm_sum", max_norm=limit)], *found).fire(HookPoint.POST_BACKWARD)
+    for one, other in zip(found[0].model.parameters(), expected[0].model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
 
 
 def test_the_metrics_describe_what_happened_to_the_norm():

@@ -19,6 +19,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "gaussian": gaussian,
         "tiny": gaussian * 1e-30,
         "huge": gaussian * 1e36,
+        "largest": gaussian.clamp(-1, 1) * torch.finfo(torch.float32).max,
+        "largest bfloat16": (gaussian.clamp(-1, 1) * torch.finfo(torch.bfloat16).max).bfloat16(),
         "heavy-tailed": torch.empty(37, 100).cauchy_(generator=generator),
         "subnormal": gaussian * 1e-42,
         "constant": torch.full((5, 33), 0.3),
@@ -37,18 +39,24 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def assert_counted_alike(values: torch.Tensor, casts: list[Cast], earlier: torch.Tensor | None = None) -> None:
+def assert_counted_alike(
+    values: torch.Tensor, casts: list[Cast], earlier: torch.Tensor | None = None, rtol: float = 2e-6
+) -> None:
     (of_values,) = losses([values], casts, [earlier])
-    assert_alike(values, casts, of_values, earlier)
+    assert_alike(values, casts, of_values, earlier, rtol)
 
 
 def assert_alike(
-    values: torch.Tensor, casts: list[Cast], of_values: list[Counts], earlier: torch.Tensor | None = None
+    values: torch.Tensor,
+    casts: list[Cast],
+    of_values: list[Counts],
+    earlier: torch.Tensor | None = None,
+    rtol: float = 2e-6,
 ) -> None:
     for cast, found in zip(casts, of_values, strict=True):
         counts = cast.counted(values, earlier=earlier)[1]
         assert found.sums[WHOLE].tolist() == counts.sums[WHOLE].tolist(), cast
-        torch.testing.assert_close(found.sums, counts.sums, rtol=2e-6, atol=0.0, msg=str(cast))
+        torch.testing.assert_close(found.sums, counts.sums, rtol=rtol, atol=0.0, msg=str(cast))
         torch.testing.assert_close(found.maxima, counts.maxima, rtol=1e-6, atol=0.0, msg=str(cast))
 
 
@@ -67,6 +75,20 @@ def test_scales_below_the_range_and_blocks_of_any_size_are_counted_alike():
     casts = [Cast("e2m1", "block", block=size, q_scalar=scalar) for size in (1, 7, 1000) for scalar in (0.5, 0.01)]
     assert_counted_alike(tensors()["gaussian"], casts)
     assert_counted_alike(tensors()["gaussian"], [Cast("e4m3", "current", rounding="soft", q_scalar=0.3)])
+
+
+@pytest.mark.parametrize("q_scalar", [0.25, 3.0])
+def test_near_the_limit_of_float32_factors_on_the_scale_are_counted_alike(q_scalar):
+    for kind in ("largest", "largest bfloat16"):
+        assert_counted_alike(
+            tensors()[kind], [Cast(cast.format, cast.rule, q_scalar=q_scalar) for cast in CASTS], rtol=1e-5
+        )
+
+
+def test_casts_of_every_kind_are_counted_in_the_order_in_which_they_were_asked_for():
+    casts = [Cast("e2m1", "row"), Cast("e2m1", "block"), Cast("e2m1", "nvfp4", rows=16), Cast("e4m3", "mx_even")]
+    assert_counted_alike(tensors()["gaussian"], casts)
+    assert losses([], casts) == []
 
 
 @pytest.mark.parametrize("piece", [cast_losses.PIECE, 1000])

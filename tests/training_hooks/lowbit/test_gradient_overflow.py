@@ -10,7 +10,7 @@ import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.lowbit import RECIPES, ROLES, find_recipe
+from loopscope.lowbit import ROLES, find_recipe
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
@@ -60,7 +60,7 @@ def assert_reads(found: dict[str, Any], lost: Lost, role: str = "") -> None:
 # Quantised layers
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp4_direct", "e2m1/nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_counts_of_quantised_layers_are_those_of_brute_force(recipe, parts):
     recorder = Recorder()
@@ -70,7 +70,7 @@ def test_counts_of_quantised_layers_are_those_of_brute_force(recipe, parts):
         for role in ROLES:
             tensors = [tensor for layer in LAYERS for tensor in recorder.seen.get((step, layer, role), [])]
             weights = parts if role.endswith("weight") else 1
-            assert_reads(found, lost_in(tensors * weights, RECIPES[recipe].casts[role]), role)
+            assert_reads(found, lost_in(tensors * weights, find_recipe(recipe).casts[role]), role)
 
 
 def test_the_numbers_of_roles_add_up_to_those_of_all_and_those_of_steps_to_the_cumulative_ones():
@@ -89,8 +89,8 @@ def test_the_numbers_of_roles_add_up_to_those_of_all_and_those_of_steps_to_the_c
 
 def test_the_worst_layers_are_those_with_the_largest_rates_and_no_more_than_asked_for():
     recorder = Recorder()
-    run = LowBitRun(network("nvfp4"), [recorder, GradientOverflow(top_k=1)], steps=1).train()
-    found, cast = run.values(1), RECIPES["nvfp4"].output_grad
+    run = LowBitRun(network("e2m1/nvfp4"), [recorder, GradientOverflow(top_k=1)], steps=1).train()
+    found, cast = run.values(1), find_recipe("e2m1/nvfp4").output_grad
     lost = {layer: counts(lost_in(recorder.seen[1, layer, "output_grad"], cast)) for layer in LAYERS}
     worst = max(LAYERS, key=lambda layer: lost[layer]["element_overflow_rate"])
     rates = {name: value for name, value in found.items() if name.startswith("topk_") and "output_grad" in name}

@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 def decoded(number_format: type[FloatFormat]) -> list[float]:
-    """Return all magnitudes, ascending, by decoding every code of exponent and mantissa bits as IEEE 754 does."""
+    """Return all magnitudes, ascending, by decoding every code of exponent and mantissa bits as IEEE 754 does.
+
+    Without exponent bits codes are whole numbers.
+    """
+    if not number_format.exponent_bits:
+        return [float(code) for code in range(2**number_format.mantissa_bits)]
     bits, bias = number_format.mantissa_bits, 2 ** (number_format.exponent_bits - 1) - 1
     found = []
     for code in range(2 ** (number_format.exponent_bits + bits)):
@@ -41,15 +46,20 @@ def nearest(value: float, grid: Sequence[float]) -> float:
     return math.copysign(low if down < up or (down == up and even) else high, value)
 
 
-def blocks_of(values: Tensor, block: int | None) -> Iterator[range]:
+def blocks_of(values: Tensor, block: int | None, rows: int = 1) -> Iterator[Sequence[int]]:
     """Yield, as positions in the flattened tensor, the values that share a scale."""
     if block is None:
         yield range(values.numel())
         return
     length = values.shape[-1] if values.ndim else 1
-    for row in range(0, values.numel(), length or 1):
-        for start in range(row, row + length, block):
-            yield range(start, min(start + block, row + length))
+    height = values.shape[-2] if values.ndim > 1 else 1
+    for matrix in range(0, values.numel(), height * length or 1):
+        for top in range(0, height, rows):
+            for start in range(0, length, block):
+                columns = range(start, min(start + block, length))
+                yield [
+                    matrix + row * length + column for row in range(top, min(top + rows, height)) for column in columns
+                ]
 
 
 def flat(values: Tensor) -> list[float]:
@@ -58,12 +68,12 @@ def flat(values: Tensor) -> list[float]:
     return found
 
 
-def largest(values: Tensor, block: int | None) -> list[float]:
+def largest(values: Tensor, block: int | None, rows: int = 1) -> list[float]:
     """Return the largest finite magnitude of every block."""
     exact = flat(values)
     return [
         max((abs(exact[index]) for index in block if math.isfinite(exact[index])), default=0.0)
-        for block in blocks_of(values, block)
+        for block in blocks_of(values, block, rows)
     ]
 
 
@@ -79,11 +89,20 @@ def narrowed(magnitude: float) -> float:
 def scales_of(cast: Cast, values: Tensor, earlier: Tensor | None = None) -> list[float]:
     """Return the scales of the blocks in turn, from the largest magnitudes by the registered rule."""
     rule = RuleRegistry.get(cast.rule)
-    magnitudes = torch.tensor([narrowed(magnitude) for magnitude in largest(values, cast.blocks())])
-    if rule.history and earlier is not None and earlier.max() > 0:
-        magnitudes = earlier.max().reshape(1)
+    magnitudes = torch.tensor([narrowed(magnitude) for magnitude in largest(values, cast.blocks(), cast.rows)])
+    if rule.history and earlier is not None:
+        kept = earlier[-(cast.history or rule.history) :]
+        past = kept.max() if cast.amax == "max" else kept[-1]
+        magnitudes = past.reshape(1) if past > 0 else magnitudes
     given = magnitudes if cast.blocks() else magnitudes.reshape(())
-    return flat(rule().scales(given, cast.number_format) * cast.q_scalar)
+    scales = flat(rule().scales(given, cast.number_format) * (cast.q_scalar * 2.0**cast.margin))
+    return [power_of_two(scale) for scale in scales] if cast.scale_dtype == "e8m0" else scales
+
+
+def power_of_two(scale: float) -> float:
+    """Return the smallest number of E8M0 that is not below the scale, or its largest."""
+    fraction, exponent = math.frexp(scale)
+    return math.ldexp(1.0, min(max(exponent - (fraction == 0.5), -127), 127)) if scale else 2.0**-127
 
 
 def cast_by_hand(cast: Cast, values: Tensor, scales: Sequence[float]) -> Tensor:
@@ -92,7 +111,7 @@ def cast_by_hand(cast: Cast, values: Tensor, scales: Sequence[float]) -> Tensor:
     grid, end = decoded(FormatRegistry.get(cast.format)), torch.finfo(values.dtype).max
     exact = flat(values)
     with np.errstate(over="ignore"):
-        for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
+        for block, scale in zip(blocks_of(values, cast.blocks(), cast.rows), scales, strict=True):
             for index in block:
                 quotient = float(wide(exact[index]) / wide(scale)) if scale else exact[index]
                 product = float(wide(nearest(quotient, grid)) * wide(scale))
@@ -104,7 +123,7 @@ def counts_by_hand(cast: Cast, values: Tensor, rounded: Tensor, scales: Sequence
     """Count what was lost, one number after the other, in float64."""
     sums, maxima = dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0)
     before, after = flat(values), flat(rounded)
-    for block, scale in zip(blocks_of(values, cast.blocks()), scales, strict=True):
+    for block, scale in zip(blocks_of(values, cast.blocks(), cast.rows), scales, strict=True):
         maxima["scale_max"] = max(maxima["scale_max"], scale if block else 0.0)
         maxima["inverse_scale_max"] = max(maxima["inverse_scale_max"], 1 / scale if block and scale else 0.0)
         limit = scale * cast.number_format.maximum or math.inf

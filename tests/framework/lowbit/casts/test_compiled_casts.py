@@ -118,6 +118,35 @@ def test_compiled_casts_have_the_bits_and_counts_of_uncompiled_ones(cast, values
     compare(monkeypatch, cast, values, earlier=EARLIER if cast.scaling_rule.history else None)
 
 
+TILES = Cast("e4m3", "block", "stochastic", block=8, rows=4, scale_dtype="e8m0", margin=-1)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("values", [INPUTS["wide"], INPUTS["hostile"]], ids=["wide", "hostile"])
+def test_compiled_casts_of_tiles_have_the_bits_and_counts_of_uncompiled_ones(values, monkeypatch):
+    compare(monkeypatch, TILES, values)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize(
+    "cast",
+    [
+        Cast("e2m1", "nvfp4", rows=16),
+        Cast("e4m3", "block", block=128, rows=128, scale_dtype="e8m0"),
+        Cast("e4m3", "row", scale_dtype="e8m0"),
+        Cast("int8", "row", "stochastic"),
+        Cast("int8", "tensor", "soft", q_scalar=0.25),
+        Cast("e2m1", "block", block=5000),
+    ],
+    ids=str,
+)
+def test_options_compiled_have_the_bits_and_counts_of_uncompiled_ones(cast, dtype, monkeypatch):
+    for values in (*INPUTS.values(), gaussian(3, 6000)):
+        compare(monkeypatch, cast, values.to(dtype))
+
+
 @pytest.mark.usefixtures("compiler")
 def test_casts_that_are_compiled_one_after_the_other_have_nothing_in_common(monkeypatch):
     values = gaussian(40, 64)

@@ -19,9 +19,9 @@ magnitudes = st.floats(0, LARGEST, width=32)
 formats = st.sampled_from(FormatRegistry.names())
 every_format = pytest.mark.parametrize("name", FormatRegistry.names())
 MICROSCALING = ["mx_floor", "mx_ceil", "mx_rceil", "mx_even"]
-MANTISSA_BITS = {"e2m1": 1, "e2m3": 3, "e3m2": 2, "e4m3": 3, "e5m2": 2}
-TOP_EXPONENT = {"e2m1": 2, "e2m3": 2, "e3m2": 4, "e4m3": 8, "e5m2": 15}
-MAXIMUM = {"e2m1": 6, "e2m3": 7.5, "e3m2": 28, "e4m3": 448, "e5m2": 57344}
+MANTISSA_BITS = {"e2m1": 1, "e2m3": 3, "e3m2": 2, "e4m3": 3, "e5m2": 2, "int8": 6}
+TOP_EXPONENT = {"e2m1": 2, "e2m3": 2, "e3m2": 4, "e4m3": 8, "e5m2": 15, "int8": 6}
+MAXIMUM = {"e2m1": 6, "e2m3": 7.5, "e3m2": 28, "e4m3": 448, "e5m2": 57344, "int8": 127}
 
 
 def scale(rule: str, name: str, largest: float) -> float:
@@ -60,9 +60,13 @@ def shared_exponent(rule: str, name: str, largest: float) -> int:
     return log2(largest) + (rounded == 2 ** (MANTISSA_BITS[name] + 1)) - TOP_EXPONENT[name]
 
 
-@given(name=formats, largest=magnitudes, rule=st.sampled_from(["current", "tensor", "block", "delayed"]))
+@given(
+    name=formats,
+    largest=magnitudes,
+    rule=st.sampled_from(["current", "tensor", "block", "row", "metis_tensor", "metis_block", "delayed"]),
+)
 def test_real_scales_are_the_quotient_and_cover_the_largest_magnitude(name, largest, rule):
-    epsilon = {"tensor": 1e-6, "block": 1e-9}.get(rule, 0.0)
+    epsilon = {"metis_tensor": 1e-6, "metis_block": 1e-9}.get(rule, 0.0)
     found, exact = scale(rule, name, largest), Fraction(largest) / Fraction(MAXIMUM[name]) + Fraction(epsilon)
     assert Fraction(found) * Fraction(MAXIMUM[name]) >= Fraction(largest)
     assert abs(Fraction(found) - exact) <= exact * Fraction(2) ** -22 + Fraction(2) ** -149

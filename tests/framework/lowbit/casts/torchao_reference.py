@@ -19,14 +19,14 @@ ELEMENTS = {
 }
 
 
-def load(module: str) -> ModuleType:
-    """Import a module of torchao's MX formats, without what it prints, logs and warns of."""
+def load(module: str, package: str = "torchao.prototype.mx_formats") -> ModuleType:
+    """Import a module of torchao, by default of its MX formats, without what it prints, logs and warns of."""
     previous = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            return importlib.import_module(f"torchao.prototype.mx_formats.{module}")
+            return importlib.import_module(f"{package}.{module}")
     finally:
         logging.disable(previous)
 
