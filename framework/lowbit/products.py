@@ -248,12 +248,11 @@ class Products(TorchFunctionMode):
         if not summed or not {*rows, *columns} <= {*out} or casts is None:
             return None
         sizes = dict(zip(of_x, x.shape, strict=True)) | dict(zip(of_weight, weight.shape, strict=True))
-        length = lambda letters: math.prod(sizes[c] for c in letters)
-        batch = [sizes[c] for c in shared]
+        batch, over = [sizes[c] for c in shared], math.prod(sizes[c] for c in summed)
         left = torch.permute(x, [of_x.index(c) for c in shared + rows + summed])
-        left = left.reshape(*batch, length(rows), length(summed))
+        left = left.reshape(*batch, math.prod(sizes[c] for c in rows), over)
         right = torch.permute(weight, [of_weight.index(c) for c in shared + columns + summed])
-        right = right.reshape(*batch, length(columns), length(summed))
+        right = right.reshape(*batch, math.prod(sizes[c] for c in columns), over)
         self._known[id(right)] = right, casts
         found = self._by(left, right)
         letters = shared + rows + columns
