@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import RunNotice, UsageError, listed, nearest
 from .linear import BitLinear, equip, strip
-from .matrices import CastNames, Matrix, cast_names, matrices
+from .matrices import CastNames, Matrix, cast_names, known_matrices
 from .products import CastsProducts, cast_products, leave_products
 from .recipes import Recipe, find_recipe
 
@@ -26,7 +26,7 @@ def quantize_model(
     """Have the products of a model's matrices cast, in place, and return the names of the matrices.
 
     Meant are linear layers, ``Conv1D``, the projections of ``nn.MultiheadAttention`` and experts, as
-    :func:`.matrices` says. What is returned is a list, which also knows what share of the model is cast; a note tells
+    :func:`.known_matrices` says. What is returned is a list, which also knows what share of the model is cast; a note tells
     if that is small, or if a head is tied to an embedding.
 
     Layers, parameters, their names and the keys of the ``state_dict`` stay what they are, so that checkpoints are
@@ -47,7 +47,7 @@ def quantize_model(
     """
     found = find_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = layers_to_quantize(model, found, include=include, exclude=exclude)
-    known, alone = matrices(model), _with_a_weight_of_their_own(model)
+    known, alone = known_matrices(model), _with_a_weight_of_their_own(model)
     generator = torch.Generator().manual_seed(seed)
     for name in chosen:
         owner, key = known[name].owner, known[name].key
@@ -67,7 +67,7 @@ def layers_to_quantize(
     model: nn.Module, recipe: Recipe, *, include: Sequence[str] = ("*",), exclude: Sequence[str] = ()
 ) -> list[str]:
     """Return the names of the matrices that :func:`quantize_model` would cast, or raise what it would raise."""
-    layers = matrices(model)
+    layers = known_matrices(model)
     chosen = _chosen(layers, include, exclude)
     metis = recipe.metis
     if metis is not None and metis.forward:
@@ -85,7 +85,7 @@ def layers_to_quantize(
 
 def dequantize_model(model: nn.Module) -> list[str]:
     """Have every product made in full precision again, in place, and return the names of the matrices."""
-    found = {name: matrix for name, matrix in matrices(model).items() if matrix.layer is not None}
+    found = {name: matrix for name, matrix in known_matrices(model).items() if matrix.layer is not None}
     for module in {id(each.owner): each.owner for each in found.values()}.values():
         if isinstance(module, BitLinear):
             strip(module)

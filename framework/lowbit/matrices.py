@@ -41,7 +41,7 @@ class Matrix:
         return found if isinstance(found, BitLinear) else None
 
 
-def matrices(model: nn.Module) -> dict[str, Matrix]:
+def known_matrices(model: nn.Module) -> dict[str, Matrix]:
     """Return what can be cast, by the name of its layer, or if a module has several matrices by the parameter's.
 
     That is the weight of a linear layer (``nn.Linear`` itself; users of other subclasses might not call them) and of
@@ -118,7 +118,7 @@ class CastNames(list[str]):
 
 def cast_names(model: nn.Module, names: list[str]) -> CastNames:
     """Return the names of matrices that have just been cast, with the shares."""
-    known = matrices(model)
+    known = known_matrices(model)
     cast = {name: each.weight for name, each in known.items() if each.layer is not None}
     is_cast = {id(weight) for weight in cast.values()}
     label = {id(each.weight): name for name, each in known.items()}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from loopscope import Remembered
 from loopscope.hooks import Remembering
-from loopscope.lowbit import matrices
+from loopscope.lowbit import known_matrices
 from loopscope.lowbit.casts import Cast, largest_magnitudes
 from loopscope.state import trainable, whole
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ OUTPUT = "output_gradients"
 
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
     """Return the modules whose output is one product with their weight, and whether that lies transposed (in, out)."""
-    found = {name: each for name, each in matrices(model).items() if each.key in ("", "weight")}
+    found = {name: each for name, each in known_matrices(model).items() if each.key in ("", "weight")}
     return {name: (each.owner, each.key == "weight") for name, each in found.items()}
 
 
