@@ -26,8 +26,8 @@ def quantize_model(
     """Have the products of a model's matrices cast, in place, and return the names of the matrices.
 
     Meant are linear layers, ``Conv1D``, the projections of ``nn.MultiheadAttention`` and experts, as
-    :func:`.known_matrices` says. What is returned is a list, which also knows what share of the model is cast; a note tells
-    if that is small, or if a head is tied to an embedding.
+    :func:`.known_matrices` says. What is returned is a list, which also knows what share of the model is cast; a note
+    tells if that is small, or if a head is tied to an embedding.
 
     Layers, parameters, their names and the keys of the ``state_dict`` stay what they are, so that checkpoints are
     loadable both ways; :func:`dequantize_model` undoes it. Call it before ``fully_shard``. A module that reads a linear
