@@ -1,13 +1,16 @@
 """The experiment ``lowbit_lm`` and its configuration."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from loopscope.data import derived_seed
 from loopscope.hooks import ExperimentRegistry
 from loopscope.lowbit import (
     RECIPES,
+    ROLES,
     Gains,
     MetisOptions,
     RangePenalty,
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 
 from ..tied_lm import QUICK, LanguageModelConfig, LanguageModelRunner
 
-BASELINE, METIS = "fp32", "fp4_metis"
+BASELINE = "fp32"
 PENALISED = "blocks.*"
 """Pattern of the decoder's matrices; its norms are no matrices."""
 COUNT_INTERVAL = 4
@@ -34,6 +37,8 @@ class LowbitLMConfig(LanguageModelConfig):
     """Options of lowbit_lm; the defaults are for a workstation, ``--preset quick`` is for a laptop.
 
     Args:
+        recipe: strategies of your own, NAME=RECIPE: a recipe's name or casts, such as
+            mine=e2m1/nvfp4,output_grad=e5m2/current; may be repeated.
         include: patterns of the names of the linear layers that are cast, separated by commas.
         exclude: patterns of names that are not.
         q_scalar: factor on all scales; below 1, values leave the range.
@@ -53,6 +58,7 @@ class LowbitLMConfig(LanguageModelConfig):
         reg_alpha2: its weight on (w + 1e-6)⁻².
     """
 
+    recipe: list[str] = field(default_factory=list)
     include: str = "blocks.*"
     exclude: str = ""
     q_scalar: float = 1.0
@@ -79,12 +85,31 @@ class LowbitLMConfig(LanguageModelConfig):
             self.metis_forward or self.metis_backward,
             "metis_forward and metis_backward are both off, which leaves fp4_metis without Metis; that is fp4_block.",
         )
-        for strategy in RECIPES:
-            self.recipe(strategy)
+        for strategy in (*RECIPES, *self.own_recipes()):
+            self.recipe_of(strategy)
 
-    def recipe(self, strategy: str) -> Recipe:
+    def own_recipes(self) -> dict[str, str]:
+        """Return the descriptions given with ``recipe`` by strategy; raises :class:`UsageError` for a bad name."""
+        found: dict[str, str] = {}
+        for text in self.recipe:
+            name, equals, description = (part.strip() for part in text.partition("="))
+            require(
+                bool(equals and description),
+                f"recipe is {text!r}; write NAME=RECIPE, a recipe being one of {', '.join(RECIPES)}, or casts such as "
+                "e2m1/nvfp4,output_grad=e5m2/current.",
+            )
+            free = re.fullmatch("[a-z][a-z0-9_]*", name) and name not in {*RECIPES, *ROLES, *found, "all"}
+            require(
+                bool(free),
+                f"recipe {text!r} cannot be called {name!r}; take lower-case letters, digits and _, and no name that a "
+                f"recipe or role has: {', '.join((*RECIPES, *ROLES, *found))}.",
+            )
+            found[name] = description
+        return found
+
+    def recipe_of(self, strategy: str) -> Recipe:
         """Return the casts of one strategy under these options; raises :class:`UsageError` for bad ones."""
-        recipe = find_recipe(strategy)
+        recipe = replace(find_recipe(self.own_recipes().get(strategy, strategy)), name=strategy)
         if recipe.casts:
             recipe = recipe.with_every(q_scalar=self.q_scalar)
         if recipe.output_grad is not None and self.stochastic_output_grad:
@@ -165,6 +190,7 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
     name: ClassVar[str] = "lowbit_lm"
     config_class = LowbitLMConfig
     strategies = tuple(RECIPES)
+    """To which an instance adds those of its option ``recipe``."""
     compared_to = {"val_loss": BASELINE}
     compared_metrics = (
         "gradient_overflow/cumulative_element_overflow_rate",
@@ -193,15 +219,19 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
         "llama": LLAMA,
     }
 
+    def __init__(self, config: LowbitLMConfig, device: torch.device | None = None) -> None:
+        super().__init__(config, device)
+        self.strategies = (*RECIPES, *config.own_recipes())
+
     def prepare_model(self, model: nn.Module, strategy: str) -> nn.Module:
         """Make the linear layers of the blocks cast by a recipe; options that suit no model are refused at once."""
         config = self.config
         include, exclude = patterns(config.include), patterns(config.exclude)
-        for recipe in map(config.recipe, self.strategies):
+        for recipe in map(config.recipe_of, self.strategies):
             layers_to_quantize(model, recipe, include=include, exclude=exclude)
-        if strategy != BASELINE:
+        if config.recipe_of(strategy).casts:
             seed = derived_seed(config.seed, self.name)
-            quantize_model(model, config.recipe(strategy), include=include, exclude=exclude, seed=seed)
+            quantize_model(model, config.recipe_of(strategy), include=include, exclude=exclude, seed=seed)
         return model
 
     def penalty(self, model: nn.Module) -> Tensor | None:
@@ -209,15 +239,16 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
         return self.config.range_penalty(penalised(model, PENALISED)) if self.config.reg_lambda else None
 
     def strategy_hooks(self, strategy: str) -> OptionsByHook:
-        """Clip and penalise under every strategy, count what the quantisers lose, split weights under fp4_metis."""
+        """Clip and penalise under every strategy, count what the quantisers lose, split weights under Metis."""
         config = self.config
+        recipe = config.recipe_of(strategy)
         hooks: dict[str, Mapping[str, Any]] = {}
-        if strategy == METIS and config.metis_forward:
+        if recipe.metis is not None and recipe.metis.forward:
             hooks["metis_split"] = {}
         if config.max_norm:
             hooks["grad_clip"] = {"max_norm": config.max_norm}
         if config.reg_lambda:
             hooks["range_penalty"] = {**vars(config.range_penalty), "pattern": PENALISED, "every_n_steps": 1}
-        if strategy != BASELINE:
+        if recipe.casts:
             hooks["gradient_overflow"] = {"count_interval": COUNT_INTERVAL}
         return hooks

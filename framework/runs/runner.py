@@ -29,7 +29,8 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     name: ClassVar[str]
     config_class: ClassVar[type[ExperimentConfig]]
-    strategies: ClassVar[Sequence[str]]
+    strategies: Sequence[str]
+    """Their names; an instance may have more than its class, by its options."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, for ``--preset``."""
     loop: ClassVar[LoopType] = "epoch"

@@ -1,6 +1,6 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .batch_contents import copy_of_batch, visited
+from .batch_contents import copy_of_batch, tensors_of, visited
 from .digest import digest as digest_of
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
@@ -24,6 +24,6 @@ __all__ = [
     "copy_of_batch", "cosine", "deterministic", "differing", "digest_of", "dot", "entered_modes", "explained",
     "finish_sharding", "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial",
     "is_sharded", "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
-    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "scaled", "seed_everything", "settings", "trainable",
-    "visited", "whole", "widened",
+    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "scaled", "seed_everything", "settings",
+    "tensors_of", "trainable", "visited", "whole", "widened",
 ]

@@ -74,14 +74,14 @@ def test_patterns_choose_the_layers(tokens: Path) -> None:
 
 def test_options_reach_the_casts() -> None:
     config = LowbitLMConfig(**TINY, q_scalar=0.5, stochastic_output_grad=True, rank=3, gains="long_tail")
-    recipe = config.recipe("fp4_metis")
+    recipe = config.recipe_of("fp4_metis")
     assert recipe.metis is not None
     assert recipe.output_grad is not None
     assert {cast.q_scalar for cast in recipe.casts.values()} == {0.5}
     assert [role for role, cast in recipe.casts.items() if cast.rounding == "stochastic"] == ["output_grad"]
     assert (recipe.metis.rank, recipe.metis.gains, recipe.metis.merge_steps) == (3, "long_tail", 2)
-    assert config.recipe("fp32").casts == {}
-    assert config.recipe("fp4_block").metis is None
+    assert config.recipe_of("fp32").casts == {}
+    assert config.recipe_of("fp4_block").metis is None
 
 
 def test_the_two_published_recipes_are_presets() -> None:
@@ -180,7 +180,40 @@ def test_the_penalty_is_that_of_the_matrices_of_the_blocks(tokens: Path) -> None
     assert torch.allclose(difference, expected, rtol=1e-3)
 
 
+def test_recipes_of_ones_own_are_strategies_compared_with_the_others(tmp_path: Path, tokens: Path) -> None:
+    mine = (
+        "--recipe mine=e2m1/mx_even,output_grad=e5m2/current as_nvfp4=nvfp4 --recipe split=fp4_metis,output_grad=none"
+    )
+    with redirect_stdout(StringIO()) as shown:
+        assert run(tmp_path, tokens, f"{mine} --strategy fp32 nvfp4 as_nvfp4 mine split") == 0
+    assert all(name in shown.getvalue() for name in ("as_nvfp4", "mine", "split", "val_loss − fp32"))
+    summaries = {name: read_json(tmp_path / "lowbit_lm" / name / "summary.json")
+                 for name in ("fp32", "nvfp4", "as_nvfp4", "mine", "split")}  # fmt: skip
+    assert summaries["as_nvfp4"]["final"] == summaries["nvfp4"]["final"]
+    assert len({summary["final"]["val_loss"] for summary in summaries.values()}) == 4
+    assert [*summaries["split"]["treatments"]] == ["metis_split", "grad_clip"]
+
+
+def test_a_recipe_of_ones_own_is_what_its_description_says(tokens: Path) -> None:
+    runner = tiny(tokens, recipe=["mine=e2m1/mx_even,output_grad=e5m2/current"], q_scalar=0.5)
+    (layer, *_) = [each for each in build_run(runner, "mine")[0].model.modules() if isinstance(each, BitLinear)]
+    found = {role: f"{cast.format}/{cast.rule}/{cast.q_scalar}" for role, cast in layer.recipe.casts.items()}
+    assert (layer.recipe.name, found.pop("output_grad"), {*found.values()}) == (
+        "mine", "e5m2/current/0.5", {"e2m1/mx_even/0.5"}
+    )  # fmt: skip
+    assert runner.strategies == (*LowbitLMRunner.strategies, "mine")
+
+
 BAD = {
+    "--recipe mine": "recipe is 'mine'; write NAME=RECIPE, a recipe being one of fp32, ",
+    "--recipe mine=": "recipe is 'mine='; write NAME=RECIPE",
+    "--recipe mine=fp9": "Unknown recipe 'fp9'. Did you mean 'fp8'?",
+    "--recipe mine=e2m1/nvfp3": "Unknown scaling rule 'nvfp3'. Did you mean 'nvfp4'?",
+    "--recipe fp8=nvfp4": "recipe 'fp8=nvfp4' cannot be called 'fp8'; take lower-case letters",
+    "--recipe output_grad=e5m2/current": "cannot be called 'output_grad'",
+    "--recipe ../mine=nvfp4": "cannot be called '../mine'",
+    "--recipe mine=nvfp4 --recipe mine=fp8": "recipe 'mine=fp8' cannot be called 'mine'",
+    "--recipe mine=nvfp4 --strategy yours": "Known: all, fp32, fp4_block, fp4_direct, fp4_metis, fp8, mine, mxfp4",
     "--include blocks.9.*": "No linear layer's name matches 'blocks.9.*'",
     "--include ,": "include is empty; name layers by patterns, such as blocks.*",
     "--exclude nothing": "No linear layer's name matches 'nothing'",

@@ -7,19 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
+from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
 from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
-from loopscope.hooks import GradientTap, MetricInfo, Metrics, Remembering, RunInfo, Tap
+from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
-from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry, largest_magnitudes
-from loopscope.state import trainable, whole
+from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
+from loopscope.state import whole
 from torch import Tensor, nn
 
-from .cast_losses import losses
+from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
 from .overflow_ledger import Alarm, Ledger, Values, infos, summary, values_by_role, values_together
+from .product_errors import LAYERS, PRODUCTS, oriented
 
 QUANTIZERS = "quantizers"
-SUBJECTS = ("gradients", "weights", "activations")
+TOGETHER = 64
+"""Output gradients that are kept until they are asked about."""
+SUBJECTS = (OUTPUT, "gradients", "weights", "activations")
 
 
 def quantizing(model: nn.Module) -> list[str]:
@@ -27,68 +30,6 @@ def quantizing(model: nn.Module) -> list[str]:
     modules = dict(model.named_modules())
     plain_ones = {name for name, module in modules.items() if isinstance(module, BitLinear) and not module.recipe.casts}
     return [name for name in quantized_modules(model) if name not in plain_ones]
-
-
-def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:
-    """Return the gradients or weights of the trained parameters by name, each a real and whole tensor."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in trainable(model).items():
-        tensor = parameter.grad if subject == "gradients" else parameter
-        if tensor is not None and tensor.is_floating_point():
-            found[name] = whole(tensor.detach())
-    return found
-
-
-class HypotheticalCasts(Remembering):
-    """Casts tensors in several ways, keeps what was lost and throws the results away.
-
-    Rules with a history scale by the largest magnitudes of the same tensor when it was last looked at.
-    """
-
-    _histories = Remembered(dict[str, Tensor])
-    """The largest magnitudes of the last steps, for the rules with a history."""
-
-    def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
-        self.casts = list(casts)
-        self.subjects = list(subjects)
-        self._delay = max(cast.scaling_rule.history for cast in casts)
-
-    def ledger(self, subject: str, model: nn.Module) -> Ledger:
-        """Return an empty ledger for the questions about a subject, whose roles are ``<subject>/<format>/<rule>``.
-
-        Activations, which differ from rank to rank, are the inputs of the modules with a trained matrix of their own.
-        """
-        roles = [f"{subject}/{label(cast)}" for cast in self.casts]
-        if subject == "activations":
-            own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
-            layers = [name for name, values in own.items() if any(v.ndim > 1 and v.requires_grad for v in values)]
-            return Ledger(layers, roles, shared=True)
-        real = [name for name, parameter in trainable(model).items() if parameter.is_floating_point()]
-        return Ledger(real, roles)
-
-    def ask(self, subject: str, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
-        """Count what each cast would lose of each tensor."""
-        dense = {name: each if each.layout is torch.strided else each.to_dense() for name, each in tensors.items()}
-        past = [self._histories.get(f"{subject}/{name}") for name in dense]
-        for name, found in zip(dense, losses(list(dense.values()), self.casts, past), strict=True):
-            for cast, counts in zip(self.casts, found, strict=True):
-                ledger.add(name, f"{subject}/{label(cast)}", counts)
-        if not self._delay:
-            return
-        for (name, tensor), earlier in zip(dense.items(), past, strict=True):
-            before = tensor.new_zeros(self._delay) if earlier is None else earlier.to(tensor.device)  # zeros are none
-            newest = largest_magnitudes(tensor, None).to(before.dtype).reshape(1)
-            self._histories[f"{subject}/{name}"] = torch.cat([before[1:], newest])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned, leaving out histories of another length."""
-        super().load_state_dict(state)
-        self._histories = {name: history for name, history in self._histories.items() if len(history) == self._delay}
-
-
-def label(cast: Cast) -> str:
-    """Return ``<format>/<rule>``."""
-    return f"{cast.format}/{cast.rule}"
 
 
 @HookRegistry.register
@@ -99,11 +40,21 @@ class GradientOverflow(TrainingHook):
     input and weight of the forward product, input and weight of the backward products, and the output's gradient. It
     counts what was really done: each micro-batch and each use of a layer is a quantisation of its own, the parts of a
     decomposed gradient (Metis) are too, and the output's gradients are as they arrive, which under a float16 loss
-    scaler is multiplied by its scale. In a model without, it asks what if: which share of the gradients, weights or
-    activations would leave each of the ``formats`` under each of the ``rules``, without changing a bit. Name
-    ``formats``, and it asks that of a model with quantised layers, too. Roles are then called
-    ``gradients/e2m1/nvfp4``. Gradients are those of POST_BACKWARD: of the whole batch, unscaled, before clipping.
-    Activations are the inputs of the layers with a matrix. Each tensor is cast whole, along its last dimension.
+    scaler is multiplied by its scale. In a model without, it asks what if: which share of the output gradients, or of
+    the gradients, weights or activations, would leave each of the ``formats`` under each of the ``rules``, without
+    changing a bit. Name ``formats``, and it asks that of a model with quantised layers, too.
+
+    Output gradients, dL/dy, are what training casts: those of linear layers (``nn.Linear``, ``Conv1D``), as they
+    arrive. Each is cast along the dimension that its product sums over: for the input's gradient along the outputs,
+    for the weight's along the tokens; roles are called ``output_gradients/e2m1/nvfp4/dgrad`` and ``.../wgrad``. Of more
+    than 16,384 elements rows at even distances are looked at, and the one with the largest magnitude, which makes the
+    scales. Beside them stands how far the three products of eight layers would be off, all operands cast so, also where
+    training does not need one of them, as a first layer's input gradient.
+
+    Roles of the rest are called ``gradients/e2m1/nvfp4``: these are parameter gradients of POST_BACKWARD, of the whole
+    batch, unscaled, before clipping, which no product casts.
+    Activations are the inputs of the layers with a matrix. Each is cast whole, along its last dimension: that over
+    which the forward product sums.
 
     Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
     PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
@@ -111,8 +62,9 @@ class GradientOverflow(TrainingHook):
     shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
     in noise, and a note says when it is over: of quantised layers, and of formats that were named.
 
-    Assumes that blocks lie along a tensor's last dimension as it is stored; hardware takes them along the dimension
-    that a product sums over. Activations of a compiled model can be asked about only in a pass of its own. A delayed
+    Assumes that the blocks of quantised layers lie along a tensor's last dimension as it is stored; hardware takes them
+    along the dimension that a product sums over. Activations and output gradients of a compiled model can be asked
+    about only in a pass of its own. Output gradients within attention of torch and experts are not seen. A delayed
     rule, asked what if, remembers the steps at which it was asked, not all steps.
 
     Args:
@@ -121,7 +73,7 @@ class GradientOverflow(TrainingHook):
         formats: formats of the hypothetical casts, separated by commas; empty: e2m1 in a model without quantised
             layers, else none.
         rules: scaling rules of the hypothetical casts, separated by commas.
-        of: what is asked about, separated by commas: gradients, weights, activations.
+        of: what is asked about, separated by commas: output_gradients, gradients, weights, activations.
         top_k: layers to report by name in each role, those with the worst overflow and noise.
         overflow_threshold: warn of a layer and role if more than this share of its elements overflows.
         noise_threshold: warn of gradients whose gradient_to_noise_ratio is below this; √3 is where training degrades.
@@ -137,7 +89,7 @@ class GradientOverflow(TrainingHook):
         count_interval: int = 1,
         formats: str = "",
         rules: str = "tensor,nvfp4,mx_floor",
-        of: str = "gradients",
+        of: str = OUTPUT,
         top_k: int = 3,
         overflow_threshold: float = 0.1,
         noise_threshold: float = math.sqrt(3),
@@ -172,6 +124,10 @@ class GradientOverflow(TrainingHook):
         self._counts = self._asks = False
         self._step = 0
         self._casts.reset()
+        self._casts.clear()
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._seen: list[tuple[str, Mapping[str, Tensor]]] = []
+        self._layers: dict[str, tuple[nn.Module, bool]] = {}
         self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._casts.subjects)}
         self._alarms = {subject: Alarm(*self._thresholds) for subject in self._ledgers}
 
@@ -181,12 +137,15 @@ class GradientOverflow(TrainingHook):
             self.step_schedule, self._plain_schedule = self._plain_schedule, None
         ledgers = {QUANTIZERS: Ledger(quantizing(run.model), ROLES, shared=True)}
         ledgers |= {subject: self._casts.ledger(subject, run.model) for subject in self._casts.subjects}
+        self._layers = linear_layers(run.model) if OUTPUT in self._casts.subjects else {}
         self._counts = bool(ledgers[QUANTIZERS].layers)
         self._asks = self._asks_always or not self._counts
         if not self._counts and not any(ledger.layers for ledger in ledgers.values()):
+            rest = [subject for subject in self._casts.subjects if subject != OUTPUT]
+            wanted = ["output gradients of linear layers"] * (OUTPUT in self._casts.subjects)
+            wanted += [f"{' or '.join(rest)} of parameters that are trained"] * bool(rest)
             raise UnsuitableError(
-                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(self._casts.subjects)} of "
-                "parameters that are trained; the model has neither."
+                f"Hook 'gradient_overflow' needs layers that quantise, or {' or '.join(wanted)}; the model has neither."
             )
         for subject, ledger in ledgers.items():
             ledger.load_state_dict(self._ledgers[subject].state_dict())
@@ -197,7 +156,8 @@ class GradientOverflow(TrainingHook):
             often = _often(self.step_schedule.every_n_steps)
             warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=2)
         if self._asks:
-            ways, subjects = ", ".join(map(label, self._casts.casts)), ", ".join(self._casts.subjects)
+            ways = ", ".join(map(label, self._casts.casts))
+            subjects = ", ".join(self._casts.subjects).replace("_", " ")
             often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
             warnings.warn(
                 f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=2
@@ -220,12 +180,42 @@ class GradientOverflow(TrainingHook):
         if self._asks and "activations" in self._casts.subjects:
             layers = self._ledgers["activations"].layers
             found += [GradientTap(layer, "input", partial(self._see, layer)) for layer in layers]
+        if self._asks and OUTPUT in self._casts.subjects:
+            layers = self._ledgers[OUTPUT].layers
+            found += [GradientTap(layer, "output", partial(self._see_gradient, layer)) for layer in layers]
+            compared = layers[:: math.ceil(len(layers) / LAYERS)]
+            found += [GradientTap(layer, "input", partial(self._keep, layer)) for layer in compared]
         return found
+
+    def _keep(self, layer: str, values: Tensor) -> None:
+        """Keep an input until the gradient of its output comes."""
+        if values.is_floating_point() and self._asks_at(self._step):
+            self._inputs.setdefault(layer, []).append(values)
+
+    def _see_gradient(self, layer: str, gradient: Tensor) -> None:
+        """Ask about an output gradient, and about the products that it is part of."""
+        if not self._asks_at(self._step):
+            return
+        with torch.no_grad():
+            self._seen.append((layer, oriented(gradient.detach())))
+            if len(self._seen) >= TOGETHER:
+                self._ask_about_seen()
+            if inputs := self._inputs.get(layer):  # of several uses in a step the last comes back first
+                module, transposed = self._layers[layer]
+                weight = whole(module.get_parameter("weight").detach())
+                self._casts.compare_products(inputs.pop(), weight.T if transposed else weight, gradient.detach())
+
+    def _ask_about_seen(self) -> None:
+        """Ask about the output gradients that have come, together: several times faster than one by one."""
+        for product in PRODUCTS[1:]:
+            seen = [(layer, views[product]) for layer, views in self._seen]
+            self._casts.ask(OUTPUT, seen, self._ledgers[OUTPUT], f"/{product}")
+        self._seen.clear()
 
     def _see(self, layer: str, values: Tensor) -> None:
         """Ask about an activation; numbers of tokens are none."""
         if values.is_floating_point() and self._asks_at(self._step):
-            self._casts.ask("activations", {layer: values}, self._ledgers["activations"])
+            self._casts.ask("activations", [(layer, values)], self._ledgers["activations"])
 
     def _asks_at(self, step: int) -> bool:
         """Return whether the hypothetical casts are made at a step at which the hook fires."""
@@ -235,27 +225,33 @@ class GradientOverflow(TrainingHook):
         """Begin the step's counts at PRE_STEP; at POST_BACKWARD return what they say."""
         if ctx.hook_point is HookPoint.PRE_STEP:
             self._step = ctx.step
+            self._casts.clear()
+            self._inputs.clear()
+            self._seen.clear()
             for ledger in self._ledgers.values():
                 ledger.clear()
             return {}
-        metrics: Values = {}
+        metrics: dict[str, Any] = {}
         if self._counts:
             metrics |= self._turn(QUANTIZERS, ctx)
         if self._asks_at(ctx.step):
             for subject in self._casts.subjects:
-                if subject != "activations":  # those were asked about while they passed
-                    self._casts.ask(subject, tensors_of(ctx.model, subject), self._ledgers[subject])
+                if subject == OUTPUT:
+                    self._ask_about_seen()
+                elif subject != "activations":  # those were asked about while they passed
+                    self._casts.ask(subject, tensors_of(ctx.model, subject).items(), self._ledgers[subject])
                 metrics |= self._turn(subject, ctx)
         return metrics
 
-    def _turn(self, subject: str, ctx: RunDataContext) -> Values:
-        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device)
+    def _turn(self, subject: str, ctx: RunDataContext) -> dict[str, Any]:
+        beside = None if subject == QUANTIZERS else self._casts.beside(subject)
+        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device, beside)
         if page is None or not page.heard():
             return {}
         if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked
             self._alarms[subject].see(page, ctx.step)
-        together = values_together(page) if subject == QUANTIZERS else {}
-        return together | values_by_role(page, self._top_k)
+        more = values_together(page) if subject == QUANTIZERS else self._casts.values(subject, page)
+        return more | values_by_role(page, self._top_k)
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Give the warnings that have come up by ``step``."""

@@ -93,6 +93,17 @@ _TABLE = metric_table("""
         | No overflow, although published code calls it that: with a scale from the largest magnitude a third of a
         Gaussian block lies there. High: the range is used well.
 """)
+_OF_WHAT_IF = metric_table("""
+    scale_exponents_of/<parameter> | by hypothetical role: scales s > 0 (of blocks, or tensors) by floor(log2 s)
+        | exponent → 0, 1, 2, …
+        | How wide the scales lie: those in E4M3 span 17 exponents below the largest, those in E8M0 254. Two humps:
+        layers that need rules of their own.
+    product_error_of/<parameter> | by product/format/rule: mean of ‖P̂ − P‖ / ‖P‖, P̂ from operands that are cast along
+        the dimension that it sums over; of at most 8 layers, and 64 rows and columns of each P | [0, ∞), NaN
+        | What a cast does to what training uses: y (forward), dx (dgrad), dW (wgrad). Above 0.5 little is left.
+    product_cosine_of/<parameter> | by product/format/rule: mean of ⟨P̂, P⟩ / (‖P̂‖ ‖P‖), P̂ and P the same | [-1, 1], NaN
+        | 1: only the length differs, which Adam undoes. Far below: the direction is lost.
+""")
 READINGS: Mapping[str, MetricInfo] = {info.name: info for info in _TABLE}
 """What each reading means, whatever it is taken over."""
 
@@ -114,6 +125,7 @@ def infos() -> list[MetricInfo]:
         *_family(CUMULATIVE, "cumulative_{}", f"{since}, all roles"),
         *_family(CUMULATIVE_BY_ROLE, "cumulative_{}_of/<parameter>", f"{since}, by role"),
         *worst,
+        *_OF_WHAT_IF,
     ]
 
 
@@ -137,6 +149,8 @@ class Page:
     sums: Numbers
     maxima: Numbers
     run_sums: Numbers
+    beside: Numbers
+    """What was handed over beside the counts."""
 
     def heard(self) -> list[int]:
         """Return the roles, by position, in which anything was quantised in this step."""
@@ -192,10 +206,11 @@ class Ledger:
             tables = self._run.sums, self._run.maxima
             self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
-    def turn(self, device: torch.device) -> Page | None:
+    def turn(self, device: torch.device, beside: Tensor | None = None) -> Page | None:
         """Close the step and return its page, made on ``device``; nothing without layers.
 
-        Among ranks it is one reduction of the sums and one of the maxima.
+        Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums, one
+        of the maxima and one of these.
         """
         if not self.layers:
             return None
@@ -204,11 +219,18 @@ class Ledger:
         self.steps += 1
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
         self._run = step if before is None else joined(before, step)
-        parts = [step.sums, step.maxima, self._run.sums]
+        extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
+        parts = [step.sums, step.maxima, self._run.sums, self._summed(extra.to(device))]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
         pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
-        sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces)
-        return Page(self.layers, self.roles, sums, maxima, run_sums)
+        sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces[:3])
+        return Page(self.layers, self.roles, sums, maxima, run_sums, pieces[3])
+
+    def _summed(self, numbers: Tensor) -> Tensor:
+        """Return the sum over ranks, if they see different values."""
+        if self._shared and numbers.numel() and distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.SUM)
+        return numbers
 
     def _gathered(self, device: torch.device) -> Counts:
         """Return the step's counts of all ranks, of shape (layers, roles)."""
@@ -271,7 +293,7 @@ HYSTERESIS = 2.0
 
 def of_gradients(role: str) -> bool:
     """Return whether what is quantised in a role is a gradient."""
-    return role == "output_grad" or role.startswith("gradients/")
+    return role == "output_grad" or role.startswith(("gradients/", "output_gradients/"))
 
 
 def values_together(page: Page) -> Values:

@@ -77,8 +77,11 @@ class LowBitRun:
         return self
 
     def values(self, step: int) -> dict[str, Any]:
-        """Return what the hook reported at a step."""
-        return {name.removeprefix(NAME): value for name, _, at, value in self.sink.rows(NAME) if at == step}
+        """Return what the hook reported at a step, the entries of a dict each by itself."""
+        found = {name.removeprefix(NAME): value for name, _, at, value in self.sink.rows(NAME) if at == step}
+        nested = {name: value for name, value in found.items() if isinstance(value, dict)}
+        inner = {f"{name}/{key}": entry for name, value in nested.items() for key, entry in value.items()}
+        return {name: value for name, value in found.items() if name not in nested} | inner
 
     @property
     def final(self) -> dict[str, int]:

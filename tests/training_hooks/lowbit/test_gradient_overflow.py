@@ -10,10 +10,11 @@ import torch
 from loopscope.checkpoints import load_checkpoint, save_checkpoint
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import HookPoint
-from loopscope.lowbit import ROLES, find_recipe
+from loopscope.lowbit import ROLES, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
+from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, product_errors, some_rows
 from torch import nn
 
 from tests.support import SpyHook, at, differences
@@ -175,7 +176,7 @@ def copies(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_delayed_rule_scales_by_the_firings_before():
     gradients: list[torch.Tensor] = []
     keep = at(SpyHook, HookPoint.POST_BACKWARD)(lambda ctx: gradients.append(ctx.model[0].weight.grad.clone()))
-    hook = GradientOverflow(**ALWAYS, formats="e4m3", rules="delayed")
+    hook = GradientOverflow(**ALWAYS, formats="e4m3", rules="delayed", of="gradients")
     model = network()
     for parameter in (model[0].bias, *model[2].parameters()):
         parameter.requires_grad_(False)
@@ -192,7 +193,7 @@ def test_a_delayed_rule_scales_by_the_firings_before():
 @pytest.mark.parametrize("parts", [1, 3])
 def test_hypothetical_casts_see_the_gradients_of_the_whole_batch_without_the_scale_of_the_loss(parts):
     def asked(**options: Any) -> dict[str, Any]:
-        hook = GradientOverflow(**ALWAYS)
+        hook = GradientOverflow(**ALWAYS, of="gradients")
         return LowBitRun(network(), [hook], steps=1, options={"accumulation_steps": parts, **options}).train().values(1)
 
     scaled = asked(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
@@ -237,13 +238,14 @@ def test_parameters_of_every_kind_are_asked_about_and_those_without_a_real_gradi
 
 
 def test_casts_are_hypothetical_in_quantised_models_only_on_request_and_in_plain_ones_always():
-    both = LowBitRun(network("nvfp4"), [GradientOverflow(formats="e4m3", interval=2)]).train()
+    options = {"interval": 2, "of": "gradients"}
+    both = LowBitRun(network("nvfp4"), [GradientOverflow(formats="e4m3", **options)]).train()
     assert not any("gradients/" in name for name in both.values(2))
     assert any("gradients/e4m3/nvfp4" in name for name in both.values(3))
     assert any("forward_input" in name for name in both.values(2))
     counted = LowBitRun(network("nvfp4"), [GradientOverflow()]).train()
     assert not any("gradients/" in name for name in counted.values(1))
-    full = LowBitRun(network("fp32"), [GradientOverflow()]).train()
+    full = LowBitRun(network("fp32"), [GradientOverflow(of="gradients")]).train()
     assert any("gradients/e2m1/nvfp4" in name for name in full.values(1))
     assert "element_overflow_rate" not in full.values(1)
 
@@ -255,6 +257,106 @@ def test_a_hook_serves_strategies_with_and_without_quantised_layers_one_after_th
         run.manager.hooks.reset()
         run.train()
         assert {step for step in (1, 2, 3) if run.values(step)} == steps
+
+
+# Output gradients, which are what training casts, and what becomes of the products
+
+
+@pytest.mark.parametrize("rule", ["current", "nvfp4", "mx_even", "block"])
+def test_output_gradients_are_cast_along_what_each_product_sums_over(rule):
+    recorder = Recorder()
+    hook = GradientOverflow(**ALWAYS, formats="e2m1", rules=rule)
+    model = network()
+    weights = {layer: model.get_submodule(layer).weight.detach().clone() for layer in LAYERS}
+    run, cast = LowBitRun(model, [recorder, hook], steps=1).train(), Cast("e2m1", rule)
+    seen = {layer: [recorder.seen[1, layer, role][0] for role in ("forward_input", "output_grad")] for layer in LAYERS}
+    found = run.values(1)
+    for product, turned in (("dgrad", lambda g: g), ("wgrad", lambda g: g.T.contiguous())):
+        gradients = [turned(gradient) for _, gradient in seen.values()]
+        role = f"output_gradients/e2m1/{rule}/{product}"
+        assert_reads(found, lost_in(gradients, cast), role)
+        exponents = torch.cat([cast.scales(each).reshape(-1) for each in gradients]).log2().floor()
+        prefix = f"scale_exponents_of/{role}/"
+        histogram = {int(name.removeprefix(prefix)): n for name, n in found.items() if name.startswith(prefix)}
+        assert histogram == {int(e): int((exponents == e).sum()) for e in exponents.unique()}
+    operands = {
+        "forward": [(x, weights[layer].T) for layer, (x, _) in seen.items()],
+        "dgrad": [(g, weights[layer]) for layer, (_, g) in seen.items()],
+        "wgrad": [(g.T, x) for x, g in seen.values()],
+    }
+    for product, pairs in operands.items():
+        results = [(cast(a.contiguous()).double() @ cast(b.T.contiguous()).double().T, a.double() @ b.double())
+                   for a, b in pairs]  # fmt: skip
+        error = sum(float((narrow - exact).norm() / exact.norm()) for narrow, exact in results) / len(results)
+        cosine = sum(float(torch.cosine_similarity(narrow.flatten(), exact.flatten(), 0)) for narrow, exact in results)
+        assert found[f"product_error_of/{product}/e2m1/{rule}"] == pytest.approx(error, rel=1e-4)
+        assert found[f"product_cosine_of/{product}/e2m1/{rule}"] == pytest.approx(cosine / len(results), rel=1e-4)
+
+
+def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
+    x, weight = torch.randn(40, 20), torch.randn(12, 20)
+    layer = nn.Linear(20, 12, bias=False)
+    layer.weight.data = weight
+    exact = layer(x).detach()
+    quantize_model(layer, "nvfp4")
+    narrow = layer(x).detach()
+    expected = (narrow - exact).norm() / exact.norm()
+    error, cosine, number = product_errors(x, weight, torch.randn(40, 12), [Cast("e2m1", "nvfp4")])[0, 0].tolist()
+    assert (error, number) == (pytest.approx(float(expected), rel=1e-5), 1)
+    assert cosine == pytest.approx(float(torch.cosine_similarity(narrow.flatten(), exact.flatten(), 0)), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["tensor", "current", "block", "nvfp4", "mx_floor"])
+def test_some_rows_are_cast_as_in_the_whole_matrix(rule):
+    matrix, cast = torch.randn(500, 40), Cast("e2m1", rule)
+    matrix[123, 7] = 50.0
+    some = some_rows(matrix, 64)
+    assert len(some) == 64
+    whole, places = cast(matrix), (some[:, None] == matrix).all(-1).int().argmax(1)
+    assert 123 in places
+    assert torch.equal(cast(some), whole[places])
+
+
+def test_products_of_large_matrices_are_off_by_about_what_their_parts_are():
+    torch.manual_seed(0)
+    x, weight, gradient = torch.randn(700, 300), torch.randn(400, 300), torch.randn(700, 400)
+    cast = Cast("e2m1", "nvfp4")
+    (found,) = product_errors(x, weight, gradient, [cast])
+    for index, (a, b) in enumerate([(x, weight), (gradient, weight.T), (gradient.T, x.T)]):
+        exact, narrow = a @ b.T, cast(a.contiguous()) @ cast(b.contiguous()).T
+        assert found[index, 0] == pytest.approx(float((narrow - exact).norm() / exact.norm()), rel=0.1)
+
+
+def test_products_that_are_zero_or_without_rows_are_no_answer():
+    cast = Cast("e2m1", "nvfp4")
+    zero = product_errors(torch.zeros(3, 20), torch.randn(4, 20), torch.zeros(3, 4), [cast])
+    assert zero.tolist() == [[[0.0] * 3] * 3]
+    assert (
+        product_errors(torch.zeros(0, 20), torch.randn(4, 20), torch.zeros(0, 4), [cast])[0, :, 2].tolist() == [0.0] * 3
+    )
+
+
+@pytest.mark.parametrize("exponent", [-149, -130, -1, 0, 5, 127])
+def test_exponents_are_those_of_powers_of_two_and_zeros_are_none(exponent):
+    scales = torch.tensor([2.0**exponent, 0.0, 0.0])
+    assert exponents(scales).nonzero().flatten().tolist() == [exponent - LOWEST]
+    assert exponents(scales).sum() == 1
+
+
+def test_asking_about_output_gradients_changes_no_bit_and_a_layer_used_twice_is_asked_twice():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.outer = nn.Linear(40, 40), nn.Linear(40, 5)
+
+        def forward(self, x):
+            return self.outer(self.inner(self.inner(x).tanh()).tanh())
+
+    asked, bare = LowBitRun(Twice(), [GradientOverflow(**ALWAYS)]).train(), LowBitRun(Twice()).train()
+    assert differences(asked.final, bare.final) == []
+    assert asked.values(2)["total_quantizations_of/output_gradients/e2m1/nvfp4/dgrad"] == 3
+    assert asked.values(2)["product_error_of/forward/e2m1/nvfp4"] < 0.3
 
 
 # A whole run
@@ -308,7 +410,7 @@ def test_the_host_waits_once_for_a_step_and_never_for_a_quantisation(recipe):
 
 @pytest.mark.parametrize("formats", ["", "e2m1"])
 def test_a_table_of_the_whole_run_is_left_at_its_end(formats):
-    run = LowBitRun(network("nvfp4"), [GradientOverflow(formats=formats, interval=1)]).train()
+    run = LowBitRun(network("nvfp4"), [GradientOverflow(formats=formats, interval=1, of="gradients")]).train()
     table, last = run.manager.hooks.tables["gradient_overflow"], run.values(3)
     asked = [f"gradients/e2m1/{rule}" for rule in ("tensor", "nvfp4", "mx_floor")] if formats else []
     assert list(table) == [*ROLES, "all roles", *asked]
@@ -350,7 +452,9 @@ def test_a_new_format_and_a_new_rule_are_known_to_the_observer_and_to_brute_forc
     FormatRegistry.register(Powers)
     RuleRegistry.register(Tight)
     try:
-        run = LowBitRun(network(), [keep, GradientOverflow(formats="e2m0", rules="tight")], steps=1).train()
+        run = LowBitRun(
+            network(), [keep, GradientOverflow(formats="e2m0", rules="tight", of="gradients")], steps=1
+        ).train()
         lost = lost_in(gradients, Cast("e2m0", "tight"))
     finally:
         FormatRegistry.unregister("e2m0")
@@ -378,7 +482,8 @@ def told(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]
 
 
 def test_a_layer_that_begins_to_overflow_is_told_of_once_and_so_is_the_end_of_it():
-    hook = GradientOverflow(**ALWAYS, formats="e4m3", rules="delayed", overflow_threshold=0.2, noise_threshold=0)
+    options = {"formats": "e4m3", "rules": "delayed", "of": "gradients"}
+    hook = GradientOverflow(**ALWAYS, **options, overflow_threshold=0.2, noise_threshold=0)
     found = told(hook, [1.0, 1000.0, 1.0, 1.0])
     assert [(notice, sentence.split(":")[0]) for notice, sentence in found] == [(False, "Step 2"), (True, "Step 3")]
     assert "4 of 4 casts overflow in more than 0.2 of their elements: " in found[0][1]
@@ -388,7 +493,7 @@ def test_a_layer_that_begins_to_overflow_is_told_of_once_and_so_is_the_end_of_it
 
 def test_gradients_that_drown_in_noise_are_told_of_and_weights_are_not():
     options = {"formats": "e2m1", "rules": "tensor", "noise_threshold": 1e6}
-    found = told(GradientOverflow(**ALWAYS, **options), [1.0, 1.0])
+    found = told(GradientOverflow(**ALWAYS, **options, of="gradients"), [1.0, 1.0])
     assert len(found) == 1
     assert "4 of 4 casts have a gradient-to-noise ratio below 1e+06: " in found[0][1]
     assert told(GradientOverflow(**ALWAYS, **options, of="weights"), [1.0, 1.0]) == []
@@ -439,9 +544,11 @@ def test_a_model_that_trains_nothing_and_quantises_nothing_is_refused():
     model = network()
     model.requires_grad_(False)
     with pytest.raises(
-        UnsuitableError, match="needs layers that quantise, or gradients of parameters that are trained"
+        UnsuitableError, match="needs layers that quantise, or output gradients of linear layers; the model has neither"
     ):
         LowBitRun(model, [GradientOverflow()]).train()
+    with pytest.raises(UnsuitableError, match="quantise, or gradients or weights of parameters that are trained; the"):
+        LowBitRun(model, [GradientOverflow(of="gradients,weights")]).train()
 
 
 def test_every_reading_is_described_for_all_roles_and_for_each():

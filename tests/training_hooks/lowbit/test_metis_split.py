@@ -337,7 +337,7 @@ def test_a_warm_up_longer_than_the_run_is_told():
 def test_what_if_goes_on_after_a_split_and_through_a_checkpoint_with_all_its_rows(tmp_path):
     def run(path, write):
         task, state = build(Case("lowbit_mlp", loop="step"), length=STEPS)
-        hooks = [MetisSplit(), HookRegistry.get("gradient_overflow")(formats="e2m1,e4m3", interval=1)]
+        hooks = [MetisSplit(), HookRegistry.get("gradient_overflow")(formats="e2m1,e4m3", interval=1, of="gradients")]
         manager = HookManager(hooks, task, state, loop="step")
         if not write:
             manager.hooks.load_state_dict(load_checkpoint(path, state))

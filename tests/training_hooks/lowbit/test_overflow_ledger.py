@@ -199,6 +199,9 @@ def alone(rank: int) -> dict[str, float]:
 
 def test_ranks_add_up_what_their_layers_and_activations_lost_and_take_gradients_for_the_same(tmp_path):
     both, (one, other) = on_two_ranks(counted_on_a_rank, tmp_path), (alone(0), alone(1))
+    scales = {name for found in (one, other) for name in found if name.startswith("scale_exponents_of/activations")}
+    assert {name: both[0][name] for name in scales} == {name: one.get(name, 0) + other.get(name, 0) for name in scales}
+    one, other = ({n: v for n, v in each.items() if not n.startswith("scale_exp")} for each in (one, other))
     shared = [name for name in one if "gradients/" not in name]
     assert [both[0][name] for name in shared] == pytest.approx([both[1][name] for name in shared], nan_ok=True)
     for name in shared:
