@@ -171,7 +171,7 @@ def histogram(finite: Sequence[float]) -> Any:
     limits = np.maximum.accumulate(np.minimum(low * (1 - share) + high * share, high))[1:]
     limits[-1] = high
     counts = np.bincount(np.searchsorted(limits, values), minlength=BUCKETS)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         total, squares = float(values.sum()), float(values @ values)
     return HistogramProto(
         min=low, max=high, num=len(values), sum=total, sum_squares=squares, bucket_limit=limits, bucket=counts

@@ -125,7 +125,19 @@ def test_outside_its_intervention_points_an_intervention_observes():
     ]  # fmt: skip
 
 
-ALWAYS_SET = {"hook_point", "epoch", "step", "skipped_steps", "model", "config", "loader", "services", "profiler", "lr"}
+ALWAYS_SET = {
+    "hook_point",
+    "epoch",
+    "step",
+    "skipped_steps",
+    "model",
+    "config",
+    "loader",
+    "services",
+    "profiler",
+    "lr",
+    "step_lr",
+}
 BATCH = {"batch_idx", "batch_data"}
 EVALUATED = {"train_acc", "val_acc", "evaluation"}
 ASKED_FOR = {"prev_step_grads", "target_grad"}

@@ -85,7 +85,7 @@ class Experts(nn.Module):
         return FORMS[self.form](x, self.w)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp4_direct", "fp32"])
+@pytest.mark.parametrize("recipe", ["e2m1/nvfp4", "fp4_direct", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_are_a_low_bit_layer_each_however_they_are_multiplied(form, recipe):
     experts = Experts(form)

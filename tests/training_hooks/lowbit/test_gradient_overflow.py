@@ -298,7 +298,7 @@ def test_the_forward_product_is_off_by_what_the_low_bit_layer_is_off():
     layer = nn.Linear(20, 12, bias=False)
     layer.weight.data = weight
     exact = layer(x).detach()
-    quantize_model(layer, "nvfp4")
+    quantize_model(layer, "e2m1/nvfp4")
     narrow = layer(x).detach()
     expected = (narrow - exact).norm() / exact.norm()
     error, cosine, number = product_errors(x, weight, torch.randn(40, 12), [Cast("e2m1", "nvfp4")])[0, 0].tolist()

@@ -144,7 +144,7 @@ def page_of(ratios: list[float], rates: list[float]) -> Page:
         for name, value in {**named, "squared_norm": ratio**2}.items():
             row[SUMS.index(name)] = value
     layers = [f"layer{index}" for index in range(len(ratios))]
-    return Page(layers, ["gradients/e2m1/tensor"], sums, np.zeros((len(ratios), 1, len(MAXIMA))), sums)
+    return Page(layers, ["gradients/e2m1/tensor"], sums, np.zeros((len(ratios), 1, len(MAXIMA))), sums, sums[..., :0])
 
 
 def sentences_of(pages: list[Page]) -> list[str]:
