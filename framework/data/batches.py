@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..errors import LoopscopeError
@@ -53,6 +54,11 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
 
 def _part(item: Any, window: slice) -> Any:
     """Return the rows in ``window`` of everything that has rows."""
+    if isinstance(item, Tensor) and item.layout is not torch.strided:
+        raise LoopscopeError(
+            f"A batch with a tensor of layout {item.layout} cannot be split into micro-batches; set accumulation_steps "
+            "to 1, or give dense tensors."
+        )
     if isinstance(item, ROWED):
         return item[window] if item.ndim else item
     if isinstance(item, Mapping):

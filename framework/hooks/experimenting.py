@@ -160,6 +160,8 @@ class Experimenting(Measuring):
             reason = "the gradients of all its batches left float16" if skips else "it has no batches"
             raise LoopscopeError(f"The loader has no epoch to run: {reason}.")
         with torch.no_grad():
+            if not total:  # foreach refuses an empty list
+                return {}
             # Divided once at the end, as the loop does it, so that the bits are those of accumulated_grads.
             torch._foreach_div_(local_shards(total.values()), steps)
         return total

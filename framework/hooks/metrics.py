@@ -136,6 +136,8 @@ class PendingMetrics(Generic[Origin]):
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(f"returned a {type(metrics).__name__}; a hook returns a dict of metrics")
+        if odd := [name for name in metrics if not isinstance(name, str)]:
+            raise TypeError(f"returned a metric under the name {odd[0]!r}; names of metrics are texts")
         leaves: list[Tensor] = []
         own = {name: value if type(value) is float else _own(value, leaves) for name, value in metrics.items()}
         if not leaves:

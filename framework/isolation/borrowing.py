@@ -37,7 +37,7 @@ def borrowed_buffers(model: nn.Module) -> Iterator[None]:
     tables = [table for module in modules for table in (vars(module), module._buffers)]
     contents = [table.copy() for table in tables]
     clones: dict[int, torch.Tensor] = {}
-    with _borrowed_objects(modules):
+    with _borrowed_objects(modules), _borrowed_renormed(modules):
         try:
             with torch.no_grad():
                 for module in modules:
@@ -78,6 +78,20 @@ def _borrowed_objects(modules: list[nn.Module]) -> Iterator[None]:
             with torch.no_grad():
                 identities.put_back()
             copy_each(identities.bytes, copies)
+
+
+@contextmanager
+def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
+    """Put back, after the body, weights of embeddings with a ``max_norm``: each forward pass shortens rows in place."""
+    embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    found = [module._parameters.get("weight") for module in embeddings if module.max_norm is not None]
+    weights = [weight for weight in found if weight is not None]
+    copies = [weight.detach().clone() for weight in weights]
+    with grad_mode._unsafe_preserve_version_counter(tuple(weights)):  # as above
+        try:
+            yield
+        finally:
+            copy_each(weights, copies)
 
 
 @contextmanager

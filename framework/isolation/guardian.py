@@ -189,6 +189,5 @@ class LightSnapshot:
 
     def restore(self, state: TrainingState) -> None:
         """Put parameters, buffers and random streams back, in place."""
-        with torch.no_grad():
-            torch._foreach_copy_(local_shards(self._tensors), self._copies)
+        copy_each(local_shards(self._tensors), self._copies)
         self._streams.restore()

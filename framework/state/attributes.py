@@ -42,6 +42,8 @@ DEEPEST = 100
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_KIND = "_is_full_backward_hook"
 """What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
+COMPILED_NUMBER = "_torchdynamo_wrapper_id"
+"""What ``torch.compile`` counts its modules by: machinery of the process, another for the same model built again."""
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
 HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
@@ -281,7 +283,7 @@ def _space(value: Any) -> dict[str, Any]:
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    left_out = (*TABLES, HOOK_KIND)
+    left_out = (*TABLES, HOOK_KIND, COMPILED_NUMBER)
     return {key: value for key, value in without_hooks(vars(module)).items() if key not in left_out}
 
 

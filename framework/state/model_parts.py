@@ -195,7 +195,10 @@ def _other_modules(state: StateObjects, stored: Mapping[str, Any]) -> str:
     others = have ^ {name.rpartition(".")[0] for name in stored}
     own = plain_forms(state).table(own_attributes(nn.Module()))  # no module works without those that all have
     missing = [
-        f"{name}.{key}" for name in have for key, form in own.items() if not _alike(stored.get(f"{name}.{key}"), form)
+        f"{name}.{key}"
+        for name, module in state.model.named_modules()
+        for key, form in own.items()
+        if key in vars(module) and not _alike(stored.get(f"{name}.{key}"), form)
     ]
     return _of_another_model("modules", sorted(others or missing))
 
@@ -212,7 +215,8 @@ def _watch_modules(state: StateObjects) -> Watched:
     # not the tables of hooks, 11 of the 19 attributes of most modules: reading them would double the time
     spaces = [vars(module) for module in modules]
     own = [
-        (space, (*TABLES, "training", *(key for key in own_attributes(module) if key not in NATIVE)))
+        # what torch.compile returns has no mode of its own, but shows that of the module within
+        (space, tuple([*TABLES, *(key for key in own_attributes(module) if key == "training" or key not in NATIVE)]))
         for module, space in zip(modules, spaces, strict=True)
     ]
     return Watched(

@@ -52,9 +52,13 @@ def quiet_graph_breaks() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a module of the model was compiled with :meth:`torch.nn.Module.compile`."""
-    # what Module.compile sets, and nothing public tells; torch.compile(model) instead makes a module of another class
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    """Return whether a module of the model was compiled, with :meth:`torch.nn.Module.compile` or torch.compile."""
+    # The first sets an attribute and the second makes a module of another class, about neither of which torch can be
+    # asked in public; the class is known by name, since its import takes seconds.
+    return any(
+        module._compiled_call_impl is not None or type(module).__module__ == "torch._dynamo.eval_frame"
+        for module in model.modules()
+    )
 
 
 @contextmanager

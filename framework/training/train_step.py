@@ -90,6 +90,12 @@ class TrainingTask:
                 f"The model has tensors that get their shape only in its first forward pass: {listed(lazy, 3)}. Give "
                 "their modules the sizes, or call the model on a batch before the optimizer is built."
             )
+        modules = self.model.named_modules() if self.model is not None else ()
+        if scripted := [name for name, module in modules if isinstance(module, torch.jit.ScriptModule)]:
+            raise UsageError(
+                f"The model has scripted modules, whose state TorchScript keeps for itself: {listed(scripted, 3)}. "
+                "Give the modules that were scripted, compiled by torch.compile if they are to be fast."
+            )
         if self.scaler is not None and self.scaler.is_enabled() and takes_closure(self.optimizer):
             raise UsageError(
                 f"{type(self.optimizer).__name__} evaluates the loss several times a step, which a GradScaler (float16)"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from loopscope.hooks import HookPoint
 from loopscope.isolation import borrowed_buffers
-from loopscope.state import TrainingState
-from loopscope.training import TrainingTask
+from loopscope.state import TrainingState, differing
+from loopscope.training import TrainingTask, quiet_graph_breaks
 from torch import Tensor, nn
 
-from tests.support import Case, ReadOnlyHook, SpyHook, at, train
+from tests.support import MODELS, ActingHook, Case, ReadOnlyHook, SpyHook, at, train
 
 
 @dataclass(slots=True)
@@ -137,3 +137,42 @@ def test_a_model_whose_state_is_all_in_buffers_lends_nothing_else() -> None:
     with borrowed_buffers(model):
         model(torch.ones(3, 2))
     assert [tensor._version for tensor in model.state_dict().values()] == versions
+
+
+class Renormed(nn.Module):
+    """An embedding that shortens rows of its weight in every forward pass, before a part compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4, max_norm=0.5)
+        self.head = torch.compile(nn.Linear(4, 7), backend="eager")
+        self.register_buffer("spread", torch.ones(1).expand(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.embedding((inputs.abs() * 3).long().clamp(max=8)).mean(1)) * self.spread
+
+
+def test_passes_through_renormed_embeddings_and_compiled_parts_change_no_byte(monkeypatch):
+    monkeypatch.setitem(MODELS, "renormed", Renormed)
+
+    def measure(run_ctx, model_ctx):
+        model_ctx.compute_batch_gradients()
+        model_ctx.run_training_epoch(model_ctx.loader, step=False)
+
+    def perturb(run_ctx, model_ctx):
+        with model_ctx.branch(full=False):
+            model_ctx.take_step(run_ctx.batch_data)
+
+    def evaluate(model):
+        return {"first": float(model(torch.rand(5, 4))[0, 0])}
+
+    hooks = [
+        SpyHook(lambda ctx: ctx.evaluate({}) and None),
+        at(ReadOnlyHook, HookPoint.POST_BACKWARD)(measure),
+        at(ActingHook, HookPoint.POST_BACKWARD)(perturb),
+    ]
+    case = Case("renormed")
+    with quiet_graph_breaks():
+        bare = train(case, steps=6, evaluate=evaluate).digests
+        watched = train(case, hooks, steps=6, evaluate=evaluate).digests
+    assert [differing(*pair) for pair in zip(bare, watched, strict=True)] == [[]] * len(bare)

@@ -257,6 +257,10 @@ REFUSED = {
         r"tensors that get their shape only in its first forward pass: 0.weight, 0.bias, 1.weight and \d more. Give",
         lambda model, make: {"model": nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())},
     ),
+    "scripted modules": (
+        r"scripted modules, whose state TorchScript keeps for itself: 0. Give",
+        lambda model, make: {"model": nn.Sequential(torch.jit.ScriptModule())},
+    ),
 }
 
 
