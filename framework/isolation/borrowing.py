@@ -85,7 +85,7 @@ def _borrowed_renormed(modules: list[nn.Module]) -> Iterator[None]:
     """Put back, after the body, weights of embeddings with a ``max_norm``: each forward pass shortens rows in place."""
     embeddings = [module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     found = [module._parameters.get("weight") for module in embeddings if module.max_norm is not None]
-    weights = [weight for weight in found if weight is not None]
+    weights: list[torch.Tensor] = [weight for weight in found if weight is not None]
     copies = [weight.detach().clone() for weight in weights]
     with grad_mode._unsafe_preserve_version_counter(tuple(weights)):  # as above
         try:

@@ -162,3 +162,8 @@ def test_batches_of_these_kinds_are_counted_and_split(kind: str) -> None:
 def test_an_object_with_tensors_that_nobody_knows_how_to_split_is_refused() -> None:
     with pytest.raises(LoopscopeError, match="A batch with a Graph cannot be split into micro-batches; set"):
         micro_batches(next(iter(Views("object"))), 2)
+
+
+def test_a_batch_with_a_sparse_tensor_is_not_split():
+    with pytest.raises(LoopscopeError, match=r"tensor of layout torch.sparse_coo cannot be split into micro-batches"):
+        micro_batches((torch.eye(4).to_sparse(), torch.ones(4)), 2)
