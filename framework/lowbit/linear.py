@@ -90,15 +90,11 @@ class BitLinear(SplitLinear):
 
         ``to_empty`` would leave in them what lies in the memory that they get.
         """
-        histories = {name: self._buffers.pop(name) for name in _histories(self.recipe)}
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            device = self.weight.device
-            for name, history in histories.items():
-                assert history is not None
-                fresh = history.is_meta  # of which nothing can be moved
-                self._buffers[name] = torch.zeros_like(history, device=device) if fresh else history.to(device)
+        histories = {name: self.get_buffer(name) for name in _histories(self.recipe)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, history in histories.items():
+            device, fresh = self.get_buffer(name).device, history.is_meta  # of which nothing can be moved
+            self._buffers[name] = torch.zeros_like(history, device=device) if fresh else history.to(device)
         return self
 
     def register_quantization_hook(self, listener: QuantizationListener) -> RemovableHandle:
@@ -218,14 +214,21 @@ def _mapped(layer: BitLinear, x: Tensor) -> Tensor:
     return layer.product(narrow, u, None, "u") + layer.product(x, layer.weight, layer.bias)
 
 
-_between_graphs: Any = torch._disable_dynamo(_mapped)  # type: ignore[attr-defined]
-"""``_mapped`` for models that may be compiled: it runs uncompiled, between their graphs. ``torch.compiler.disable``
-does that too, but imports the compiler at once, which takes seconds; this imports it when it is first called."""
-_between_graphs._torchdynamo_disable = True
-_between_graphs._torchdynamo_disable_msg = (
-    "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; leave out fullgraph=True, or "
-    "export with strict=False"
-)
+def between_graphs(run: Any) -> Any:
+    """Return a function for models that may be compiled: it runs uncompiled, between their graphs.
+
+    ``torch.compiler.disable`` does that too, but imports the compiler at once, which takes seconds.
+    """
+    found = torch._disable_dynamo(run)  # type: ignore[attr-defined]
+    found._torchdynamo_disable = True
+    found._torchdynamo_disable_msg = (
+        "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; leave out "
+        "fullgraph=True, or export with strict=False"
+    )
+    return found
+
+
+_between_graphs = between_graphs(_mapped)
 set_code_exec_strategy(BitLinear.forward.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 """No graph begins in ``forward``: the compiler would look at the gradient of what enters it, and warn of its own look.
 ``torch._dynamo`` has decorators for this, but importing it takes seconds."""

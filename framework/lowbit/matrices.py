@@ -1,6 +1,5 @@
 """The matrices of a model: which can be cast, by what name, and what share of the work they are."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -79,26 +78,17 @@ class CastNames(list[str]):
     one product for each layer that shares a matrix. Left out are convolutions, which use a matrix as often as their
     input is large, products of activations, as in attention, and what is computed without a module of its own.
 
-    Args:
-        names: what was cast just now.
+    Attributes:
         matrix_share: elements of matrix parameters that are cast, now or before, of all; 0 to 1.
         flop_share: the part of the work that is cast, forward as well as backward; 0 to 1.
         left: by name, the elements of the matrices by which the model multiplies in full precision.
         tied: by name, the embedding with which a layer that is cast now shares its matrix.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        *,
-        matrix_share: float,
-        flop_share: float,
-        left: Mapping[str, int],
-        tied: Mapping[str, str],
-    ) -> None:
-        super().__init__(names)
-        self.matrix_share, self.flop_share = matrix_share, flop_share
-        self.left, self.tied = dict(left), dict(tied)
+    matrix_share: float
+    flop_share: float
+    left: dict[str, int]
+    tied: dict[str, str]
 
     def notes(self) -> list[str]:
         """Return what a user may not expect, a sentence each."""
@@ -140,4 +130,6 @@ def cast_names(model: nn.Module, names: list[str]) -> CastNames:
     share = sum(elements[each] for each in is_cast) / max(1, sum(elements.values()))
     done = sum(weight.numel() for weight in cast.values()) / max(1, work)
     tied = {name: embeddings[id(cast[name])] for name in names if id(cast[name]) in embeddings}
-    return CastNames(names, matrix_share=share, flop_share=done, left=left, tied=tied)
+    found = CastNames(names)
+    found.matrix_share, found.flop_share, found.left, found.tied = share, done, left, tied
+    return found

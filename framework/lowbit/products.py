@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from ..errors import RunNotice
 from ..state import Transient
-from .linear import BitLinear, equip
+from .linear import BitLinear, between_graphs, equip
 from .recipes import Recipe
 
 SUFFIX = "_casts"
@@ -94,7 +94,7 @@ def _run(module: CastsProducts, inputs: Sequence[Any], options: dict[str, Any]) 
         return super(CastsProducts, module).forward(*inputs, **options)
 
 
-_between_graphs = torch._disable_dynamo(_run)  # type: ignore[attr-defined]
+_between_graphs = between_graphs(_run)
 
 
 @cache

@@ -36,8 +36,9 @@ class Recipe:
         along_sum: blocks lie along the dimension that a product sums over.
         hadamard: values along the tokens to a random Hadamard transform, a power of two, of x and g in dW before their
             casts; 0: none.
-        keep_first: linear layers at the beginning of a model that stay as they are when it is converted.
-        keep_last: such layers at its end.
+        keep_first: matrices at the beginning of a model, each with a name of :func:`.known_matrices`, that stay as they
+            are when it is converted.
+        keep_last: such matrices at its end.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Recipe:
         return any(cast.rounding == "stochastic" or cast.scaling_rule.history for cast in forward)
 
     def kept(self, layers: Sequence[str]) -> list[str]:
-        """Return which of a model's linear layers, in its order, are cast: without the first and last ones to keep.
+        """Return which of a model's matrices, in its order, are cast: without the first and last ones to keep.
 
         Raises :class:`UsageError` where none is left.
         """

@@ -62,10 +62,11 @@ class GradientOverflow(TrainingHook):
     shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
     in noise, and a note says when it is over: of quantised layers, and of formats that were named.
 
-    Assumes that the blocks of quantised layers lie along a tensor's last dimension as it is stored; hardware takes them
-    along the dimension that a product sums over. Activations and output gradients of a compiled model can be asked
-    about only in a pass of its own. Output gradients within attention of torch and experts are not seen. A delayed
-    rule, asked what if, remembers the steps at which it was asked, not all steps.
+    Assumes that the blocks of a parameter or its gradient, asked what if, lie along its last dimension as it is stored,
+    which in ``Conv1D`` is not the one that a product sums over; those of quantised layers lie where the recipe says.
+    Activations and output gradients of a compiled model can be asked about only in a pass of its own. Output gradients
+    within attention of torch and experts are not seen. A delayed rule, asked what if, remembers the steps at which it
+    was asked, not all steps.
 
     Args:
         interval: steps from one round of hypothetical casts to the next.

@@ -23,7 +23,7 @@ OUTPUT = "output_gradients"
 def linear_layers(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
     """Return the modules whose output is one product with their weight, and whether that lies transposed (in, out)."""
     found = {name: each for name, each in known_matrices(model).items() if each.key in ("", "weight")}
-    return {name: (each.owner, each.key == "weight") for name, each in found.items()}
+    return {name: (each.owner, each.key == "weight") for name, each in found.items() if each.weight.ndim == 2}
 
 
 def tensors_of(model: nn.Module, subject: str) -> dict[str, Tensor]:

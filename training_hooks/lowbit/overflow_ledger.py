@@ -61,8 +61,8 @@ _TABLE = metric_table("""
     element_overflow_rate | elements with |x| > s·M / all elements, s the scale, M the largest number of the format
         | [0, 1], NaN
         | What saturates. By construction 2.3 % of a Gaussian under mx_floor and 3.5 % under nvfp4 (by at most 1/16), 0
-        under tensor, block, current, mx_ceil and mx_rceil. Above that: outliers under a delayed scale, or a q_scalar
-        below 1.
+        under tensor, current, row, block, mx_ceil, mx_rceil and Metis' two. Above that: outliers under a delayed
+        scale, or a q_scalar below 1.
     batch_overflow_rate | quantisations (of a whole tensor each) in which any element overflows / all quantisations
         | [0, 1], NaN
         | Near 1 with a small element_overflow_rate: every tensor has a few outliers.

@@ -254,6 +254,28 @@ def test_a_compiled_model_makes_the_same_products():
     assert torch.equal(model(x), expected)
 
 
+def test_a_graph_of_the_whole_model_is_refused_with_the_reason():
+    model = mixture("nvfp4")
+    model.conv.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"runs between graphs.* leave out fullgraph=True"):
+        model(drawn(4, 4))
+
+
+def test_a_model_is_converted_and_moved_with_its_histories():
+    model = mixture("fp8_delayed")
+    model(drawn(4, 4)).sum().backward()
+    before = {name: each.clone() for name, each in model.named_buffers()}
+    assert any(each.any() for each in before.values())
+    model.double()(drawn(4, 4).double())
+    model = mixture("fp8_delayed").to("meta").to_empty(device="cpu")
+    assert all(each.dtype == torch.float32 and not each.any() for each in dict(model.named_buffers()).values())
+    model = mixture("fp8_delayed")
+    model(drawn(4, 4)).sum().backward()
+    after = dict(model.bfloat16().to("cpu").named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 def test_counting_changes_no_byte_of_a_run_with_random_casts_and_histories(monkeypatch, loop):

@@ -13,6 +13,7 @@ from loopscope.hooks import HookPoint
 from loopscope.lowbit import ROLES, find_recipe, quantize_model
 from loopscope.lowbit.casts import Cast, FloatFormat, FormatRegistry, RuleRegistry, ScalingRule
 from loopscope.training_hooks.lowbit import GradientOverflow
+from loopscope.training_hooks.lowbit.hypothetical_casts import linear_layers
 from loopscope.training_hooks.lowbit.overflow_ledger import CUMULATIVE, READINGS
 from loopscope.training_hooks.lowbit.product_errors import LOWEST, exponents, product_errors, some_rows
 from torch import nn
@@ -325,6 +326,12 @@ def test_products_of_large_matrices_are_off_by_about_what_their_parts_are():
     for index, (a, b) in enumerate([(x, weight), (gradient, weight.T), (gradient.T, x.T)]):
         exact, narrow = a @ b.T, cast(a.contiguous()) @ cast(b.contiguous()).T
         assert found[index, 0] == pytest.approx(float((narrow - exact).norm() / exact.norm()), rel=0.1)
+
+
+def test_experts_whose_parameter_is_called_weight_are_no_linear_layer():
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.randn(2, 3, 4))
+    assert list(linear_layers(nn.ModuleList([experts, nn.Linear(4, 4)]))) == ["1"]
 
 
 def test_products_that_are_zero_or_without_rows_are_no_answer():
