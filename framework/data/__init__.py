@@ -7,6 +7,6 @@ from .loaders import (
 )
 
 __all__ = [
-    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "held", "lent",
-    "micro_batches", "random_order", "rows",
+    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "held",
+    "lent", "micro_batches", "random_order", "rows",
 ]
