@@ -210,7 +210,7 @@ class EmbeddingPair:
 
 def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | None) -> EmbeddingPair:
     """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
-    seen = None
+    seen: Pass | None = None
     if run.first_pass is not None:
         try:
             with watch(run.model, seen := Pass()):

@@ -8,4 +8,5 @@ def jackknife_variance(left_out: Tensor) -> Tensor:
 
     The draws are the first dimension. For a mean over draws it is s²/K.
     """
-    return left_out.var(dim=0, correction=0) * (len(left_out) - 1)
+    variance: Tensor = left_out.var(dim=0, correction=0) * (len(left_out) - 1)
+    return variance
