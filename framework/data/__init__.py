@@ -2,10 +2,11 @@
 
 from .batches import micro_batches, rows
 from .loaders import (
-    Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, first_batch, fixed_order, lent, random_order,
+    Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, first_batch, fixed_order, held, lent,
+    random_order,
 )
 
 __all__ = [
-    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "lent",
-    "micro_batches", "random_order", "rows",
+    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "held",
+    "lent", "micro_batches", "random_order", "rows",
 ]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -114,16 +115,23 @@ def lent(loader: Loader) -> Loader:
     return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
 
 
-def first_batch(loader: Loader) -> Batch:
-    """Return the first batch of a run, and put back what the loader holds: a loader may count what it has given."""
-    held = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
-    held.natives = [native for native in held.natives if not isinstance(native, np.ndarray)]  # data, not a position
-    states = held.read_natives()
+@contextmanager
+def held(loader: Loader) -> Iterator[None]:
+    """Let the body look into a loader, and put back what that holds: a loader may count what it has given."""
+    found = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
+    found.natives = [native for native in found.natives if not isinstance(native, np.ndarray)]  # data, not a position
+    states = found.read_natives()
     try:
-        return next(iter(loader.batches(0)))
+        yield
     finally:
-        held.put_back()
-        held.write_natives(states)
+        found.put_back()
+        found.write_natives(states)
+
+
+def first_batch(loader: Loader) -> Batch:
+    """Return the first batch of a run, with what the loader holds put back."""
+    with held(loader):
+        return next(iter(loader.batches(0)))
 
 
 PIECES = 256

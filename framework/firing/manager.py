@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from ..data import lent
+from ..data import first_batch, lent
 from ..errors import RunNotice, UsageError
 from ..hooks import (
     HookPoint,
@@ -26,7 +26,7 @@ from ..hooks import (
     treatments,
     without_duplicates,
 )
-from ..isolation import Call, Isolation, Snapshot
+from ..isolation import Call, Isolation, Snapshot, borrowed_extras
 from ..state import TrainingState
 from ..training import LossProbe, Profiler, TrainingTask
 from .dispatch import MetricDispatch
@@ -212,7 +212,8 @@ class HookManager:
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
     def _first_pass(self) -> torch.Tensor:
-        batch = next(lent(self.task.loader).batches(0))
+        with borrowed_extras(self.state):  # to which an experiment's own loader may write
+            batch = first_batch(lent(self.task.loader))
         return LossProbe(self.task, self.state, self.profiler).loss_with_graph(batch)
 
     def _hear_taps(self) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.data import Loader, lent, rows
+from loopscope.data import Loader, rows
 from loopscope.errors import RunNotice, UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor, nn
@@ -231,7 +232,7 @@ class Attention(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Find the layers and draw the samples; raises :class:`UnsuitableError` where either cannot be."""
         self._layers = find_attention(run.model, self._projections)
-        self._draw(run.model, lent(run.task.loader))
+        self._draw(run.model, run.task.loader)
         if self._rows < 2:
             warnings.warn(
                 "attention/entropy has no error: that needs attention.rows of at least 2.", RunNotice, stacklevel=2
@@ -304,49 +305,45 @@ def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:
 
 def _row_metrics(calls: Mapping[str, AttentionCall]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
-    for layer, call in calls.items():
-        metrics |= _by_head("entropy", layer, call.statistics.entropy)
-        metrics |= _by_head("normalised_entropy", layer, call.statistics.normalised_entropy)
-        metrics |= _by_head("max_logit", layer, call.statistics.largest)
-        metrics |= _errors(layer, call.statistics)
-    if calls:
-        found = [call.statistics for call in calls.values()]
-        samples = {len(each.maxima) for each in found}
-        metrics["rows"] = max(samples)
-        if len(samples) == 1 and min(samples) > 1:
-            influence = [each.influence() for each in found]
-            every = torch.cat([each.to(influence[0].device) for each in influence], dim=1)
-            metrics["mean_entropy_error"] = sampling_error(every.mean(dim=1))
-        metrics["mean_entropy"] = _joined([each.entropy for each in found]).mean()
-        metrics["mean_normalised_entropy"] = _joined([each.normalised_entropy for each in found]).nanmean()
-        metrics["largest_logit"] = _joined([each.largest for each in found]).max()
-    return metrics
-
-
-def _errors(layer: str, statistics: RowStatistics) -> dict[str, Any]:
-    if len(statistics.maxima) < 2:
-        return {}
-    entropy, share = (sampling_error(statistics.influence(normalised=normalised)) for normalised in (False, True))
-    return _by_head("entropy_error", layer, entropy) | _by_head("normalised_entropy_error", layer, share)
+    found = {layer: call.statistics for layer, call in calls.items()}
+    for layer, each in found.items():
+        columns = {"entropy": each.entropy, "normalised_entropy": each.normalised_entropy, "max_logit": each.largest}
+        if len(each.maxima) > 1:
+            columns["entropy_error"] = sampling_error(each.influence())
+            columns["normalised_entropy_error"] = sampling_error(each.influence(normalised=True))
+        for column, values in columns.items():
+            metrics |= _by_head(column, layer, values)
+    if not found:
+        return metrics
+    samples = {len(each.maxima) for each in found.values()}
+    if len(samples) == 1 and min(samples) > 1:
+        influence = _joined([each.influence().T for each in found.values()])
+        metrics["mean_entropy_error"] = sampling_error(influence.mean(dim=0))
+    return metrics | {
+        "rows": max(samples),
+        "mean_entropy": _joined([each.entropy for each in found.values()]).mean(),
+        "mean_normalised_entropy": _joined([each.normalised_entropy for each in found.values()]).nanmean(),
+        "largest_logit": _joined([each.largest for each in found.values()]).max(),
+    }
 
 
 def _circuit_metrics(weights: Mapping[str, HeadWeights], count: int) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
-    ranks: dict[str, list[Tensor]] = {"qk": [], "ov": [], "copying": []}
+    heads = defaultdict[str, list[Tensor]](list)
     for layer, split in weights.items():
         for kind, left, right in (("qk", split.query, split.key), ("ov", split.output.mT, split.value)):
             values = product_spectrum(left, right)
-            ranks[kind].append(effective_rank(values))
+            rank = effective_rank(values)
+            heads[f"{kind}_effective_rank"].append(rank)
             metrics |= _by_head(f"{kind}_spectrum", layer, values[:, :count])
             metrics |= _by_head(f"{kind}_norm", layer, values.square().sum(dim=-1).sqrt())
-            metrics |= _by_head(f"{kind}_effective_rank", layer, ranks[kind][-1])
+            metrics |= _by_head(f"{kind}_effective_rank", layer, rank)
             metrics |= _by_head(f"{kind}_leading_share", layer, leading_share(values))
         if split.output.shape[1] == split.value.shape[2]:
             copying = copying_score(split.output, split.value)
             metrics |= _by_head("ov_copying", layer, copying)
-            ranks["copying"].append(copying)
-    names = {"qk": "mean_qk_effective_rank", "ov": "mean_ov_effective_rank", "copying": "mean_ov_copying"}
-    return metrics | {names[kind]: _joined(parts).nanmean() for kind, parts in ranks.items() if parts}
+            heads["ov_copying"].append(copying)
+    return metrics | {f"mean_{name}": _joined(parts).nanmean() for name, parts in heads.items()}
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

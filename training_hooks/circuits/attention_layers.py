@@ -121,20 +121,16 @@ class AttentionLayer:
         self, heads: int, output: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return the matrices of queries, keys, values and output, each (out, in), whole."""
-        if isinstance(self.module, nn.MultiheadAttention):
-            module = self.module
-            last = whole(module.out_proj.weight)
-            if module.in_proj_weight is None:
-                query, key, values = map(whole, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
-            else:
-                query, key, values = whole(module.in_proj_weight).chunk(3)
-            return query, key, values, last
+        module = self.module
+        if isinstance(module, nn.MultiheadAttention):
+            apart = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+            fused = module.in_proj_weight
+            query, key, values = map(whole, apart) if fused is None else whole(fused).chunk(3)
+            return query, key, values, whole(module.out_proj.weight)
         *inputs, last = map(matrix, self.projections)
-        if len(inputs) == 2:
-            key, values = inputs[1].chunk(2)
-            return inputs[0], key, values, last
-        if len(inputs) == 3:
-            return inputs[0], inputs[1], inputs[2], last
+        if len(inputs) > 1:
+            query, key, values = inputs if len(inputs) == 3 else (inputs[0], *inputs[1].chunk(2))
+            return query, key, values, last
         for grouped in (self.grouped, not self.grouped):
             rows = fused_rows(len(inputs[0]), last.shape[1], heads, grouped=grouped)
             if rows is not None and (output is None or value is None or _made_of(value, output[:, rows[2]])):
@@ -165,13 +161,8 @@ def find_attention(model: nn.Module, projections: str = "") -> dict[str, Attenti
         UnsuitableError: there is no such module.
     """
     choices = [_named(projections)] if projections else []
-    layers: dict[str, AttentionLayer] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            layers[name] = AttentionLayer(module)
-        elif found := _layer_of(module, choices):
-            layers[name] = found
-    if layers:
+    modules = dict(model.named_modules())
+    if layers := {name: found for name, module in modules.items() if (found := _layer_of(module, choices))}:
         return layers
     raise UnsuitableError(
         f"Hook 'attention' finds nothing that it knows in {shortened(type(model).__name__, 40)}: no "
@@ -192,6 +183,8 @@ def _named(projections: str) -> tuple[str, ...]:
 
 def _layer_of(module: nn.Module, choices: list[tuple[str, ...]]) -> AttentionLayer | None:
     """Return a module as a layer if its submodules have one of the choices of names, or of the known names."""
+    if isinstance(module, nn.MultiheadAttention):
+        return AttentionLayer(module)
     parts = module.named_modules(remove_duplicate=False)
     linear = {name.lower(): part for name, part in parts if is_projection(part)}
     if not choices:

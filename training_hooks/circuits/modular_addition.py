@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..measures import jackknife_variance
+
 
 def power_of_columns(signal: Tensor) -> Tensor:
     """Return the power of each column of a real signal at the frequencies 1..n//2; shape (n // 2, columns), float64.
@@ -141,7 +143,7 @@ def _jackknifed(losses: Mapping[str, Tensor], unseen: Tensor) -> dict[str, Tenso
     for name, values in losses.items():
         whole, left, count = values[0], values[1:], len(values) - 1
         if count > 1:
-            found[f"{name}_error"] = (left.var(correction=0) * (count - 1) * unseen).sqrt()
+            found[f"{name}_error"] = (jackknife_variance(left) * unseen).sqrt()
         if count > 1 and not name.startswith("full"):
             found[f"{name}_bias"] = (left.mean() - whole) * (count - 1) * unseen
     return found

@@ -24,7 +24,6 @@ THROUGH_OUTPUT = "through the output projection (g_out)"
 """The picture that the hooks about the two gradients share, and how it calls them."""
 
 
-OnGradient = Callable[[Tensor], None]
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
 """How the names of the graph's nodes begin that multiply by a matrix."""
 LOOK_UPS = ("Embedding", "Index", "Gather")
@@ -143,31 +142,23 @@ class EmbeddingPair:
     @classmethod
     def _candidates(cls, modules: Mapping[str, nn.Module], seen: Pass | None) -> list["EmbeddingPair"]:
         """Return the pairs of a model: the tied ones, without any the others."""
-        embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
-        takes_part: Callable[[str], bool] = lambda name: seen is None or name in seen.called
+        live = {name: module for name, module in modules.items() if seen is None or name in seen.called}
         makes_output: Callable[[Tensor | None], bool] = lambda weight: seen is None or seen.made_by(weight)
         tied, untied = list[EmbeddingPair](), list[EmbeddingPair]()
-        for name, module in embeddings.items():
-            others = {other: each for other, each in modules.items() if each is not module and takes_part(other)}
+        for name, table in live.items():
+            if not isinstance(table, nn.Embedding):
+                continue
             # not ``each.weight``: a parametrised module computes another tensor at every access
-            sharing = [other for other, each in others.items() if each._parameters.get("weight") is module.weight]
+            weights = {other: each._parameters.get("weight") for other, each in live.items() if each is not table}
+            sharing = [other for other, weight in weights.items() if weight is table.weight and makes_output(weight)]
             if seen is not None:
-                functional = any(matrix is module.weight for matrix in seen.of_output)
-                heads = [other for other in sharing if not isinstance(modules[other], nn.Embedding)]
-                sharing = heads or [""] * functional
-            if takes_part(name) and makes_output(module.weight):
-                tied += [cls(name, other, tied=True) for other in sharing]
-            linear = {other: each for other, each in others.items() if isinstance(each, nn.Linear)}
-            alike = [
-                other
-                for other, each in linear.items()
-                if each.weight.shape == module.weight.shape and makes_output(each._parameters.get("weight"))
-            ]
-            untied += [
-                cls(name, other, tied=False)
-                for other in (alike if seen is not None else alike[-1:])
-                if takes_part(name)
-            ]
+                sharing = [other for other in sharing if not isinstance(live[other], nn.Embedding)]
+                sharing = sharing or [""] * any(matrix is table.weight for matrix in seen.of_output)
+            linear = {other: live[other] for other in weights if isinstance(live[other], nn.Linear)}
+            shaped = [other for other, each in linear.items() if each.weight.shape == table.weight.shape]
+            alike = [other for other in shaped if makes_output(weights[other])]
+            tied += [cls(name, other, tied=True) for other in sharing]
+            untied += [cls(name, other, tied=False) for other in (alike if seen is not None else alike[-1:])]
         return tied or untied
 
     @classmethod
@@ -190,7 +181,7 @@ class EmbeddingPair:
         head = f"output projection {self.projection!r}" if self.projection else "a functional head"
         return f"embedding {self.embedding!r} and {head}, {'one matrix' if self.tied else 'a matrix each'}"
 
-    def output_tap(self, function: OnGradient, *, replaces: bool = False) -> GradientTap:
+    def output_tap(self, function: Callable[[Tensor], None], *, replaces: bool = False) -> GradientTap:
         """Return the tap that hears g_out, the gradient through the output projection."""
         if self.projection:
             return GradientTap(self.projection, "weight", function, replaces=replaces)
@@ -219,10 +210,10 @@ class EmbeddingPair:
 
 def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | None) -> EmbeddingPair:
     """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
-    seen = None if run.first_pass is None else Pass()
-    if run.first_pass is not None and seen is not None:
+    seen: Pass | None = None
+    if run.first_pass is not None:
         try:
-            with watch(run.model, seen):
+            with watch(run.model, seen := Pass()):
                 seen.of_loss += output_matrices(run.first_pass())
         except Exception as error:  # the run's own, which it meets at its first step and tells of there
             said = f"{hook} takes the pair by its names and shapes: the loss of the first batch cannot be computed"
@@ -289,7 +280,7 @@ class TiedGradients:
         self.output = _added(self.output, gradient, is_owned=self._seen[1] > 2)
 
     def see_input(self, gradient: Tensor) -> None:
-        """Add to g_in what a tap has seen of it."""
+        """Measure a first g_in at once; add it to the sum where the whole gradient would be less precise."""
         self._seen[0] += 1
         self._measured = self._sums(gradient, self.output) if self._seen == [1, 1] and self.output is not None else None
         if gradient.dtype not in WIDE:
@@ -314,7 +305,7 @@ class TiedGradients:
 
 
 def _added(total: Tensor | None, gradient: Tensor, *, is_owned: bool) -> Tensor:
-    """Return a sum in float32 or wider, in place if that is ``owned``; a first gradient stands for itself."""
+    """Return a sum in float32 or wider, in place if that ``is_owned``; a first gradient stands for itself."""
     if total is None:
         return gradient
     if is_owned:

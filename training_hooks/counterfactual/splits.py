@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..measures import critical_value
+from ..measures import critical_value, jackknife_variance
 
 CONFIDENCE = 0.95
 FEWEST = 3
@@ -55,7 +55,7 @@ def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
         others = torch.cat([shuffles[:, :i], shuffles[:, i + 1 :]], dim=1)
         without.append(splits(gram, first, others))
         placebos.append(splits(gram, shuffles[:, i], others).excess)
-    jackknife = [torch.stack(values).var(dim=0, correction=0) * (count - 1) for values in zip(*without, strict=True)]
+    jackknife = [jackknife_variance(torch.stack(values)) for values in zip(*without, strict=True)]
     placebo = torch.stack(placebos).square().mean(dim=0) * (1 - 1 / count**2)
     chance = torch.maximum(jackknife[2], placebo)
     beyond = splits(gram, first, shuffles).excess.square() > critical_value(CONFIDENCE, count - 1) ** 2 * chance

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..measures import jackknife_variance
+
 Product = Callable[[Tensor], Tensor]
 """The product of a symmetric n × n operator A with a vector of shape (n,)."""
 
@@ -101,14 +103,8 @@ def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jackknife_error(estimate: Callable[[Sequence[Tridiagonal]], Tensor], runs: Sequence[Tridiagonal]) -> Tensor:
-    """Return the standard errors of an estimate from K ≥ 2 runs, in its shape: √((K−1)/K·Σ(e₋ᵢ − ē)²).
-
-    e₋ᵢ is the estimate without run i, ē the mean of these (Efron and Stein 1981). For a mean over runs it is s/√K.
-    """
-    count = len(runs)
-    each = torch.stack([estimate([*runs[:index], *runs[index + 1 :]]) for index in range(count)])
-    error: Tensor = (each.var(dim=0, correction=0) * (count - 1)).sqrt()
-    return error
+    """Return the standard errors of an estimate from K ≥ 2 runs, in its shape, by the jackknife over runs."""
+    return jackknife_variance(torch.stack([estimate([*runs[:i], *runs[i + 1 :]]) for i in range(len(runs))])).sqrt()
 
 
 @dataclass(frozen=True)

@@ -224,18 +224,17 @@ class Sharpness(InterventionHook):
         if self.method == "exact" and self.iterations:
             refuse_exact_under_fsdp(self.name, run.model)
         self._optimizer_class = run.optimizer_class
-        few = {
-            "trace": ("probes", self.probes),
-            "density": ("density_probes", self.density_probes or 2),
-            "sharpness": ("batches", min(self.batches, run.steps_per_epoch)),
-        }
-        for metric, (option, count) in few.items() if self.iterations else ():
-            if count < 2:
-                warnings.warn(
-                    f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and there is 1.",
-                    RunNotice,
-                    stacklevel=2,
-                )
+        counts = {"trace": ("probes", self.probes), "density": ("density_probes", self.density_probes)}
+        counts["sharpness"] = ("batches", self.batches)
+        said = [
+            f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."
+            for metric, (option, count) in counts.items()
+            if count == 1
+        ]
+        if self.batches > 1 and run.steps_per_epoch == 1:
+            said.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
+        for sentence in said if self.iterations else ():
+            warnings.warn(sentence, RunNotice, stacklevel=2)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Measure the spectra, then the critical sharpness."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.data import micro_batches, rows
+from loopscope.data import held, micro_batches, rows
 from loopscope.errors import RunNotice, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import Vector, accumulate, dot, tensors_of
@@ -173,7 +173,8 @@ class GradientNoiseScale(TrainingHook):
 
     def start(self, run: RunInfo) -> None:
         """Say where rows are not exchangeable, and where there will be no error."""
-        like, seen = order_shown(run.task.loader.batches(0))
+        with held(run.task.loader):
+            like, seen = order_shown(run.task.loader.batches(0))
         if abs(like) * math.sqrt(seen) > NO_CHANCE:
             warnings.warn(
                 f"gradient_noise_scale takes the rows of a batch for independent draws, but in strategy "

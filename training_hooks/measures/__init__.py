@@ -3,6 +3,7 @@
 from .alerts import Alerts
 from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks, stacked
+from .jackknife import jackknife_variance
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
     stable_rank,
@@ -12,6 +13,7 @@ from .student_t import central_probability, critical_value
 
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "central_probability", "critical_value",
-    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "laid_out_like", "leading_share", "meshes_of",
-    "over_ranks", "participation_ratio", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
+    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "jackknife_variance", "laid_out_like",
+    "leading_share", "meshes_of", "over_ranks", "participation_ratio", "singular_values", "smaller_gram", "splitmix64",
+    "stable_rank", "stacked",
 ]

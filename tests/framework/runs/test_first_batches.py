@@ -10,7 +10,7 @@ import pytest
 import torch
 from loopscope.data import Loader
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, InterventionHook
+from loopscope.hooks import HookPoint, InterventionHook, RunInfo, TrainingHook
 from torch.utils.data import Dataset
 
 from tests.framework.runs.small_experiment import BATCH, ROWS, STEPS_PER_EPOCH, Small, contents, registered, session
@@ -99,16 +99,34 @@ class Acting(InterventionHook):
         return []
 
 
+class Looking(TrainingHook):
+    """Asks for the first pass, as it starts."""
+
+    name = "looking"
+    hook_points = {HookPoint.POST_EPOCH}
+
+    def start(self, run: RunInfo) -> None:
+        assert run.first_pass is not None
+        run.first_pass()
+
+    def compute(self, ctx: Any) -> dict[str, float]:
+        return {}
+
+    def describe_metrics(self) -> list[Any]:
+        return []
+
+
 def trained(folder: Path, *hooks: str, runner: type[Counted] = Counted, **options: Any) -> dict[str, torch.Tensor]:
-    with registered(runner, Acting):
+    with registered(runner, Acting, Looking):
         runner.drawn = 0
         session(folder, runner, strategies=["plain"], hooks=hooks, **options).run()
     assert runner.drawn == 2 * STEPS_PER_EPOCH
     return torch.load(folder / runner.name / "plain/plain_final.pt")
 
 
-def test_a_loader_that_counts_what_it_gives_gives_the_same(tmp_path: Path) -> None:
-    bare, hooked = trained(tmp_path / "bare"), trained(tmp_path / "hooked", "acting")
+@pytest.mark.parametrize("hook", ["acting", "looking"])
+def test_a_loader_that_counts_what_it_gives_gives_the_same(tmp_path: Path, hook: str) -> None:
+    bare, hooked = trained(tmp_path / "bare"), trained(tmp_path / "hooked", hook)
     assert all(torch.equal(bare[name], hooked[name]) for name in bare)
 
 

@@ -275,6 +275,11 @@ def still_task(order, batch_size: int = 4) -> TrainingTask:
     )
 
 
+def test_data_of_one_batch_are_told_of_as_such():
+    with pytest.warns(RunNotice, match="needs 2 batches, and the data are one"):
+        measured(still_task(ORDERS["random"], 40), Sharpness(critical_passes=0))
+
+
 def test_at_equal_weights_every_order_has_the_same_numbers():
     found = [measured(still_task(order), Sharpness(critical_passes=0))[0] for order in ORDERS.values()]
     for values in found:
@@ -319,9 +324,7 @@ def test_few_rows_are_compared_with_all_by_their_own_largest_eigenvalues():
 )
 def test_too_few_for_an_error_give_the_number_and_a_note(option, metrics):
     few = {option: 1} | ({"density_probes": 1} if option == "probes" else {})
-    with pytest.warns(
-        RunNotice, match=rf"has no error: that needs sharpness\.{option} to be at least 2, and there is 1"
-    ):
+    with pytest.warns(RunNotice, match=rf"has no error: that needs sharpness\.{option} to be at least 2, and it is 1"):
         values, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0, **few))
     full, _ = measured(still_task(ORDERS["random"]), Sharpness(critical_passes=0))
     assert metrics <= full.keys() - values.keys()

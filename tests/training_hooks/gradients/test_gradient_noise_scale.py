@@ -169,12 +169,14 @@ def test_errors_of_unequal_weights_are_unbiased_too_and_hold_the_truth_a_little_
     assert ((away.abs() <= 2 * errors).double().mean(0) > 0.88).all()
 
 
-def notices(hook: GradientNoiseScale, order: Tensor | None, length: int = 400) -> list[str]:
+def notices(
+    hook: GradientNoiseScale, order: Tensor | None, length: int = 400, loader: TensorLoader | None = None
+) -> list[str]:
     """Return what the hook says at the start of a run on rows whose targets are their numbers."""
     order_of = random_order(300, 1) if order is None else fixed_order(order)
     model = nn.Linear(1, 1).double()
     data = (torch.randn(300, 1, generator=torch.Generator().manual_seed(3)), torch.arange(300) // 30)
-    loader = TensorLoader(data, 10, order_of)
+    loader = loader or TensorLoader(data, 10, order_of)
     task = TrainingTask(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, square_loss, length=length)
     manager = HookManager([hook], task, TrainingState(task.model, task.optimizer, RandomStreams(7)), loop="step")
     with warnings.catch_warnings(record=True) as said:
@@ -192,6 +194,24 @@ def test_a_sorted_order_is_told_of_and_a_random_one_is_not_fixed_or_new():
     assert notices(GradientNoiseScale(), None) == []
     shuffles = [torch.randperm(300, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert [notices(GradientNoiseScale(), order) for order in shuffles] == [[]] * 20
+
+
+class Counting(TensorLoader):
+    """Counts the batches that it has given."""
+
+    given = 0
+
+    def batches(self, epoch: int, start: int = 0):
+        for batch in super().batches(epoch, start):
+            self.given += 1
+            yield batch
+
+
+def test_the_look_at_the_order_leaves_a_loader_that_counts_where_it_was():
+    loader = Counting((torch.randn(300, 1), torch.randn(300)), 10, random_order(300, 1))
+    loader.given = 5
+    notices(GradientNoiseScale(), None, loader=loader)
+    assert loader.given == 5
 
 
 def test_rows_that_are_equal_or_of_changing_shape_have_no_order():
