@@ -219,7 +219,7 @@ def between_graphs(run: Any) -> Any:
 
     ``torch.compiler.disable`` does that too, but imports the compiler at once, which takes seconds.
     """
-    found = torch._disable_dynamo(run)  # type: ignore[attr-defined]
+    found: Any = torch._disable_dynamo(run)  # type: ignore[attr-defined]
     found._torchdynamo_disable = True
     found._torchdynamo_disable_msg = (
         "a low-bit layer runs between graphs, so that casts have the bits of uncompiled ones; leave out "
