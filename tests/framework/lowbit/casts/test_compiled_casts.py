@@ -192,7 +192,9 @@ def test_ordinary_numbers_are_counted_in_the_loop_that_casts_them(rule, rounding
 @pytest.mark.parametrize(("dtype", "rounding"), [*zip(INTEGERS, casts.ROUNDINGS, strict=True)])
 @pytest.mark.parametrize("rule", RuleRegistry.names())
 def test_ordinary_numbers_of_every_type_are_counted_so_under_every_rule(rule, rounding, dtype, monkeypatch):
-    values = [gaussian(64, 64), gaussian(4, 8, 128)] + [wide()] * (dtype != torch.float16)
+    values = [gaussian(64, 64), gaussian(4, 8, 128)]
+    # float16 does not reach as far; rows of 96 values, blocks of the rule "row", fill no chunk well
+    values += [wide()] * (dtype != torch.float16 and rule != "row")
     for q_scalar in (1.0, 0.75):
         cast = Cast("e2m1", rule, rounding, q_scalar=q_scalar)
         check_counted_in_one(cast, [each.to(dtype) for each in values], monkeypatch)
