@@ -1,0 +1,73 @@
+"""Looking into a loader without moving or changing it: batches as copies, and what it holds put back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..state import Structure, copy_of_batch
+from .generators import all_holders, attributes
+from .loaders import Batch, Loader
+
+
+class LentLoader(Loader):
+    """A loader as hooks are given it: what it yields are copies, since batches may be views of the data."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield copies of the loader's batches."""
+        return map(copy_of_batch, self._loader.batches(epoch, start))
+
+    @property
+    def copies(self) -> bool:
+        """Whether every batch lies in memory of its own."""
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return len(self._loader)
+
+    def shuffled(self, seed: int) -> Loader:
+        """Return the same data in another order, as copies too."""
+        return lent(self._loader.shuffled(seed))
+
+    def drawn(self, seed: int) -> Loader:
+        """Return the same data in the order of ``seed`` alone, as copies too."""
+        return lent(self._loader.drawn(seed))
+
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Return the random generators of the loader."""
+        return self._loader.generators()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what an experiment's own loader has beside."""
+        return getattr(self._loader, name)
+
+
+def lent(loader: Loader) -> Loader:
+    """Return a loader whose batches may be written to without changing the data."""
+    return loader if isinstance(loader, Loader) and loader.copies else LentLoader(loader)
+
+
+@contextmanager
+def held(loader: Loader) -> Iterator[None]:
+    """Let the body look into a loader, and put back what that holds: a loader may count what it has given."""
+    found = Structure(map(attributes, all_holders(loader, kinds=(Loader, Dataset, DataLoader, Sampler))))
+    found.natives = [native for native in found.natives if not isinstance(native, np.ndarray)]  # data, not a position
+    states = found.read_natives()
+    try:
+        yield
+    finally:
+        found.put_back()
+        found.write_natives(states)
+
+
+def first_batch(loader: Loader) -> Batch:
+    """Return the first batch of a run, with what the loader holds put back."""
+    with held(loader):
+        return next(iter(loader.batches(0)))
