@@ -147,7 +147,9 @@ class Isolation:
         tripwire, audit = self._amid
         modes, grad_mode = entered_modes(), torch.is_grad_enabled()
         tripwire.begin()
-        closely = self._looks_closely(call, tripwire)
+        # one count for all taps of a hook: at each of many targets the first calls would cost too much
+        together = call._replace(where="taps")
+        closely = self._looks_closely(together, tripwire)
         audit.begin()
         try:
             with self._streams.isolated():
@@ -163,6 +165,7 @@ class Isolation:
         finally:
             try:
                 tripwire.check_quickly(call)
+                self._note_rewriting(together, tripwire)
                 tripwire.check_rest(call)
                 audit.check(call)
                 if closely and not audit.enabled:
@@ -190,9 +193,12 @@ class Isolation:
 
     def _check_quickly(self, call: Call) -> None:
         self._tripwire.check_quickly(call)
-        if self._tripwire.rewritten:
-            self._rewriting.add(call[:2])
+        self._note_rewriting(call, self._tripwire)
         self._unsettled.append(call)
+
+    def _note_rewriting(self, call: Call, tripwire: Tripwire) -> None:
+        if tripwire.rewritten:
+            self._rewriting.add(call[:2])
 
     def intervene(self, call: Call, function: Callable[[], Result], *, mutates: bool) -> Result:
         """Run ``function`` on the call's own random stream and roll back whatever it did to the training state."""

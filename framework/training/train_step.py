@@ -96,6 +96,11 @@ class TrainingTask:
                 f"The model has scripted modules, whose state TorchScript keeps for itself: {listed(scripted, 3)}. "
                 "Give the modules that were scripted, compiled by torch.compile if they are to be fast."
             )
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} has no param_groups, by which hooks and checkpoints know what it "
+                "trains at which rate; one that stands before other optimizers gives theirs, in a list."
+            )
         if self.scaler is not None and self.scaler.is_enabled() and takes_closure(self.optimizer):
             raise UsageError(
                 f"{type(self.optimizer).__name__} evaluates the loss several times a step, which a GradScaler (float16)"

@@ -132,3 +132,22 @@ def grads_by_hand(scene) -> None:
     with torch.enable_grad():
         output = scene.model[0](torch.ones(2, 4))
         torch.autograd.grad(output.sum(), [*scene.model[0].parameters(), output])
+
+
+class Rewriting(TappingVandal):
+    """Writes the bytes that are there over a weight, at every call of either of its taps."""
+
+    def taps(self, model):
+        return [GradientTap(target, "parameter", self.on_gradient) for target in ("0.weight", "4.weight")]
+
+    @torch.no_grad()
+    def on_gradient(self, gradient):
+        self.calls += 1
+        self.scene.parameter.mul_(1)
+
+
+def test_a_tap_that_writes_equal_bytes_at_every_call_raises_no_alarm():
+    vandal = Rewriting([])
+    run = train_with(vandal, CASE, audit=False, steps=9)
+    assert vandal.calls == 18
+    assert differences(bare_run(CASE, steps=9)[1], run.final) == []

@@ -1,6 +1,7 @@
 """Optimizers that evaluate the loss several times a step, schedulers that are given something, and what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,6 +171,14 @@ def test_an_optimizer_that_needs_a_closure_without_asking_for_it_is_told_of_in_a
     sentence = rf"(?s){kind.__name__}.step\(\) failed without a closure \(.*give its parameter closure no default"
     with pytest.raises(UsageError, match=sentence):
         train(Case(), introduce=introduce)
+
+
+def test_an_optimizer_without_groups_is_refused_in_a_sentence():
+    class Face:
+        step = zero_grad = print
+
+    with pytest.raises(UsageError, match="Face has no param_groups, by which hooks and checkpoints know"):
+        replace(build(Case())[0], optimizer=Face())
 
 
 def test_an_optimizer_is_given_a_closure_where_it_asks_for_one():
