@@ -103,7 +103,7 @@ class Recipe:
         if layers and not found:
             raise UsageError(
                 f"Recipe {self.name!r} leaves the first {self.keep_first} and the last {self.keep_last} of "
-                f"{len(layers)} linear layers as they are, so none is cast; lower keep_first or keep_last."
+                f"{len(layers)} matrices as they are, so none is cast; lower keep_first or keep_last."
             )
         return found
 
