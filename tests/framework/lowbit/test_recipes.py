@@ -172,7 +172,7 @@ def test_first_and_last_layers_are_kept_in_the_order_of_the_model():
     assert quantize_model(model, find_recipe("nvfp4,keep_first=1,keep_last=2"), exclude=["2"]) == ["1"]
     with pytest.raises(UsageError, match=r"the first 3 and the last 2 of 5 matrices as they are, so none is cast"):
         find_recipe("nvfp4,keep_first=3,keep_last=2").kept(list("abcde"))
-    with pytest.raises(UsageError, match=r"the first 0 and the last 9 of 5 linear layers"):
+    with pytest.raises(UsageError, match=r"the first 0 and the last 9 of 5 matrices"):
         find_recipe("nvfp4,keep_last=9").kept(list("abcde"))
 
 
