@@ -21,7 +21,7 @@ from ..console import (
 )
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import ReplaySink, Session, check_device, require, run_folders
+from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
@@ -145,6 +145,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         live_metrics=runner.live_metrics,
         progress_metrics=runner.progress_metrics,
         compared_to=runner.compared_to,
+        recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
     )
     if chosen.validate_checkpoints:
         for strategy, steps in Session(runner, chosen).validate().items():

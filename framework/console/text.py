@@ -10,7 +10,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
-ASCII = str.maketrans("↑↓→│…ø", "^v>|~o")
+SPARKS = "▁▂▃▄▅▆▇█"
+ASCII = str.maketrans("↑↓→│…ø" + SPARKS, "^v>|~o_.-~=+*#")
 Line = list[tuple[str, str]]  # pieces of text, each with its style; an empty style is none
 
 
@@ -65,6 +66,20 @@ def value_text(value: Any, width: int = 40) -> str:
     return f"{len(value)} values" if value else "none"
 
 
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the last values as bars from the least to the largest of them; a question mark for one that is no number.
+
+    >>> sparkline([9, 1, 2, float("nan"), 8], 4), sparkline([3, 3], 4), sparkline([1.0], 4)
+    ('▁▂?█', '▁▁', '')
+    """
+    shown = values[-width:] if width > 0 and len(values) > 1 else []
+    halves = [value / 2 for value in shown]  # the difference of two floats may be none
+    finite = [value for value in halves if math.isfinite(value)] or [0.0]
+    least, span = min(finite), max(finite) - min(finite)
+    levels = [round((value - least) / (span or 1) * 7) if math.isfinite(value) else -1 for value in halves]
+    return "".join("?" if level < 0 else SPARKS[level] for level in levels)
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds.
 
@@ -99,6 +114,19 @@ def shortened(text: str, width: int, *, keep_end: bool = True) -> str:
         return text
     tail = width // 2 if keep_end and width > 4 and cell_len(text) == len(text) else 0
     return set_cell_size(text, max(0, width - 1 - tail)) + "…" * (width > 0) + (text[-tail:] if tail else "")
+
+
+def cleaned(value: Any) -> Any:
+    r"""Return a value with all text in it, also within lists and mappings, made :func:`printable`.
+
+    >>> cleaned({"a\x1b": ["b\n", 1]})
+    {'a?': ['b?', 1]}
+    """
+    if isinstance(value, Mapping):
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:
