@@ -128,11 +128,17 @@ def _resume(words: Sequence[str]) -> None:
         help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all that the command "
         "was given; those that are done stay as they are",
     )
-    runs = parser.parse(words)["RUN"]
+    for flag in MODES:
+        parser.add(flag, bool, "the display, in place of that of the command that started the run", default=False)
+    given = parser.parse(words)
+    runs = given.pop("RUN")
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
-    _start(*parse_recorded(Path(runs[0])))
+    experiment, options = parse_recorded(Path(runs[0]))
+    if given:  # the display is no part of the run
+        options |= dict.fromkeys(MODES, False) | given
+    _start(experiment, options)
 
 
 def _start(experiment: Experiment, options: Options) -> None:

@@ -163,7 +163,7 @@ class RunConsole(Display):
             if isinstance(shown, Text) and not self.console.is_interactive:
                 self.console.out(shown.plain, highlight=False)
             else:
-                self.console.print(shown)
+                self.console.print(shown, soft_wrap=isinstance(shown, Text) and bool(shown.no_wrap))
         except OSError:  # the pipe is closed or the terminal gone: there is nobody to tell
             self._mode = "none"
 

@@ -227,7 +227,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     lines.append(f"Next: loopscope show {shlex.quote(str(first))}")
     if plotted and found["record"]:
         lines.append(f"      loopscope plot {shlex.quote(str(first.parent if many else first))} --metrics {plotted}")
-    return Text("\n".join(map(printable, lines)))
+    return Text("\n".join(map(printable, lines)), no_wrap=True)  # a command is copied as one line
 
 
 def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
