@@ -20,6 +20,8 @@ from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
 
+MOST_TOLD = 10
+"""Alerts of one kind that are shown in a strategy; lines of SNAPSHOTs count all of them, and a file has them."""
 Mode = Literal["normal", "live", "silent", "none"]
 
 
@@ -195,7 +197,7 @@ class RunConsole(Display):
 
 
 class Watch(MetricSink):
-    """Tells of alerts, at most one of a kind in an epoch and between two SNAPSHOTs; and finds a metric to plot.
+    """Tells of alerts, of a kind at most one in an epoch and between SNAPSHOTs, and ten; and finds a metric to plot.
 
     Args:
         live_metrics: the metrics that come first, as full names by group.
@@ -210,7 +212,7 @@ class Watch(MetricSink):
         self._wanted = [name for names in live_metrics.values() for name in names]
         self._notify = notify
         self._each = each
-        self._told: dict[tuple[str, bool], int] = {}  # the epochs in which they were told
+        self._told: dict[tuple[str, bool], list[int]] = {}  # the epochs in which they were told
         self._since: set[tuple[str, bool]] = set()  # those told since the last SNAPSHOT
         self._waiting: dict[tuple[str, bool], list[Alert]] = {}
 
@@ -230,9 +232,12 @@ class Watch(MetricSink):
         for kind, found in kinds.items():
             if not self._each:
                 self._waiting.setdefault(kind, []).extend(found)
-            elif kind not in self._since and self._told.get(kind) != found[0].epoch:
-                self._tell(found, f" in epoch {found[0].epoch}")
-                self._told[kind] = found[0].epoch
+            elif kind not in self._since and found[0].epoch not in (told := self._told.setdefault(kind, [])):
+                told.append(found[0].epoch)
+                if len(told) <= MOST_TOLD:
+                    self._tell(
+                        found, f" in epoch {found[0].epoch}", " Others are only counted." * (len(told) == MOST_TOLD)
+                    )
                 self._since.add(kind)
 
     def snapshot(self, epoch: int, step: int) -> None:
@@ -246,7 +251,7 @@ class Watch(MetricSink):
         for memory in (self._waiting, self._told, self._since):
             memory.clear()
 
-    def _tell(self, found: Sequence[Alert], where: str) -> None:
+    def _tell(self, found: Sequence[Alert], where: str, remark: str = "") -> None:
         more = f" (and {len(found) - 1:,} more{where})" if len(found) > 1 else ""
         label: Label = "note" if isinstance(found[0], Recovery) else "alert"
-        self._notify(Notice(label, f"{found[0].kind}: {' '.join(str(found[0]).split())}{more}"))
+        self._notify(Notice(label, f"{found[0].kind}: {' '.join(str(found[0]).split())}{more}{remark}"))
