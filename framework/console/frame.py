@@ -27,6 +27,7 @@ LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
 LEAST_LINES = 30
 NOT_RECORDED = "not recorded"
+FIRST = 10  # metrics on a line where none is known to matter
 
 
 class Sized:
@@ -183,18 +184,16 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
 
 
 def snapshot_line(board: Board, *, recorded: bool) -> str:
-    """Return the news on one line: the live metrics, how many numbers came for the record, how many alerts."""
-    unit = board.run.loop if board.run else ""
-    ages = {
-        name: counted(age, unit) + " old" if (age := board.age(track)) else "" for name, track in board.tracks.items()
-    }
-    live, _ = board.groups({name: Cell(name, track.in_words(ages[name])) for name, track in board.tracks.items()})
-    numbers = ", ".join(f"{cell.name} {cell.text}" for group in live for cell in group.cells)
+    """Return on one line the live metrics, or else the first that came, and how many numbers and alerts came."""
+    unit, strategy = (board.run.loop, printable(board.run.strategy)) if board.run else ("", "")
+    ages = {name: counted(age, unit) + " old" for name, track in board.tracks.items() if (age := board.age(track))}
+    cells = {name: Cell(name, track.in_words(ages.get(name, ""))) for name, track in board.tracks.items()}
+    live, others = board.groups(cells)
+    shown = [f"{cell.name} {cell.text}" for group in live for cell in group.cells]
+    shown = shown or [f"{group.heading}/{cell.name} {cell.text}" for group in others for cell in group.cells][:FIRST]
     kept = f"{counted(board.count, 'value')} {'recorded' if recorded else NOT_RECORDED}"
-    strategy = printable(board.run.strategy) if board.run else ""
-    return f"{strategy}, epoch {board.epoch}, step {board.step:,}: " + "; ".join(
-        filter(None, [numbers, kept, *_alerts(board)])
-    )
+    parts = [", ".join(shown), kept, *_alerts(board)]
+    return f"{strategy}, epoch {board.epoch}, step {board.step:,}: " + "; ".join(filter(None, parts))
 
 
 def _alerts(board: Board) -> list[str]:
