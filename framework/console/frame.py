@@ -174,12 +174,12 @@ def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Gr
         {name: Cell(name, track.mean(), arrow_of(track.recent), _rank(track)) for name, track in news.items()}
     )
     head = list(group_lines(live, width))
-    lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))
+    alerts = _alerts(board)
+    lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3) - len(alerts))
     total = sum(len(group.cells) for group in others)
     remarks = [f"{total - shown:,} more, {'in the record' if recorded else NOT_RECORDED}"] * (shown < total)
     remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
-    remarks += _alerts(board)
-    foot: list[Line] = [[("; ".join(remarks), "dim")]] if remarks else []
+    foot: list[Line] = [[(text, "dim")] for text in ("; ".join(remarks), *alerts) if text]
     return Group(_rule(_title_of_news(board)), Lines([*head, *lines, *foot]))
 
 

@@ -208,13 +208,17 @@ class Watch(MetricSink):
     name = "alerts"
 
     def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, each: bool) -> None:
-        self.plotted = ""
+        self.plotted = self._begin = ""
         self._wanted = [name for names in live_metrics.values() for name in names]
         self._notify = notify
         self._each = each
         self._told: dict[tuple[str, bool], list[int]] = {}  # the epochs in which they were told
         self._since: set[tuple[str, bool]] = set()  # those told since the last SNAPSHOT
         self._waiting: dict[tuple[str, bool], list[Alert]] = {}
+
+    def set_run_context(self, run: RunInfo) -> None:
+        """Name the strategy where alerts wait for its end."""
+        self._begin = "" if self._each else f"{run.strategy}: "
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Find the first of the live metrics, or else one of a hook that is always on."""
@@ -254,4 +258,4 @@ class Watch(MetricSink):
     def _tell(self, found: Sequence[Alert], where: str, remark: str = "") -> None:
         more = f" (and {len(found) - 1:,} more{where})" if len(found) > 1 else ""
         label: Label = "note" if isinstance(found[0], Recovery) else "alert"
-        self._notify(Notice(label, f"{found[0].kind}: {' '.join(str(found[0]).split())}{more}{remark}"))
+        self._notify(Notice(label, f"{self._begin}{found[0].kind}: {' '.join(str(found[0]).split())}{more}{remark}"))

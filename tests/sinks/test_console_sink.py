@@ -233,3 +233,13 @@ def test_drawing_takes_nothing_from_the_random_generator():
     before = random.getstate()
     shown(SCALARS)
     assert random.getstate() == before
+
+
+def test_a_table_counts_alerts_on_a_line_of_its_own_within_its_height():
+    sink, console = started(height=40)
+    sink.emit({f"h{hook}/m_{index}": 1.5 for hook in range(18) for index in range(20)}, 9, HookPoint.POST_EPOCH, step=1)
+    sink.alert([alert_of("h1", "m_1")] * 3)
+    sink.snapshot(9, 1)
+    lines = plain(console.file.getvalue()).splitlines()
+    assert lines[-1] == "alerts: 3 h1/m_1"
+    assert len(lines) <= 40

@@ -276,7 +276,7 @@ def test_of_a_kind_of_alert_at_most_one_is_shown_in_an_epoch_and_between_two_sna
 @pytest.mark.filterwarnings("always")
 def test_a_silent_display_tells_of_each_kind_of_alert_once_in_the_end():
     assert alerts_shown("silent") == [
-        "alert: h/a: a went wrong at 0. (and 29 more)", "alert: h/b: b went wrong at 0. (and 27 more)",
+        "alert: stride: h/a: a went wrong at 0. (and 29 more)", "alert: stride: h/b: b went wrong at 0. (and 27 more)",
     ]  # fmt: skip
     assert alerts_shown("none") == []
 
