@@ -1,7 +1,8 @@
 """What follows ``loopscope``, carried out: ``diff`` and ``plot`` in files of their own, the other commands here."""
 
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +20,16 @@ from ..console import (
     printable,
     show_warnings,
 )
-from ..errors import LoopscopeError, UsageError, counted, listed, unknown
+from ..errors import (
+    LoopscopeError,
+    UsageError,
+    counted,
+    listed,
+    passed_through_users_code,
+    unknown,
+    whole_traceback,
+    with_lines,
+)
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
@@ -137,6 +147,32 @@ def _resume(words: Sequence[str]) -> None:
 
 def _start(experiment: Experiment, options: Options) -> None:
     """Train an experiment, or compare it with its checkpoints."""
+    with _own_lines(whole=options["traceback"]):
+        _train(experiment, options)
+
+
+@contextmanager
+def _own_lines(*, whole: bool) -> Iterator[None]:
+    """Tell what the user's own code raises in a sentence with its lines, after the ``whole`` traceback if asked for.
+
+    An error that passed through no code of the user's is raised as it is: it may be a fault of loopscope.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, LoopscopeError)
+        if not known and not passed_through_users_code(error):
+            raise
+        if whole and not isinstance(error, StoppedError):
+            sys.stderr.write("\n".join(map(printable, whole_traceback(error).split("\n"))))
+        if known:
+            raise
+        raise LoopscopeError(
+            f"Code of the experiment raised {with_lines(error)}. --traceback shows the whole traceback."
+        ) from error
+
+
+def _train(experiment: Experiment, options: Options) -> None:
     runner = experiment(config_of(experiment, options), check_device(options["device"]))
     chosen = run_options(options)
     make_sinks = wanted_sinks(options)

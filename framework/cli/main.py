@@ -101,10 +101,13 @@ def without_traceback(before: Excepthook) -> Excepthook:
     """Return an ``excepthook`` that refuses bad input, such as two hooks of one name in a script, in one line."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from ..errors import UsageError
+        from ..errors import UsageError, users_lines
         from .command import refused
 
-        if isinstance(error, UsageError):
+        if isinstance(error, UsageError) and "--traceback" not in sys.argv:
+            lines = users_lines(error)
+            if lines.rpartition("; ")[2].partition(":")[0] not in str(error):
+                error.args = (f"{error} [{lines}]",)
             raise SystemExit(refused(error))
         before(kind, error, trace)
 

@@ -28,12 +28,14 @@ class CommandFlags(RunFlags):
         live: show progress, results and the newest metrics on the whole screen.
         silent: show one progress bar, and at the end what was warned of.
         no_console_output: show nothing at all.
+        traceback: show the whole traceback of an error before the sentence that tells it.
     """
 
     device: str | None = None
     live: bool = False
     silent: bool = False
     no_console_output: bool = False
+    traceback: bool = False
 
 
 def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -18,6 +18,7 @@ from ..hooks import (
     InterventionHook,
     MetricInfo,
     RunInfo,
+    StepSchedule,
     TapSet,
     TrainingHook,
     windows_for,
@@ -26,6 +27,7 @@ from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler
 from .failures import SNAPSHOT, HookFailures
+from .remedies import instead_of
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -40,6 +42,11 @@ class Listener:
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
+        if not isinstance(schedule, StepSchedule):
+            raise UsageError(
+                f"Hook {hook.name!r} has step_schedule = {schedule!r}; it must be a StepSchedule, such as "
+                "StepSchedule(mode='stride', every_n_steps=10)."
+            )
         thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
         self._schedule = schedule if thinned else None  # None: every step, or a point between steps
 
@@ -175,8 +182,9 @@ class HookSet:
             return None
         try:
             result = isolated()
-        except StateMutationError:
+        except StateMutationError as error:
             self.abandon()
+            error.args = (" ".join(filter(None, [str(error), instead_of(hook, where, error)])),)
             raise
         except KeyboardInterrupt:
             raise
@@ -318,8 +326,8 @@ class HookSet:
                     raise
                 except BaseException as error:
                     raise UsageError(
-                        f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
-                        "the options that it had, or without it."
+                        f"Hook {hook.name!r} cannot take its state back ({with_lines(error)}): go on with the options "
+                        "that it had, or without it."
                     ) from error
 
     def _end(self, hook: TrainingHook, status: str) -> None:

@@ -3,7 +3,8 @@
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .commits import CommitRecord, StatePart, UndeclaredCommitError, refuse_what_is_computed_anew
 from .contexts import (
-    ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo, metric_table,
+    SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
+    metric_table,
 )
 from .hook_points import (
     ALWAYS, EPOCH_END, EVERY_STEP, STEP_POINTS, EpochWindow, HookPoint, LoopType, StepSchedule, windows_for,
@@ -17,7 +18,7 @@ from .selection import (
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
 __all__ = [
-    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "STEP_POINTS", "CommitRecord", "ConfiguredHook",
+    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "SET_AT", "STEP_POINTS", "CommitRecord", "ConfiguredHook",
     "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult", "GradientTap", "HookPoint",
     "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel", "MetricSink", "MetricValue",
     "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered", "Remembering",

@@ -23,7 +23,7 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, whole_traceback, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
@@ -226,7 +226,8 @@ class StrategyRun:
             "experiment": self.record.experiment,
             "strategy": self.record.strategy,
             "status": status,
-            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"),
+            "error": None if error is None else with_lines(error),
+            "traceback": None if error is None else whole_traceback(error),
             "seed": self.run_info.seed,
             "epochs": loop.epoch,
             "steps": loop.step,
