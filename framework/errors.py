@@ -5,6 +5,8 @@ import inspect
 import linecache
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -124,6 +126,19 @@ def with_lines(error: BaseException, place: str = "") -> str:
     """Return an error in one line with the user's own lines; where none of these was running, with a ``place``."""
     where = users_lines(error) or place
     return f"{told(error)} [{where}]" if where else told(error)
+
+
+def this_command() -> str:
+    """Return the words that start this program in a shell, if it is the command: ``python spread.py`` for a script."""
+    program, module = sys.argv[0], getattr(sys.modules["__main__"], "__spec__", None)
+    if sys.argv[1:2] not in (["run"], ["resume"]):  # another program, which calls the command
+        return "loopscope"
+    if module is None and os.path.basename(program) == "loopscope":
+        return "loopscope" if shutil.which("loopscope") == os.path.abspath(program) else shlex.quote(program)
+    found = shutil.which("python")
+    same = found is not None and os.path.dirname(found) == os.path.dirname(sys.executable)
+    python = "python" if same else shlex.quote(sys.executable)
+    return f"{python} {shlex.quote(program) if module is None else '-m ' + module.name.removesuffix('.__main__')}"
 
 
 def whole_traceback(error: BaseException) -> str:

@@ -65,6 +65,7 @@ def epoch_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
+    manager.refuse_other_loop("epoch")
     loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
@@ -101,6 +102,7 @@ def step_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
+    manager.refuse_other_loop("step")
     loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)

@@ -9,7 +9,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from .errors import UsageError, unknown
+from .errors import UsageError, place_of, unknown
 
 Entry = TypeVar("Entry", bound=type[Any])
 
@@ -21,10 +21,14 @@ class NameTakenError(UsageError):
 class Registry(Generic[Entry]):
     """Classes by their unique ``name``."""
 
-    def __init__(self, kind: str, entry_point_group: str, check: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, kind: str, entry_point_group: str, check: Callable[[Entry], None], base: type[Any] | None = None
+    ) -> None:
         self._kind = kind
         self._group = entry_point_group
         self._check = check
+        self.base = base
+        """What the classes derive from: one of them that is not registered is found by its name, too."""
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, str] = {}
         self._discovered = False
@@ -76,6 +80,13 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         if name in self._broken:
             raise UsageError(self._broken[name])
+        for entry in () if self.base is None else _descendants(self.base):
+            if vars(entry).get("name") == name:
+                where = f"{qualified(entry)} [{place_of(entry)}]"
+                registry = f"{self._kind.capitalize()}Registry"
+                raise UsageError(
+                    f"The {self._kind} {name!r} is not registered: put @{registry}.register above {where}."
+                )
         raise unknown(self._kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:
@@ -105,6 +116,12 @@ def _presses_told_apart() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _descendants(entry: type[Any]) -> Iterator[type[Any]]:
+    for each in type.__subclasses__(entry):
+        yield each
+        yield from _descendants(each)
 
 
 def qualified(entry: type) -> str:

@@ -52,7 +52,7 @@ class HookFailures:
         first = where == SNAPSHOT and hook.name not in self.proven
         unsuited = isinstance(error, UnsuitableError) or (first and not isinstance(error, UndeclaredCommitError))
         if unsuited and hook.name not in self.required:
-            sentence = shortened(f"Hook {hook.name!r} raised at its first SNAPSHOT: {with_lines(error)}", 300)
+            sentence = shortened(f"Hook {hook.name!r} raised at its first SNAPSHOT: {with_lines(error)}", 290)
             self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else sentence
             warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
             return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, with_lines
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, shortened, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -332,7 +332,7 @@ class HookSet:
 
     def _end(self, hook: TrainingHook, status: str) -> None:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
-        if table := self.call(hook, "table", self._state.loop.step, hook.table):
+        if table := self.call(hook, "table", self._state.loop.step, partial(_table, hook)):
             self.tables[hook.name] = table
 
 
@@ -357,7 +357,17 @@ _ALIKE = {"number": (int, float, Tensor), "text": (str,), "list": (list, tuple),
 
 
 def _described(hook: TrainingHook) -> list[MetricInfo]:
-    return list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
+    found = list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
+    if odd := [info for info in found if not isinstance(info, MetricInfo)]:
+        raise TypeError(f"returned {odd[0]!r}; it returns a list of MetricInfo, as metric_table(text) does")
+    return found
+
+
+def _table(hook: TrainingHook) -> Mapping[str, Mapping[str, float]]:
+    table = hook.table()
+    if not isinstance(table, Mapping) or not all(isinstance(row, Mapping) for row in table.values()):
+        raise TypeError(f"returned {shortened(repr(table))}; a table is a dict of rows, dicts of numbers")
+    return table
 
 
 def _start(hook: TrainingHook, run: RunInfo) -> None:

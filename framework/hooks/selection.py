@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ..errors import UsageError, place_of, told, unknown, with_lines
+from ..errors import UsageError, place_of, require, told, unknown, with_lines
 from ..registry import Registry, qualified
 from .base import InterventionHook, TrainingHook
 from .commits import StatePart
@@ -36,22 +36,17 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
 
 
 def _check_declarations(hook: type[TrainingHook]) -> None:
-    if not isinstance(getattr(hook, "name", None), str) or not hook.name.replace("_", "").isalnum():
-        raise UsageError("needs a name of letters, digits and underscores.")
-    if hook.name in KEYWORDS:
-        raise UsageError(f"is named {hook.name!r}, which is a keyword of --hooks; rename it.")
-    if not isinstance(hook.metrics, str):
-        kind = type(hook.metrics).__name__
-        raise UsageError(
-            f"has metrics that are a {kind}, not a text with a row 'name | formula | range | reading' each."
-        )
+    name = getattr(hook, "name", None)
+    named = isinstance(name, str) and name.replace("_", "").isalnum()
+    require(named, "needs a name of letters, digits and underscores.")
+    require(name not in KEYWORDS, f"is named {name!r}, which is a keyword of --hooks; rename it.")
+    of_text = isinstance(hook.metrics, str)
+    require(of_text, "has metrics that are no text with a row 'name | formula | range | reading' for each.")
     _check_methods(hook)
     for name, option in inspect.signature(hook, eval_str=True).parameters.items():
         if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
-            raise UsageError(
-                f"takes {name!r}; an option must be keyword-only, annotated, and have a default: "
-                f"def __init__(self, *, {name}: int = 1)."
-            )
+            remedy = f"an option must be keyword-only, annotated, and have a default: (self, *, {name}: int = 1)"
+            raise UsageError(f"takes {name!r}; {remedy}.")
     points = _points(hook)
     if issubclass(hook, InterventionHook):
         _check_intervention_class(hook, points)
@@ -60,18 +55,14 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
 def _check_methods(hook: type[TrainingHook]) -> None:
     """Refuse a class that lacks a method, or has one that cannot be called as it will be."""
     base = InterventionHook if issubclass(hook, InterventionHook) else TrainingHook
-    stray = [name for name in ("commits", "intervene") if base is TrainingHook and name in dir(hook)]
-    if stray:
-        raise UsageError(
-            f"has {stray[0]}, but is an observer; derive it from InterventionHook and define "
-            "intervene(self, run_ctx, model_ctx)."
-        )
+    stray = {"commits", "intervene"} & {*dir(hook)} - {*dir(base)}
+    remedy = "derive it from InterventionHook and define intervene(self, run_ctx, model_ctx)"
+    require(not stray, f"has {' and '.join(sorted(stray))}, but is an observer; {remedy}.")
     missing = set(hook.__abstractmethods__)
     if hook.describe_metrics is TrainingHook.describe_metrics and not metric_table(hook.metrics):
         missing.add("describe_metrics")
-    if missing:
-        hint = " (or the text metrics)" if "describe_metrics" in missing else ""
-        raise UsageError(f"must define {', '.join(f'{name}()' for name in sorted(missing))}{hint}.")
+    hint = " (or a text metrics)" if "describe_metrics" in missing else ""
+    require(not missing, f"must define {', '.join(f'{name}()' for name in sorted(missing))}{hint}.")
     for name in [name for name in dir(base) if not name.startswith("_") and callable(getattr(base, name))]:
         if getattr(hook, name) is not getattr(base, name):
             _check_method(name, getattr(base, name), hook)
@@ -79,16 +70,16 @@ def _check_methods(hook: type[TrainingHook]) -> None:
 
 def _check_method(name: str, expected: Callable[..., Any], hook: type[TrainingHook]) -> None:
     arguments = [argument for argument in inspect.signature(expected).parameters if argument != "self"]
-    own, on_instance = getattr(hook, name), inspect.isfunction(inspect.getattr_static(hook, name)) and name != "leaves"
-    pauses = inspect.iscoroutinefunction(own) or (inspect.isgeneratorfunction(own) and name not in YIELDING)
+    own, takes_self = getattr(hook, name), inspect.isfunction(inspect.getattr_static(hook, name)) and name != "leaves"
+    fits = not inspect.iscoroutinefunction(own) and (name in YIELDING or not inspect.isgeneratorfunction(own))
     try:
-        inspect.signature(own).bind(*[None] * (len(arguments) + on_instance))
+        inspect.signature(own).bind(*[None] * (takes_self + len(arguments)))
     except (TypeError, ValueError):
-        pauses = True
-    if pauses:
-        form = f"{name}({', '.join(['self'] * (name != 'leaves') + arguments)})"
-        place = place_of(own) or repr(own)
-        raise UsageError(f"has a method {name} [{place}] that cannot be called; it must be a plain function {form}.")
+        fits = False
+    form = f"{name}({', '.join(['cls' if name == 'leaves' else 'self', *arguments])})"
+    if not fits:
+        remedy = "it must be a function without yield and async"
+        raise UsageError(f"has a method {name} [{place_of(own) or own}] that cannot be called; {remedy}: {form}.")
 
 
 def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
@@ -99,9 +90,9 @@ def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
 
 def _points(hook: type[TrainingHook]) -> set[HookPoint]:
     """Return every point that the class names, for either loop."""
-    loops: Mapping[str, Any] = {} if hook.loop_points is None else hook.loop_points
-    if not isinstance(loops, Mapping):
-        raise UsageError(f"has loop_points = {loops!r}; they are a dict: {{'epoch': {{HookPoint.POST_EPOCH}}}}.")
+    loops: Any = hook.loop_points or {}
+    form = "{'epoch': {HookPoint.POST_EPOCH}}"
+    require(isinstance(loops, Mapping), f"has loop_points = {loops!r}; they are a dict, such as {form}.")
     for loop in loops:
         if loop not in POINTS_OF_LOOP:
             raise UsageError(f"has loop_points: {unknown('loop', str(loop), POINTS_OF_LOOP)}")
@@ -113,9 +104,8 @@ def _points(hook: type[TrainingHook]) -> set[HookPoint]:
             windows_for(points, loops, loop)
     except UsageError as error:
         raise UsageError(f"cannot be used: {error}") from error
-    if not points:
-        known = ", ".join(point.name for point in HookPoint)
-        raise UsageError(f"fires nowhere; set hook_points to some of HookPoint: {known}.")
+    known = ", ".join(point.name for point in HookPoint)
+    require(bool(points), f"fires nowhere; set hook_points to some of HookPoint: {known}.")
     return points
 
 
@@ -131,13 +121,12 @@ def _members(attribute: str, value: Any, kind: type[Enum]) -> set[Any]:
 def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoint]) -> None:
     named = hook.intervention_points
     where = points if named is None else _members("intervention_points", named, HookPoint)
-    if not where <= points:
-        stray = ", ".join(sorted(str(getattr(point, "name", point)) for point in where - points))
-        raise UsageError(f"intervenes at {stray}, which is not among its hook_points.")
-    if HookPoint.PRE_UPDATE in where:
-        raise UsageError("intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
-    if where != points and hook.compute is InterventionHook.compute:
-        raise UsageError("observes outside its intervention_points, so it must define compute().")
+    stray = ", ".join(sorted(str(getattr(point, "name", point)) for point in where - points))
+    require(not stray, f"intervenes at {stray}, which is not among its hook_points.")
+    forbidden = HookPoint.PRE_UPDATE in where
+    require(not forbidden, "intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
+    observes = where != points and hook.compute is InterventionHook.compute
+    require(not observes, "observes outside its intervention_points, so it must define compute().")
     for part in _members("commits", hook.commits, StatePart):
         if not isinstance(part, StatePart):
             known = ", ".join(f"StatePart.{known.name}" for known in StatePart)
@@ -163,7 +152,7 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
 
 
-HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class)
+HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class, TrainingHook)
 SinkRegistry: Registry[type[MetricSink]] = Registry("sink", "loopscope.sinks", check_sink_class)
 ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", lambda entry: None)
 
@@ -227,11 +216,9 @@ def without_duplicates(hooks: Iterable[TrainingHook]) -> list[TrainingHook]:
     by_name: dict[str, TrainingHook] = {}
     for hook in hooks:
         if not isinstance(hook, TrainingHook):
-            name = hook if isinstance(hook, str) else str(getattr(hook, "name", "NAME"))
-            raise UsageError(
-                f"A hook is an object, but got {hook!r}: make one from the class, or write "
-                f"HookRegistry.get({name!r})() for one that is registered."
-            )
+            name = hook if isinstance(hook, str) else str(getattr(hook, "__name__", "NAME"))
+            remedy = f"make it of its class: {name}(), or HookRegistry.get({name!r})() for a registered one"
+            raise UsageError(f"A hook is an object, but got {hook!r}: {remedy}.")
         if hook.name in by_name:
             raise UsageError(
                 f"Two hooks are named {hook.name!r}: {qualified(type(by_name[hook.name]))} and "

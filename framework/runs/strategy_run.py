@@ -1,5 +1,6 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +24,16 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, whole_traceback, with_lines
+from ..errors import (
+    HookError,
+    LoopscopeError,
+    RunNotice,
+    StateMutationError,
+    UsageError,
+    this_command,
+    whole_traceback,
+    with_lines,
+)
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
@@ -258,7 +268,9 @@ class StrategyRun:
     def _way_on(self) -> str:
         if self.folder.newest_checkpoint() is None:
             return "The run has to begin anew: with --overwrite, or in another --output-dir."
-        return f"Go on from it with: loopscope resume {self.folder.path}"
+        if not self.record.options:
+            return "Go on from it with the program that began it, and resume=True in its RunOptions."
+        return f"Go on from it with: {this_command()} resume {shlex.quote(str(self.folder.path))}"
 
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
