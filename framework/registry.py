@@ -80,13 +80,11 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         if name in self._broken:
             raise UsageError(self._broken[name])
-        for entry in () if self.base is None else _descendants(self.base):
-            if vars(entry).get("name") == name:
-                where = f"{qualified(entry)} [{place_of(entry)}]"
-                registry = f"{self._kind.capitalize()}Registry"
-                raise UsageError(
-                    f"The {self._kind} {name!r} is not registered: put @{registry}.register above {where}."
-                )
+        forgotten = [entry for entry in _descendants(self.base) if vars(entry).get("name") == name]
+        if forgotten:  # the newest, since a notebook makes a class again and again
+            where = " ".join(filter(None, [qualified(forgotten[-1]), place_of(forgotten[-1])]))
+            registry = f"@{self._kind.capitalize()}Registry.register"
+            raise UsageError(f"The {self._kind} {name!r} is not registered: put {registry} above the class, {where}.")
         raise unknown(self._kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:
@@ -118,8 +116,8 @@ def _presses_told_apart() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _descendants(entry: type[Any]) -> Iterator[type[Any]]:
-    for each in type.__subclasses__(entry):
+def _descendants(entry: type[Any] | None) -> Iterator[type[Any]]:
+    for each in () if entry is None else type.__subclasses__(entry):
         yield each
         yield from _descendants(each)
 

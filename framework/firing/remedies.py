@@ -24,7 +24,7 @@ INSTEAD = {
     "parameter": "To evaluate other weights call ctx.evaluate(weights); to try them, model_ctx.apply_perturbation or "
     "model_ctx.take_step in intervene(run_ctx, model_ctx); to change the run's, declare commits = "
     "{StatePart.PARAMETERS} and call model_ctx.blend_parameters.",
-    "mode": "To run the model in another mode call ctx.forward(inputs, train=True or False).",
+    ".training": "To run the model in another mode call ctx.forward(inputs, train=True or False).",
 }
 
 
@@ -40,7 +40,8 @@ def function_at(hook: TrainingHook, where: str) -> Callable[..., Any]:
 
 def instead_of(hook: TrainingHook, where: str, error: StateMutationError) -> str:
     """Say where a hook that changed the state is written, and what to call instead of what changed it."""
-    found = [remedy for word, remedy in INSTEAD.items() if word in text_of(error)]
+    changed = str(error).partition(" state: ")[2].partition(". ")[0]
+    found = [remedy for word, remedy in INSTEAD.items() if word in changed]
     place = place_of(function_at(hook, where))
     return " ".join([*([f"It is written at {place}."] if place else []), *found[:1]])
 

@@ -102,7 +102,7 @@ class StrategyRun:
                 self._write_weights()
             except StateMutationError as error:
                 self.manager.hooks.abandon()
-                fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
+                fatal = StateMutationError(f"{error} {self._last_checkpoint()}").with_traceback(error.__traceback__)
                 self._fail("failed", fatal)
                 raise fatal from error
             except HookError as error:
