@@ -138,11 +138,14 @@ def _resume(words: Sequence[str]) -> None:
         help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all that the command "
         "was given; those that are done stay as they are",
     )
-    runs = parser.parse(words)["RUN"]
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    given = parser.parse(words)
+    runs = given["RUN"]
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
-    _start(*parse_recorded(Path(runs[0])))
+    experiment, options = parse_recorded(Path(runs[0]))
+    _start(experiment, options | {"traceback": given["traceback"]})
 
 
 def _start(experiment: Experiment, options: Options) -> None:
@@ -167,9 +170,8 @@ def _own_lines(*, whole: bool) -> Iterator[None]:
             sys.stderr.write("\n".join(map(printable, whole_traceback(error).split("\n"))))
         if known:
             raise
-        raise LoopscopeError(
-            f"Code of the experiment raised {with_lines(error)}. --traceback shows the whole traceback."
-        ) from error
+        hint = "" if whole else " --traceback shows the whole traceback."
+        raise LoopscopeError(f"Code of the experiment raised {with_lines(error)}.{hint}") from error
 
 
 def _train(experiment: Experiment, options: Options) -> None:

@@ -3,6 +3,8 @@
 Every case is a file of its own, run by the command as a script would be.
 """
 
+# ruff: noqa: E501 - a kind is a row
+
 import importlib.util
 import re
 import sys
