@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from traceback import format_exception, walk_tb
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -103,11 +103,7 @@ def _short(path: str) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return an error's type and text in one line; of a long text the beginning and the end, where errors say most.
-
-    >>> told(KeyError("norm")), told(ValueError())
-    ("KeyError: 'norm'", 'ValueError')
-    """
+    """Return an error's type and text in one line; of a long text the beginning and the end, where errors say most."""
     text = " ".join(text_of(error).split())
     if len(text) > LONGEST_TEXT and not isinstance(error, LoopscopeError):
         text = f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
@@ -128,22 +124,27 @@ def with_lines(error: BaseException, place: str = "") -> str:
     return f"{told(error)} [{where}]" if where else told(error)
 
 
-def this_command() -> str:
-    """Return the words that start this program in a shell, if it is the command: ``python spread.py`` for a script."""
+def this_command(*words: str) -> str:
+    """Return what to type in a shell to call the command again as it was: ``python spread.py`` for a script, and words.
+
+    Another program that calls the command is none, so there the command's own name stands.
+    """
     program, module = sys.argv[0], getattr(sys.modules["__main__"], "__spec__", None)
-    if sys.argv[1:2] not in (["run"], ["resume"]):  # another program, which calls the command
-        return "loopscope"
-    if module is None and os.path.basename(program) == "loopscope":
-        return "loopscope" if shutil.which("loopscope") == os.path.abspath(program) else shlex.quote(program)
-    found = shutil.which("python")
-    same = found is not None and os.path.dirname(found) == os.path.dirname(sys.executable)
-    python = "python" if same else shlex.quote(sys.executable)
-    return f"{python} {shlex.quote(program) if module is None else '-m ' + module.name.removesuffix('.__main__')}"
+    is_first = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    start = ["python" if is_first else sys.executable, *([program] if module is None else ["-m", module.name])]
+    if sys.argv[1:2] not in (["run"], ["resume"]) or shutil.which("loopscope") == os.path.abspath(program):
+        start = ["loopscope"]
+    elif module is None and os.path.basename(program) == "loopscope":
+        start = [program]
+    return " ".join(_in_shell(word.removesuffix(".__main__")) for word in (*start, *words))
 
 
-def whole_traceback(error: BaseException) -> str:
-    """Return everything that Python knows of where an error, and what led to it, was raised."""
-    return "".join(format_exception(error))
+def _in_shell(text: str) -> str:
+    """Return a text as a word of a shell; what a line of output would not keep, such as two spaces, in octal."""
+    if text.isprintable() and text == " ".join(text.split()):
+        return shlex.quote(text)
+    octal = re.sub(rb"[^\w/.-]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(text)).decode()
+    return f"\"$(printf '{octal}')\""
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception
 
 import yaml
 
@@ -20,16 +21,7 @@ from ..console import (
     printable,
     show_warnings,
 )
-from ..errors import (
-    LoopscopeError,
-    UsageError,
-    counted,
-    listed,
-    passed_through_users_code,
-    unknown,
-    whole_traceback,
-    with_lines,
-)
+from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
@@ -167,7 +159,7 @@ def _own_lines(*, whole: bool) -> Iterator[None]:
         if not known and not passed_through_users_code(error):
             raise
         if whole and not isinstance(error, StoppedError):
-            sys.stderr.write("\n".join(map(printable, whole_traceback(error).split("\n"))))
+            sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))
         if known:
             raise
         hint = "" if whole else " --traceback shows the whole traceback."

@@ -104,7 +104,9 @@ def without_traceback(before: Excepthook) -> Excepthook:
         from ..errors import UsageError, users_lines
         from .command import refused
 
-        if isinstance(error, UsageError) and "--traceback" not in sys.argv:
+        if isinstance(error, UsageError):
+            if "--traceback" in sys.argv:
+                before(kind, error, trace)
             lines = users_lines(error)
             if lines.rpartition("; ")[2].partition(":")[0] not in str(error):
                 error.args = (f"{error} [{lines}]",)

@@ -61,7 +61,7 @@ class MetricDispatch:
 
     def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
         """Take the metrics of one hook call."""
-        if metrics == {}:
+        if isinstance(metrics, dict) and not metrics:
             return
         pending = self._steps if point in STEP_POINTS else self._now
         kept = pending.add(Report(hook, point, step), metrics)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import format_exception
 from typing import Any, Literal
 
 from ..errors import (
@@ -17,7 +18,6 @@ from ..errors import (
     shortened,
     told,
     users_lines,
-    whole_traceback,
     with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
@@ -60,7 +60,7 @@ class HookFailures:
         what_to_do = remedy(hook, where, error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (what_to_do and f". {what_to_do}")
         entry = {"hook": hook.name, "point": where, "step": step, "error": told(raised)}
-        self.errors.append(entry | {"traceback": whole_traceback(error)})
+        self.errors.append(entry | {"traceback": "".join(format_exception(error))})
         if isinstance(error, UndeclaredCommitError):
             error.args = (f"{error} [{users_lines(error)}]",)
             raise error

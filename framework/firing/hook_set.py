@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, shortened, with_lines
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, require, shortened, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -42,11 +42,9 @@ class Listener:
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
-        if not isinstance(schedule, StepSchedule):
-            raise UsageError(
-                f"Hook {hook.name!r} has step_schedule = {schedule!r}; it must be a StepSchedule, such as "
-                "StepSchedule(mode='stride', every_n_steps=10)."
-            )
+        remedy = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
+        is_one = isinstance(schedule, StepSchedule)
+        require(is_one, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {remedy}.")
         thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
         self._schedule = schedule if thinned else None  # None: every step, or a point between steps
 

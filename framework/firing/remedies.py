@@ -1,6 +1,7 @@
 """What to do about an error of a hook, as far as the error, the view that the hook had, and its class tell."""
 
 import dis
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from traceback import walk_tb
@@ -66,14 +67,15 @@ def _unset(hook: TrainingHook, where: str, error: BaseException) -> Iterator[str
     view: RunDataContext | None = None
     read: list[str] = []
     for frame, _ in walk_tb(error.__traceback__):
-        held = [value for value in frame.f_locals.values() if isinstance(value, RunDataContext)]
+        held = [value for value in frame.f_locals.values() if type(value) is RunDataContext]
         view = held[0] if held else view
-        if held and not frame.f_globals["__name__"].startswith("loopscope.firing"):
+        if held and not str(frame.f_globals.get("__name__")).startswith("loopscope.firing"):
             read += _attributes(frame.f_code, frame.f_lasti)
     if view is None:
         return
-    if not read:  # it had returned
-        read = _attributes(function_at(hook, where).__code__)
+    written = inspect.unwrap(function_at(hook, where))
+    if not read and inspect.isfunction(written):  # it had returned
+        read = _attributes(written.__code__)
     for name in dict.fromkeys(name for name in read if name in SET_AT):
         value = getattr(view, name)
         if value is None or (name == "evaluation" and not value):

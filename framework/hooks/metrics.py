@@ -87,9 +87,9 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
     Scalars and zero-dimensional arrays of NumPy become numbers.
     """
     if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-        kind, shape = "tensor" if isinstance(value, Tensor) else "array", tuple(value.shape)
+        kind, shape = "a tensor" if isinstance(value, Tensor) else "an array", tuple(value.shape)
         remedy = "metrics are zero-dimensional tensors: return its mean or norm, or .tolist()"
-        raise ValueError(f"returned a {kind} of shape {shape} as {name!r}; {remedy}")
+        raise ValueError(f"returned {kind} of shape {shape} as {name!r}; {remedy}")
     if isinstance(value, Tensor) and not value.is_complex():
         leaves.append(value)
         return value
@@ -102,7 +102,7 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
     if not isinstance(value, (int, float)):
         kind = "complex tensor" if isinstance(value, Tensor) else type(value).__name__
         remedy = "a metric is a float, int, bool or zero-dimensional tensor, or a list or dict of these"
-        raise TypeError(f"returned a {kind} as a metric, {name!r}; {remedy}")
+        raise TypeError(f"returned a {kind} as a metric; {remedy}; its name is {name!r}")
     return value
 
 

@@ -1,6 +1,5 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
-import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
+from traceback import format_exception
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,16 +24,7 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import (
-    HookError,
-    LoopscopeError,
-    RunNotice,
-    StateMutationError,
-    UsageError,
-    this_command,
-    whole_traceback,
-    with_lines,
-)
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
@@ -115,7 +106,9 @@ class StrategyRun:
                 self._fail("interrupted" if stopped else "failed", error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
                     sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
-                    raise LoopscopeError(f"{sentence}; to end a run early return True from should_stop.") from error
+                    raise LoopscopeError(
+                        f"{sentence} ({with_lines(error)}); to end a run early return True from should_stop."
+                    ) from error
                 raise
             return self._summarise("completed", None, final, sample)
 
@@ -237,7 +230,7 @@ class StrategyRun:
             "strategy": self.record.strategy,
             "status": status,
             "error": None if error is None else with_lines(error),
-            "traceback": None if error is None else whole_traceback(error),
+            "traceback": None if error is None else "".join(format_exception(error)),
             "seed": self.run_info.seed,
             "epochs": loop.epoch,
             "steps": loop.step,
@@ -270,7 +263,7 @@ class StrategyRun:
             return "The run has to begin anew: with --overwrite, or in another --output-dir."
         if not self.record.options:
             return "Go on from it with the program that began it, and resume=True in its RunOptions."
-        return f"Go on from it with: {this_command()} resume {shlex.quote(str(self.folder.path))}"
+        return f"Go on from it with: {this_command('resume', str(self.folder.path))}"
 
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()

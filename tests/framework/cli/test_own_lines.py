@@ -13,6 +13,7 @@ import torch
 from loopscope.cli import command, main
 from loopscope.data import TorchLoader
 from loopscope.errors import this_command, users_lines
+from torch.utils.data import DataLoader
 
 from tests.framework.runs.small_experiment import Small, read_json, registered
 
@@ -59,7 +60,7 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_data_set_is_told_with_its_line_from_a_worker_too(workers, tmp_path: Path, capfd) -> None:
-    load = lambda self, strategy: TorchLoader(Rows(), 4, seed=0, num_workers=workers)
+    load = lambda self, strategy: TorchLoader(DataLoader(Rows(), 4, num_workers=workers), 0)
     with registered(type("Loading", (Small,), {"name": "loading", "build_loader": load})):
         assert main(["run", "loading", "--strategy", "plain", "--output-dir", str(tmp_path)]) == 1
     told = capfd.readouterr().err
@@ -141,6 +142,7 @@ def test_the_printed_way_to_go_on_works_for_a_hook_in_a_script(start, tmp_path: 
         (["/odd place/loopscope", "run"], "'/odd place/loopscope'"),
         (["pytest", "tests"], "loopscope"),
         ([""], "loopscope"),
+        (["/odd place/loopscope", "hooks"], "loopscope"),
     ],
 )
 def test_how_the_program_was_started(argv, expected, monkeypatch) -> None:
@@ -149,6 +151,15 @@ def test_how_the_program_was_started(argv, expected, monkeypatch) -> None:
     found = shutil.which("python")
     python = "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
     assert this_command() == expected.format(python=python)
+
+
+@pytest.mark.parametrize("name", ["plain", "two  spaces", "a\nb", "it's $HOME", "ü\t%s", "\x1b[31m", "-x"])
+def test_a_shell_reads_the_words_as_they_were(name) -> None:
+    command = this_command(name)
+    assert command.isprintable()
+    assert command == " ".join(command.split())
+    read = subprocess.run(command.replace("loopscope ", "printf %s ./", 1), shell=True, capture_output=True)
+    assert os.fsdecode(read.stdout) == f"./{name}"
 
 
 def test_the_installed_command_is_named_by_its_name(tmp_path: Path, monkeypatch) -> None:

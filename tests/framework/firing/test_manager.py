@@ -293,7 +293,7 @@ def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(return
         raise run.error
 
 
-@pytest.mark.parametrize("value", [None, "text", np.float32(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
+@pytest.mark.parametrize("value", [None, "text", np.complex64(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
 def test_a_value_that_is_no_metric_is_refused_naming_hook_point_and_step(value):
     run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"good": 1.0, "bad": value})], raises=HookError)
     assert "'spy' raised at POST_STEP of step 1: TypeError: returned a " in str(run.error)
