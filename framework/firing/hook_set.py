@@ -64,7 +64,11 @@ class Listeners:
     def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
         for hook in hooks:
-            for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
+            try:
+                windows = windows_for(hook.hook_points, hook.loop_points, loop)
+            except UsageError as error:
+                raise UsageError(f"Hook {hook.name!r}: {error}") from error
+            for point, window in windows.items():
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
         """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
@@ -363,7 +367,9 @@ def _described(hook: TrainingHook) -> list[MetricInfo]:
 
 def _table(hook: TrainingHook) -> Mapping[str, Mapping[str, float]]:
     table = hook.table()
-    if not isinstance(table, Mapping) or not all(isinstance(row, Mapping) for row in table.values()):
+    rows = list(table.values()) if isinstance(table, Mapping) else [None]
+    numbers = [number for row in rows if isinstance(row, Mapping) for number in row.values()]
+    if not all(isinstance(row, Mapping) for row in rows) or not all(isinstance(each, (int, float)) for each in numbers):
         raise TypeError(f"returned {shortened(repr(table))}; a table is a dict of rows, dicts of numbers")
     return table
 

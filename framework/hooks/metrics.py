@@ -90,7 +90,7 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
         kind, shape = "a tensor" if isinstance(value, Tensor) else "an array", tuple(value.shape)
         remedy = "metrics are zero-dimensional tensors: return its mean or norm, or .tolist()"
         raise ValueError(f"returned {kind} of shape {shape} as {name!r}; {remedy}")
-    if isinstance(value, Tensor) and not value.is_complex():
+    if isinstance(value, Tensor) and not (value.is_complex() or value.is_meta):
         leaves.append(value)
         return value
     if isinstance(value, (np.generic, np.ndarray)):
@@ -100,7 +100,7 @@ def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
     if isinstance(value, (list, tuple)):
         return [_own(item, leaves, name) for item in value]
     if not isinstance(value, (int, float)):
-        kind = "complex tensor" if isinstance(value, Tensor) else type(value).__name__
+        kind = f"tensor of {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
         remedy = "a metric is a float, int, bool or zero-dimensional tensor, or a list or dict of these"
         raise TypeError(f"returned a {kind} as a metric; {remedy}; its name is {name!r}")
     return value

@@ -43,6 +43,8 @@ def _check_declarations(hook: type[TrainingHook]) -> None:
     of_text = isinstance(hook.metrics, str)
     require(of_text, "has metrics that are no text with a row 'name | formula | range | reading' for each.")
     _check_methods(hook)
+    by_point = hook.point_schedules
+    require(isinstance(by_point, Mapping), f"has point_schedules = {by_point!r}; they are a dict by hook point.")
     for name, option in inspect.signature(hook, eval_str=True).parameters.items():
         if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
             remedy = f"an option must be keyword-only, annotated, and have a default: (self, *, {name}: int = 1)"
@@ -269,7 +271,7 @@ def _configured(name: str, options: Mapping[str, Any], made: MutableSequence[Con
         configured = ConfiguredHook(hook_class(**options), complete)
     except UsageError as error:
         raise UsageError(f"Hook {name!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise UsageError(f"Hook {name!r} cannot be made with ({given}): {with_lines(error)}.") from error
     made.append(configured)

@@ -510,7 +510,11 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_lost_and_how_to_go_on(saved
         patch.setattr(RunFolder, "write_weights", write_weights)
         with pytest.raises(LoopscopeError, match="its final weights are not written") as error:
             train(tmp_path, epochs=1, save_checkpoints=saved)
-    way = "Go on from it with the program that began it, and resume=True" if saved else "has to begin anew: with --overwrite"
+    way = (
+        "Go on from it with the program that began it, and resume=True"
+        if saved
+        else "has to begin anew: with --overwrite"
+    )
     assert re.search(way, str(error.value))
     if saved:
         assert train(tmp_path, epochs=1, save_checkpoints=1, resume=True)["status"] == "completed"
