@@ -27,8 +27,7 @@ class Registry(Generic[Entry]):
         self._kind = kind
         self._group = entry_point_group
         self._check = check
-        self.base = base
-        """What the classes derive from: one of them that is not registered is found by its name, too."""
+        self.base = base  # one of its subclasses that is not registered is found by its name, too
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, str] = {}
         self._discovered = False

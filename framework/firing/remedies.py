@@ -11,30 +11,24 @@ from typing import Any
 from ..errors import StateMutationError, nearest, place_of, text_of
 from ..hooks import SET_AT, HookPoint, InterventionHook, ModelDataContext, RunDataContext, RunInfo, TrainingHook
 
-NO_GRADIENTS = (
-    "Hooks run without gradients: enter torch.enable_grad() and use torch.autograd.grad, or let "
-    "ctx.compute_batch_gradients(batch) compute them; neither writes to the run's."
-)
+NO_GRADIENTS = "Hooks run without gradients: call ctx.compute_batch_gradients(batch), or enter torch.enable_grad()."
 # What an observer changed, by words of the tripwire's sentence, with what does the same without a trace.
 INSTEAD = {
-    "gradient": "Gradients of its own a hook takes from ctx.compute_batch_gradients(batch) or torch.autograd.grad; to "
-    "change the run's, declare commits = {StatePart.GRADIENTS} and call model_ctx.scale_gradients or "
-    "model_ctx.replace_gradients.",
-    "optimizer": "To see what a step does call model_ctx.take_step in intervene(run_ctx, model_ctx); the optimizer's "
-    "options are in ctx.optimizer_groups.",
-    "parameter": "To evaluate other weights call ctx.evaluate(weights); to try them, model_ctx.apply_perturbation or "
-    "model_ctx.take_step in intervene(run_ctx, model_ctx); to change the run's, declare commits = "
-    "{StatePart.PARAMETERS} and call model_ctx.blend_parameters.",
-    ".training": "To run the model in another mode call ctx.forward(inputs, train=True or False).",
+    "gradient": "ctx.compute_batch_gradients(batch) and torch.autograd.grad write to none; to change them, declare "
+    "commits = {StatePart.GRADIENTS} and call model_ctx.scale_gradients or model_ctx.replace_gradients.",
+    "optimizer": "ctx.optimizer_groups tells its options, and model_ctx.take_step in intervene what a step does.",
+    "parameter": "ctx.evaluate(weights) evaluates others, model_ctx.take_step and model_ctx.apply_perturbation in "
+    "intervene try them; to change the run's, declare commits = {StatePart.PARAMETERS} and call "
+    "model_ctx.blend_parameters.",
+    ".training": "ctx.forward(inputs, train=True or False) runs the model in another mode.",
 }
 
 
 def function_at(hook: TrainingHook, where: str) -> Callable[..., Any]:
     """Return the method of a hook that was called at a hook point, or under the name ``where``."""
-    point = HookPoint.__members__.get(where)
-    if point is not None:
-        intervenes = isinstance(hook, InterventionHook) and hook.intervenes_at(point)
-        return type(hook).intervene if intervenes else type(hook).compute  # type: ignore[attr-defined, no-any-return]
+    if (point := HookPoint.__members__.get(where)) is not None:
+        acts = isinstance(hook, InterventionHook) and hook.intervenes_at(point)
+        where = "intervene" if acts else "compute"
     found: Callable[..., Any] = getattr(type(hook), "taps" if where.startswith("tap on") else where)
     return found
 
@@ -44,7 +38,7 @@ def instead_of(hook: TrainingHook, where: str, error: StateMutationError) -> str
     changed = str(error).partition(" state: ")[2].partition(". ")[0]
     found = [remedy for word, remedy in INSTEAD.items() if word in changed]
     place = place_of(function_at(hook, where))
-    return " ".join([*([f"It is written at {place}."] if place else []), *found[:1]])
+    return " ".join(filter(None, [place and f"It is written at {place}.", *found[:1]]))
 
 
 def remedy(hook: TrainingHook, where: str, error: BaseException) -> str:

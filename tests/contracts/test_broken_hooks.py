@@ -21,6 +21,7 @@ from loopscope.cli import main, without_traceback
 from loopscope.hooks import HookRegistry
 
 from tests.framework.runs.small_experiment import Small, contents, read_json, registered
+from tests.support.cases import slow_unless
 
 assert training_hooks.__all__
 HEAD = """\
@@ -96,7 +97,7 @@ RUNS = [
     Broken("complex number", compute("return {'std': torch.tensor(1j)}"), "returned a tensor of torch.complex64 on cpu as a metric"),
     Broken("tensor without numbers", compute("return {'std': torch.zeros((), device='meta')}"), "returned a tensor of torch.float32 on meta as a metric"),
     Broken("odd key within a metric", compute("return {'std': {(1, 2): 1.0}}"), r"the key \(1, 2\) as a metric; such keys are texts or numbers"),
-    Broken("backward in an observer", compute("ctx.loss.backward()\nreturn {}"), "Hooks run without gradients: enter torch.enable_grad.*ctx.compute_batch_gradients"),
+    Broken("backward in an observer", compute("ctx.loss.backward()\nreturn {}"), "Hooks run without gradients: call ctx.compute_batch_gradients"),
     Broken("writes to its view", compute("ctx.loss = 3.0\nreturn {}"), "cannot assign to field 'loss' .*What hooks are told is frozen"),
     Broken("no text", compute("raise ValueError"), r"raised at POST_STEP of step 1: ValueError " + RAISES + r"raise ValueError\]"),
     Broken("text of many lines", compute("raise ValueError('one\\n\\n  two\\x1b[31m')"), r"ValueError: one two.* " + RAISES),
@@ -119,10 +120,10 @@ RUNS = [
     Broken("misspelt verb", "def intervene(self, run_ctx, model_ctx):\n    model_ctx.scale_gradient(0.5)\n    return {}\n", "AttributeError: scale_gradient .*Did you mean 'scale_gradients'", base="InterventionHook"),
 ]  # fmt: skip
 CHANGES = [
-    Broken("steps in an observer", "def start(self, run):\n    self.model = run.model\n" + compute("[parameter.sub_(0.1 * parameter.grad) for parameter in self.model.parameters()]\nreturn {}"), r"may only read, but changed .*It is written at broken\d+\.py:\d+ in compute\. To evaluate other weights call ctx.evaluate.*model_ctx.apply_perturbation"),
-    Broken("gradients of its own", compute("with torch.enable_grad():\n    ctx.model(ctx.batch_data[0]).sum().backward()\nreturn {}"), r"changed .*in compute\. Gradients of its own a hook takes from ctx.compute_batch_gradients"),
-    Broken("sets a gradient", compute("for each in ctx.model.parameters():\n    each.grad = None\nreturn {}"), r"changed .*in compute\. Gradients of its own .*declare commits = {StatePart.GRADIENTS}"),
-    Broken("leaves another mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. To run the model in another mode call ctx.forward"),
+    Broken("steps in an observer", "def start(self, run):\n    self.model = run.model\n" + compute("[parameter.sub_(0.1 * parameter.grad) for parameter in self.model.parameters()]\nreturn {}"), r"may only read, but changed .*It is written at broken\d+\.py:\d+ in compute\. ctx.evaluate\(weights\) evaluates others, .*model_ctx.apply_perturbation"),
+    Broken("gradients of its own", compute("with torch.enable_grad():\n    ctx.model(ctx.batch_data[0]).sum().backward()\nreturn {}"), r"changed .*in compute\. ctx.compute_batch_gradients\(batch\) and"),
+    Broken("sets a gradient", compute("for each in ctx.model.parameters():\n    each.grad = None\nreturn {}"), r"changed .*in compute\. .*declare commits = {StatePart.GRADIENTS}"),
+    Broken("leaves another mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. ctx.forward\(inputs, train="),
 ]  # fmt: skip
 REFUSED = [
     Broken("forgotten decorator", COMPUTE, r"The hook 'spread' is not registered: put @HookRegistry.register above the class, broken\d+.Spread broken\d+\.py:8 in Spread\.", decorator=""),
@@ -239,7 +240,9 @@ def test_a_hook_that_raises_is_told_in_a_line_with_its_own_line_or_the_remedy(br
         assert all(error["traceback"].startswith("Traceback (most") for error in found["hook_errors"])
 
 
-@pytest.mark.parametrize("broken", RUNS, ids=str)
+@pytest.mark.parametrize(
+    "broken", [pytest.param(each, marks=slow_unless(place % 3 == 0), id=str(each)) for place, each in enumerate(RUNS)]
+)
 def test_where_the_run_goes_on_without_the_hook_it_leaves_no_trace(broken, answer, bare, tmp_path) -> None:
     status, errors = answer(broken, "--on-hook-error", "skip")
     assert re.search(broken.answer, errors), errors
