@@ -11,13 +11,13 @@ from .hook_points import (
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
 from .selection import (
-    GROUPS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks, bulk_hooks,
-    hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
+    GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
+    bulk_hooks, hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
 )
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
 __all__ = [
-    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "STEP_POINTS", "CommitRecord", "ConfiguredHook",
+    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "STEP_POINTS", "CommitRecord", "ConfiguredHook",
     "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult", "GradientTap", "HookPoint",
     "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel", "MetricSink", "MetricValue",
     "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered", "Remembering",
