@@ -17,11 +17,10 @@ from ..hooks import KEYWORDS, ExperimentRegistry, HookRegistry
 from .parser import CommandParser, write_line
 
 TEMPLATES = Path(__file__).with_name("templates")
-RUNS = {
+RUNS = {  # what the first command runs: seconds, and in a folder of its own
     "hook": "mod_arithmetic --preset quick --strategy random --max-epochs 5 --output-dir output/{0} --hooks {0}",
     "experiment": "{0}",
 }
-"""What the first command of each kind runs: seconds, and in a folder of its own."""
 OBSERVER = {"base": "TrainingHook", "method": "    def compute(self, ctx):", "doubled": "", "factor": ""}
 INTERVENTION = {
     "base": "InterventionHook",
@@ -43,7 +42,7 @@ def new(words: Sequence[str]) -> None:
     parser.add_argument("--intervention", action="store_true", help="a hook that changes the run, and is rolled back")
     parser.add("output_dir", Path, "where to write; by default the present folder", metavar="DIR")
     given = {"output_dir": Path()} | parser.parse(words)
-    require(len(given["KIND"]) == 2, "loopscope new takes two words: hook or experiment, and a name.")
+    require(len(given["KIND"]) == 2, "loopscope new takes two words, what and its name: loopscope new hook NAME.")
     (kind, word), folder = given["KIND"], given["output_dir"]
     if kind not in RUNS:
         raise unknown("kind of file", kind, RUNS)
@@ -52,8 +51,8 @@ def new(words: Sequence[str]) -> None:
     paths = [folder / f"{name}.py", folder / f"test_{name}.py"]
     _refuse(kind, name, [*paths, folder / name / "__init__.py"])
     texts = [(TEMPLATES / f"{stem}.txt").read_text("utf-8") for stem in (kind, f"test_{kind}")]
-    own = INTERVENTION if given["intervention"] else OBSERVER
-    fields = {"name": name, "title": _class_name(name, kind, " ".join(texts)), **own}
+    fields = {"name": name, "title": _class_name(name, kind, " ".join(texts))}
+    fields |= INTERVENTION if given["intervention"] else OBSERVER
     _write({path: Template(text).substitute(fields) for path, text in zip(paths, texts, strict=True)})
     is_ours = Path(which("python") or "").parent == Path(sys.executable).parent
     python, script, test = (shlex.quote(str(part)) for part in ("python" if is_ours else sys.executable, *paths))
@@ -67,17 +66,18 @@ def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
     registry = HookRegistry if kind == "hook" else ExperimentRegistry
     taken = {*registry.names(), *KEYWORDS}
     require(
-        re.fullmatch(r"[a-zA-Z]\w{0,29}", name, re.ASCII) is not None,
-        f"The name is {name!r}; it must be a letter, followed by letters, digits and underscores, at most 30 in all.",
+        re.fullmatch(r"[a-zA-Z]\w{0,29}", name, re.ASCII) is not None and name not in kwlist,
+        f"The name is {name!r}; it must be a letter and then letters, digits and underscores, at most 30, and no word "
+        "of Python.",
     )
-    require(name not in kwlist, f"The name is {name!r}, which is a word of Python; choose another.")
     if name in taken:
         free = next(other for other in (f"{name}_{number}" for number in count(2)) if other not in taken)
-        raise UsageError(f"The name {name!r} is taken: loopscope has such a {kind}; {free!r} is free.")
+        raise UsageError(f"The name {name!r} is taken by another {kind}; {free!r} is free.")
+    folder = paths[0].parent
+    require(folder.is_dir() or not is_there(folder), f"--output-dir is {str(folder)!r}, which is no folder.")
     for path in paths:
         require(not is_there(path), f"{path} exists already; choose another name, or another folder: --output-dir DIR.")
-    found = find_spec(name)
-    if name in (*sys.stdlib_module_names, "conftest") or (found is not None and found.origin is not None):
+    if name in (*sys.stdlib_module_names, "conftest") or ((found := find_spec(name)) and found.origin):
         raise UsageError(f"The name is {name!r}, which is that of a module that {name}.py would hide; choose another.")
 
 

@@ -17,6 +17,7 @@ from .values import read_yaml
 
 Experiment = type[ExperimentRunner[Any]]
 Options = dict[str, Any]
+PREFIX = re.compile(r"^hook[-_]config\.")
 METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
 
 
@@ -77,7 +78,7 @@ def read_config(path: Path) -> dict[Any, Any]:
         raise UsageError(f"The config file {path} holds {type(content).__name__} {begins}; it must be a mapping.")
     options = content or {}
     key = "hook-config" if "hook-config" in options else "hook_config"
-    dotted = {_without_prefix(str(name)): options.pop(name) for name in [*options] if "." in str(name)}
+    dotted = {PREFIX.sub("", str(name)): options.pop(name) for name in [*options] if "." in str(name)}
     given = options.get(key)
     if dotted or isinstance(given, Mapping):
         own = _assignments(given) if isinstance(given, Mapping) else typed("--hook-config", given, NAMES)
@@ -95,16 +96,11 @@ def _without_dots(words: Iterable[str]) -> list[str]:
     for word in rest:
         option, equals, value = word.partition("=")
         if option.startswith("--") and "." in option:
-            value = value if equals else next(rest, "--")
-            if not equals and value.startswith("-") and not re.match(NEGATIVE_NUMBER, value):
+            if not equals and (value := next(rest, "--")).startswith("-") and not re.match(NEGATIVE_NUMBER, value):
                 raise UsageError(f"{option} needs a value.")
-            word = f"--hook-config={_without_prefix(option[2:])}={value}"
+            word = f"--hook-config={PREFIX.sub('', option[2:])}={value}"
         found.append(word)
     return found
-
-
-def _without_prefix(target: str) -> str:
-    return re.sub(r"^hook[-_]config\.", "", target)
 
 
 def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -13,6 +16,7 @@ from loopscope.cli import main
 from tests.docs.markdown import PAGES, ROOT, blocks, code, prose
 from tests.docs.running import PARSED, recipes, status_of
 
+FIRST = ("README.md", "docs/writing-a-hook.md", "docs/writing-an-experiment.md")
 EVERY = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -54,3 +58,20 @@ def test_what_is_not_run_is_on_a_page_and_has_a_reason(command: str) -> None:
     assert command in [shown for page in PAGES for shown in commands(page)]
     assert PARSED[command]
     assert command.partition(" ")[0] == "make"  # run_recipe looks for it
+
+
+@pytest.mark.slow
+def test_a_newcomer_can_type_what_the_first_pages_show(tmp_path: Path) -> None:
+    """In a shell, in one folder, as it stands there: only what make does is left out."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    for page in FIRST:
+        for block in blocks(ROOT / page):
+            if block.file:
+                with (tmp_path / block.file).open("a", encoding="utf-8") as file:
+                    file.write(block.text)
+    lines = [line for page in FIRST for line in commands(ROOT / page) if not line.startswith("make ")]
+    environment = {**os.environ, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-e"], input="\n".join(lines), cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -34,10 +34,10 @@ REFUSED = [
     ([*HOOK, "a.b"], "'a.b'"),
     ([*HOOK, "../a"], "'../a'"),
     ([*HOOK, "größe"], "'größe'"),
-    ([*HOOK, "a\x1b[31m"], "must be a letter"),
+    ([*HOOK, "a\x1b[31m"], "it must be a letter"),
     ([*HOOK, "a" * 31], "at most 30"),
-    ([*HOOK, "class"], "word of Python"),
-    ([*EXPERIMENT, "None"], "word of Python"),
+    ([*HOOK, "class"], "no word of Python."),
+    ([*EXPERIMENT, "None"], "no word of Python."),
     *(
         ([*HOOK, name], "a module")
         for name in ("torch", "random", "loopscope", "numpy", "winreg", "conftest", "pytest")
@@ -48,8 +48,8 @@ REFUSED = [
     ([*HOOK, "here"], "here.py exists already"),
     ([*HOOK, "tested"], "test_tested.py exists already"),
     ([*HOOK, "package"], "exists already"),
-    ([*HOOK, "a", "--output-dir", "here.py"], "here.py"),
-    ([*HOOK, "a", "--output-dir", "here.py/b"], "here.py"),
+    ([*HOOK, "a", "--output-dir", "here.py"], "'here.py', which is no folder"),
+    ([*HOOK, "a", "--output-dir", "here.py/b"], "Not a directory"),
     ([*HOOK, "half"], "test_half.py cannot be written"),
     ([*HOOK, "a", "--output-dir", "b\0c"], "zero byte"),
 ]
