@@ -23,13 +23,13 @@ def read_yaml(text: str, source: str) -> Any:
     refuse_deep(text, source)
     try:
         content = get_loader("yaml")(text)
+        _refuse_repeated(text, source)
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not YAML: {error}.") from error
     except (ValueError, TypeError, OverflowError, AttributeError, LookupError, RecursionError) as error:
         # A tag, as in !!int x, sends the text to a constructor of PyYAML that does not check it.
         raise UsageError(f"{source} holds a value that cannot be read ({type(error).__name__}: {error}).") from error
     refuse_odd(content, source)
-    _refuse_repeated(text, source)
     return content
 
 
