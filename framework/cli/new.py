@@ -49,7 +49,7 @@ def new(words: Sequence[str]) -> None:
     require(kind == "hook" or not given["intervention"], "--intervention goes with hook only.")
     name = word.replace("-", "_")
     paths = [folder / f"{name}.py", folder / f"test_{name}.py"]
-    _refuse(kind, name, [*paths, folder / name / "__init__.py"])
+    _refuse(kind, name, [*paths, folder / name / "__init__.py", folder / "__init__.py"])  # a test imports its neighbour
     texts = [(TEMPLATES / f"{stem}.txt").read_text("utf-8") for stem in (kind, f"test_{kind}")]
     fields = {"name": name, "title": _class_name(name, kind, " ".join(texts))}
     fields |= INTERVENTION if given["intervention"] else OBSERVER
@@ -76,7 +76,7 @@ def _refuse(kind: str, name: str, paths: Sequence[Path]) -> None:
     folder = paths[0].parent
     require(folder.is_dir() or not is_there(folder), f"--output-dir is {str(folder)!r}, which is no folder.")
     for path in paths:
-        require(not is_there(path), f"{path} exists already; choose another name, or another folder: --output-dir DIR.")
+        require(not is_there(path), f"{path} exists and is in the way; choose another name, or folder (--output-dir).")
     if name in (*sys.stdlib_module_names, "conftest") or ((found := find_spec(name)) and found.origin):
         raise UsageError(f"The name is {name!r}, which is that of a module that {name}.py would hide; choose another.")
 
