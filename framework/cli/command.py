@@ -25,6 +25,7 @@ from ..errors import LoopscopeError, UsageError, counted, listed, passed_through
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
+from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
@@ -74,6 +75,7 @@ def _dispatch(command: str, *words: str) -> None:
         "run": _run,
         "resume": _resume,
         "diff": diff,
+        "new": new,
         "plot": plot,
         "replay": _replay,
         "list": _list,

@@ -16,13 +16,14 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
-  loopscope resume RUN       go on with a run that was interrupted
-  loopscope diff RUN RUN     say at which step and in which tensor two runs part
   loopscope plot RUN...      draw metrics of runs against steps
-  loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
-  loopscope list             the experiments, their strategies and presets
+  loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
   loopscope hooks            all hooks, one line each
   loopscope hooks NAME       every metric and option of a hook
+  loopscope list             the experiments, their strategies and presets
+  loopscope resume RUN       go on with a run that was interrupted
+  loopscope diff RUN RUN     say at which step and in which tensor two runs part
+  loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope --version        the versions of loopscope, Python, torch and NumPy
 
 The options of a command: loopscope COMMAND --help

@@ -20,6 +20,7 @@ from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # so many options are listed where an unknown one is refused
 
 
@@ -83,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
             add_help=add_help,
         )
         # argparse takes -1 and -0.5 for values, but -1e-3 (until Python 3.14) and -inf for options.
-        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+        self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
 
@@ -169,5 +170,7 @@ class CommandParser(argparse.ArgumentParser):
                 raise UsageError(
                     f"Unknown key {shortened(str(key))!r}{source}.{hint} Its keys are the options that --help lists."
                 )
+            if name in found:
+                raise UsageError(f"{key!r}{source} is there twice, with dashes and with underscores; keep one of them.")
             found[name] = typed(f"{dashed(name)}{source}", value, self.types[name])
         return found

@@ -12,18 +12,18 @@ from .hook_points import (
 from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
 from .selection import (
-    GROUPS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks, bulk_hooks,
-    hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
+    GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
+    bulk_hooks, hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
 )
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
 __all__ = [
-    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "SET_AT", "STEP_POINTS", "CommitRecord", "ConfiguredHook",
-    "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult", "GradientTap", "HookPoint",
-    "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel", "MetricSink", "MetricValue",
-    "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered", "Remembering",
-    "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart", "StepSchedule", "Tap", "TapOwner", "TapSet",
-    "TrainingHook", "UndeclaredCommitError", "always_on", "build_hooks", "bulk_hooks", "hook_kind", "hook_options",
-    "metric_table", "refuse_idle_options", "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for",
-    "without_duplicates",
+    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "SET_AT", "STEP_POINTS", "CommitRecord",
+    "ConfiguredHook", "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult", "GradientTap",
+    "HookPoint", "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel", "MetricSink",
+    "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered",
+    "Remembering", "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart", "StepSchedule", "Tap",
+    "TapOwner", "TapSet", "TrainingHook", "UndeclaredCommitError", "always_on", "build_hooks", "bulk_hooks",
+    "hook_kind", "hook_options", "metric_table", "refuse_idle_options", "refuse_what_is_computed_anew", "select_hooks",
+    "treatments", "windows_for", "without_duplicates",
 ]
