@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +79,30 @@ class Picture:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that is true for metrics asked for by full name or by pattern; ``*`` matches slashes, too.
+    """Return a function that is true for metrics asked for by full name or by pattern.
 
-    >>> list(map(matcher(["norms/*", "a[0]"]), ["norms/grad_norm/weight", "a[0]", "b"]))
-    [True, True, False]
+    ``*``, ``?`` and ``[...]`` stop at slashes, ``**`` does not, and ``**/`` may stand for nothing.
+
+    >>> [name for name in ("a/x", "a/b/x", "x", "a[0]") if matcher(["*/x", "a[0]"])(name)]
+    ['a/x', 'a[0]']
+    >>> [name for name in ("a/x", "a/b/x", "x", "a") if matcher(["**/x"])(name)]
+    ['a/x', 'a/b/x', 'x']
     """
-    return lambda name: name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    shapes = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns]
+    return lambda name: name in patterns or any(shape.fullmatch(name) for shape in shapes)
+
+
+def _expression(pattern: str) -> str:
+    """Return a pattern as a regular expression; brackets as :mod:`fnmatch` reads them."""
+    texts = re.split(r"((?<![^/])\*\*+/|\*+|\?|\[!?\]?[^\]]*\])", pattern)
+    texts[::2] = map(re.escape, texts[::2])
+    for index, wild in enumerate(texts[1::2]):
+        if wild.startswith("*"):
+            expression = "(?:.*/)?" if wild.endswith("/") else "[^/]*" if wild == "*" else ".*"
+        else:
+            expression = f"(?!/){translate(wild)[4:-3]}"  # without the group and the end around it
+        texts[2 * index + 1] = expression
+    return "".join(texts)
 
 
 def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
@@ -161,13 +179,19 @@ def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
 def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> UsageError:
     if others:
         return UsageError(f"{listed(others)} cannot be drawn as curves: the values are lists or texts, not numbers.")
+    for deep in (re.sub(r"\*+", "**", pattern), f"**/{pattern}") if "*" in pattern else ():
+        if found := list(filter(matcher([deep]), known)):
+            hint = f"* stops at slashes, ** does not, and {deep!r} matches {listed(found)}"
+            return UsageError(f"No metric matches {pattern!r}; {hint}.")
     near = near_names(pattern, known)
-    hint = f"the nearest are {', '.join(near)}" if near else f"there are {listed(known)}"
+    hint = (
+        f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else f"there are {listed(known)}"
+    )
     return UsageError(f"No metric matches {pattern!r}; {hint}.")
 
 
 def near_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names nearest to a pattern, by their whole or by their last part.
+    """Return the names nearest to a pattern, by their whole or by one of their parts.
 
     >>> near_names("los", ["norms/total_grad_norm", "training_metrics/loss"])
     ['training_metrics/loss']
@@ -175,7 +199,7 @@ def near_names(pattern: str, names: Iterable[str]) -> list[str]:
     word = re.sub(r"[*?\[\]]", "", pattern)
 
     def nearness(name: str) -> float:
-        parts = (name, name.rpartition("/")[2], name.partition("/")[0])
+        parts = (name, *name.split("/"))
         inside = 0.9 if word and word in name else 0.0
         return max(inside, *(SequenceMatcher(None, word, part).ratio() for part in parts))
 

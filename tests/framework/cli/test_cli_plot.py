@@ -113,9 +113,9 @@ def test_more_than_24_panels_are_refused_with_their_number(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {f"m/{index}": 1.0 for index in range(25)})])
     assert "--metrics matches 25 metrics, and a picture has at most 24 panels" in refused(
-        capfd, folder, "--metrics", "*"
+        capfd, folder, "--metrics", "**"
     )
-    assert plotted(folder, "--metrics", "*", "--overlay") == 0
+    assert plotted(folder, "--metrics", "**", "--overlay") == 0
     assert len(figure(folder, patterns=["m/?", "m/1?", "m/20", "m/21", "m/22", "m/23"]).axes) == 24
 
 
@@ -123,7 +123,7 @@ def test_more_runs_and_metrics_than_can_be_told_apart_are_refused(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     metrics = {f"m/{index}": 1.0 for index in range(29)}
     one, two = (record(tmp_path, [(1, metrics)], strategy=name) for name in ("one", "two"))
-    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "*", "--overlay")
+    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "**", "--overlay")
     sentence = refused(capfd, one, two, "--metrics", *(f"m/{index}" for index in range(5)), "--overlay")
     assert f"{len(DASHES)} metrics by dashes, but these are 2 runs and 5 metrics" in sentence
 
@@ -166,7 +166,13 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         ),
         (["silent", "--metrics", "a"], "There is nothing to draw: silent holds no metric yet."),
         (["headless", "--metrics", "a"], "There is nothing to draw: headless holds no metric yet."),
-        (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest are m/loss."),
+        (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest is m/loss."),
+        (
+            ["run/exp/only", "--metrics", "*"],
+            "No metric matches '*'; * stops at slashes, ** does not, and '**' matches m/",
+        ),
+        (["run/exp/only", "--metrics", "l*"], "** does not, and '**/l*' matches m/loss."),
+        (["run/exp/only", "--metrics", "l[o"], "No metric matches 'l[o'; the nearest is m/loss."),
         (["run/exp/only", "--metrics", "m/*", "qqq"], "No metric matches 'qqq'; there are m/loss."),
         (["run/exp/only", "--metrics"], "--metrics needs a value."),
         (["run/exp/only", "--metrics", "m/*", "--smooth", "0"], "--smooth is 0; it must be a whole number"),

@@ -3,14 +3,17 @@
 import json
 import math
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from loopscope import experiments, sinks, training_hooks
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, HookRegistry, MetricPanel, Series
-from loopscope.report import Look, hook_picture, metric_picture
+from loopscope.report import Look, hook_picture, matcher, metric_picture
 from loopscope.report.curves import Curve
 from loopscope.report.drawing import figure_of, running_mean
 from loopscope.report.panels import COLOURS
@@ -72,6 +75,37 @@ def test_a_csv_record_has_the_curves_of_the_jsonl_record(finished, tmp_path):
     for name, curve in lossless.curves.items():
         np.testing.assert_array_equal(table.curves[name].steps, curve.steps)
         np.testing.assert_array_equal(table.curves[name].values, curve.values)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("norms/*", ["norms/total"]),
+        ("norms/**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]"]),
+        ("**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]),
+        ("**/loss", ["m/loss"]),
+        ("norms/**/a.weight", ["norms/grad/a.weight"]),
+        ("norms/**/total", ["norms/total"]),
+        ("**t*", ["norms/total", "norms/grad/a.weight"]),
+        ("*/*/a?weight", ["norms/grad/a.weight"]),
+        ("norms?total", []),
+        ("norms[!x]total", []),
+        ("*/[l-t]o*", ["norms/total", "m/loss"]),
+        ("norms/grad/a[0]", ["norms/grad/a[0]"]),
+        ("norms/grad/a[[]*", ["norms/grad/a[0]"]),
+        ("m/loss[", []),
+    ],
+)
+def test_wildcards_stop_at_slashes_but_for_two_stars(pattern, matched):
+    names = ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]
+    assert list(filter(matcher([pattern]), names)) == matched
+
+
+@given(st.text("ab/.*?[]!-", max_size=8), st.text("ab/.", max_size=8))
+def test_without_slashes_patterns_match_as_those_of_the_shell_and_no_pattern_breaks(pattern, name):
+    found = matcher([pattern])(name)
+    if "/" not in name + pattern:
+        assert found == (name == pattern or fnmatchcase(name, pattern))
 
 
 @pytest.mark.parametrize("sink_class", [sinks.JSONLSink, CSVSink])
@@ -194,7 +228,7 @@ def test_an_overlay_of_several_runs_tells_runs_apart_by_colour_and_metrics_by_da
 def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_metric(tmp_path):
     one = record(tmp_path, [(1, {"a": 1.0}), (2, {"a": 2.0})], strategy="one")
     two = record(tmp_path, [(1, {"a": 1.0, "b": 5.0})], strategy="two")
-    picture = metric_picture([everything(one), everything(two)], ["*"], overlay=False)
+    picture = metric_picture([everything(one), everything(two)], ["**"], overlay=False)
     assert picture.sentences == ["one has no b."]
     shared, alone = figure_of(picture, Look()).axes
     assert [line[0] for line in drawn(shared)] == [COLOURS[0], COLOURS[1]]
