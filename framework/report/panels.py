@@ -25,6 +25,7 @@ DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
     (0, (6, 1.5, 1, 1.5)),
 )
 NEAREST = 4
+FEW = 3  # so many runs, or patterns, are named in the name of a file
 MOST_PANELS = 24
 MOST_CURVES = len(COLOURS) * len(DASHES)
 DECADES = 3  # a vertical axis is logarithmic by itself where positive values span more decades than this
@@ -37,6 +38,9 @@ class Look:
     smooth: int = 1  # points of the running mean; 1 leaves the curves as they are
     log_x: bool = False
     log_y: bool | None = None  # logarithmic vertical axes: yes, no, or wherever the values span many decades
+    x: str = "step"  # what the horizontal axes show
+    size: tuple[float, float] | None = None  # inches; by default as much as the panels need
+    title: str | None = None  # instead of the picture's own
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Panel:
 class Picture:
     """All that is drawn, and in sentences what is not."""
 
-    subject: str  # what is drawn, in a word
+    words: Sequence[str]  # what is drawn of which runs, for the name of a file
     title: str  # of what it is drawn
     panels: Sequence[Panel]
     legend: Sequence[tuple[str, Style]]
@@ -128,8 +132,9 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
         )
         panels = [Panel(metric, styled(runs, [metric], lambda run, _: Style.numbered(run))) for metric in metrics]
         legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
-    subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
-    return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
+    subjects = [(re.findall(r"[\w.-]+", pattern) or ["all"])[-1].strip("_.-") for pattern in patterns]
+    words = [*_words(runs, labels), *(subjects if len(subjects) <= FEW else [f"{len(subjects)}_metrics"])]
+    return Picture(words, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
@@ -158,6 +163,12 @@ def common_title(runs: Sequence[RecordedRun]) -> str:
     experiments = {run.run.experiment for run in runs}
     names = {run.folder.resolve().name for run in runs}
     return "/".join([*experiments, *(names if len(names) == 1 else ())]) if len(experiments) == 1 else ""
+
+
+def _words(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+    """Return what names the runs in the name of a file."""
+    several = labels if len(labels) <= FEW else [f"{len(labels)}_runs"]
+    return [*common_title(runs).split("/"), *(several if len(labels) > 1 else ())]
 
 
 def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
@@ -282,7 +293,8 @@ def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
     shown = {text for panel in drawn for text in panel.curves.values()}
     legend = legend_of(list(by_label), {text: (Style(n), n) for n, text in enumerate(texts) if text in shown})
     figure = [_panel(panel, by_label, {text: number for number, text in enumerate(texts)}) for panel in drawn]
-    return Picture(picture, common_title(runs), figure, legend, _missing(panels, by_label))
+    words = [*_words(runs, list(by_label)), picture]
+    return Picture(words, common_title(runs), figure, legend, _missing(panels, by_label))
 
 
 def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping[str, int]) -> Panel:
