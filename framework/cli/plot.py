@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from ..console import printable
 from ..durable_files import is_there
-from ..errors import UsageError, listed, require_package
+from ..errors import listed, require_package
 from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
-from ..report.curves import RecordedRun
 from ..runs import require, run_folders
 from .parser import NAMES, CommandParser, dashed, write_line
 
@@ -20,7 +19,8 @@ FORMATS = ("png", "svg", "pdf")
 LONGEST_STEM = 80
 PROVENANCE = "provenance"  # the picture that hooks ask for, and the option that draws it
 SIDES = 2, 40  # inches of a picture, at least and at most
-NO_LOOK = ("RUN", "out", "overwrite", "format")  # what the picture itself does not depend on, but for the runs
+LOOKS = ("overlay", "log_x", "log_y", "linear_y", "smooth", "x", "size")  # options that are in the name of a file
+NO_LOOK = ("RUN", "out", "overwrite", "format")  # what a picture does not depend on, but for the runs
 SWITCHES = {
     f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",
@@ -42,13 +42,18 @@ def plot(words: Sequence[str]) -> None:
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
     runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
-    unit = _unit(given["x"], runs)
+    without = [str(run.folder) for run in runs if not run.epoch_steps]
+    unit = given["x"] or ("step" if without else "epoch")
+    require(unit == "step" or not without, f"--x epoch needs the ends of epochs, which {listed(without)} lacks.")
     runs = [run.in_epochs() for run in runs] if unit == "epoch" else runs
-    there = listed(list(dict.fromkeys(name for run in runs for name in run.names))) or "none"
-    needs = "loopscope plot needs --metrics PATTERN... or --provenance"
-    require(bool(given[PROVENANCE] or given["metrics"]), f"{needs}; there are {there}.")
-    metrics, overlay = given["metrics"], given["overlay"]
-    picture = hook_picture(PROVENANCE, runs) if given[PROVENANCE] else metric_picture(runs, metrics, overlay=overlay)
+    if given[PROVENANCE]:
+        picture = hook_picture(PROVENANCE, runs)
+    else:
+        there = listed(list(dict.fromkeys(name for run in runs for name in run.names))) or "none"
+        require(
+            given["metrics"] != [], f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
+        )
+        picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
     options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
     about = _origin(options)
     path = _path(picture, options, about[1])
@@ -65,44 +70,34 @@ def _origin(options: Mapping[str, Any]) -> tuple[str, str]:
         if name not in NO_LOOK:
             words += [dashed(name), *(value if isinstance(value, list) else [] if value is True else [str(value)])]
     resolved = [str(Path(run).resolve()) for run in options["RUN"]]
-    digest = hashlib.sha256(printable(shlex.join([*resolved, *words])).encode()).hexdigest()
+    digest = hashlib.sha256(shlex.join([*resolved, *words]).encode(errors="surrogatepass")).hexdigest()
     return printable(shlex.join(["loopscope", "plot", *options["RUN"], *words])), f"loopscope plot {digest[:16]}"
 
 
 def _path(picture: Picture, options: Mapping[str, Any], mark: str) -> Path:
     """Return where to write: never over another command's picture, nor over a file that is no picture of ours."""
     path: Path | None = options.get("out")
-    if path is None:
-        looks = [name.replace("_", "-") for name in ("overlay", "log_x", "log_y", "linear_y") if name in options]
-        looks += [f"{name}-{options[name]}" for name in ("smooth", "x", "size") if name in options]
+    if not path:
+        looks = [f"{name}-{options[name]}".removesuffix("-True") for name in LOOKS if name in options]
         words = [re.sub(r"[^\w.-]+", "_", part).strip("_.") for part in (*picture.words, *looks)]
         name, suffix = "_".join(filter(None, words)), f".{options.get('format', FORMATS[0])}"
         stem = name.encode()[:LONGEST_STEM].decode(errors="ignore")
         path = Path(stem + suffix)
         if stem != name or not _is_free(path, mark):
             path = Path(f"{stem}_{mark[-8:]}{suffix}")
-    if not (_is_free(path, mark) or "overwrite" in options):
-        raise UsageError(
-            f"{path} is not what this command drew before; --overwrite writes over it, --out names another."
-        )
+    may_write = _is_free(path, mark) or "overwrite" in options
+    require(may_write, f"{path} is not what this command drew before; --overwrite writes over it, --out names another.")
     return path
 
 
 def _is_free(path: Path, mark: str) -> bool:
     """Return whether nothing lies at ``path``, or a picture with the mark; raises :class:`UsageError` for no place."""
     there = is_there(path)
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    above = next(folder for folder in path.absolute().parents if folder.exists())
     require(not path.is_dir(), f"{path} is a folder; --out takes the name of a file.")
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"{path} cannot be written: {existing} is not a writable folder.")
+    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    require(writable, f"{path} cannot be written: {above} is not a writable folder.")
     return not there or (path.is_file() and os.access(path, os.R_OK) and mark.encode() in path.read_bytes())
-
-
-def _unit(wanted: str | None, runs: Sequence[RecordedRun]) -> str:
-    """Return what the horizontal axis shows, by default epochs where all runs have them."""
-    without = [str(run.folder) for run in runs if not run.epoch_steps]
-    require(wanted != "epoch" or not without, f"--x epoch needs the ends of epochs, which {listed(without)} lacks.")
-    return wanted or ("step" if without else "epoch")
 
 
 def _parser() -> CommandParser:

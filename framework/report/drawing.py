@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogFormatterSciNotation, MaxNLocator
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from ..durable_files import write_whole
-from ..errors import UsageError
+from ..errors import require
 from .curves import Curve, Floats
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
 
@@ -64,8 +64,9 @@ def figure_of(picture: Picture, look: Look) -> Figure:
     sizes = {"font.size": 9 * scale, "lines.linewidth": 1.5 * scale, "lines.markersize": 2.5 * scale}
     with matplotlib.style.context([*STYLE, sizes]):
         legend = [(wrapped(label, int(width / text / 2) - 8), line) for label, line in _legend(picture, look)]
-        keys = _legend_columns([label for label, _ in legend], width / scale)
-        height += 0 if look.size else 0.2 * math.ceil(len(legend) / max(1, keys))
+        longest = max((len(line) for label, _ in legend for line in label.split("\n")), default=0)
+        keys = min(max(1, int(width / (text * longest + 0.6 * scale))), max(1, len(legend)))
+        height += 0 if look.size else 0.2 * math.ceil(len(legend) / keys)
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten().tolist()
         room = int((width / columns - 0.6 * scale) / text)  # characters above a panel, right of its axis
@@ -106,13 +107,10 @@ def layout(panels: int, size: tuple[float, float] | None = None) -> tuple[int, i
     """
     columns = {1: 1, 2: 2, 4: 2}.get(panels, 3 if panels <= 9 else 4)
     if size is not None:
-        by_room = {
-            min(size[0] / count / ROOM[0], (size[1] - 0.5) / math.ceil(panels / count) / ROOM[1]): count
-            for count in range(panels, 0, -1)
-        }
-        columns = by_room[max(by_room)]
-        if max(by_room) < LEAST:
-            raise UsageError(f"A size of {size[0]:g}x{size[1]:g} inches is too small for {panels} panels.")
+        (width, height), counts = size, range(1, panels + 1)
+        rooms = [min(width / n / ROOM[0], (height - 0.5) / math.ceil(panels / n) / ROOM[1]) for n in counts]
+        require(max(rooms) >= LEAST, f"A size of {width:g}x{height:g} inches is too small for {panels} panels.")
+        columns = rooms.index(max(rooms)) + 1
     return math.ceil(panels / columns), columns
 
 
@@ -262,7 +260,7 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, mo
     first = axes[0]
     if look.log_x:
         first.set_xscale("log", nonpositive="mask")
-        first.xaxis.get_major_locator().set_params(numticks=most + 1)
+        first.xaxis.set_major_locator(LogLocator(numticks=most + 1))
     else:
         whole = look.x == "step" or np.ptp(first.get_xlim()) > 3
         first.xaxis.set_major_locator(MaxNLocator(nbins=most, integer=whole))
@@ -280,13 +278,6 @@ def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
         faint = {"color": GREY, "alpha": 2 * FAINT, "linewidth": 0.8}
         entries += [(mean, {"color": GREY}), ("as recorded", faint)]
     return entries
-
-
-def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """Return how many even columns of a legend fit into a width in inches at the full size of text."""
-    longest = max((len(line) for label in labels for line in label.split("\n")), default=1)
-    rows = math.ceil(len(labels) / max(1, int(width / (CHARACTER * longest + 0.6))))
-    return math.ceil(len(labels) / max(1, rows))
 
 
 def line_of(style: Style) -> dict[str, Any]:

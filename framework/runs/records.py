@@ -144,14 +144,10 @@ def read_status(folder: Path) -> str | None:
 
 
 def read_initial(folder: Path) -> Mapping[str, Any]:
-    """Return the evaluation before the first step of the run in ``folder``: nothing while there is no summary.
-
-    Raises :class:`UsageError` for a summary that cannot be read.
-    """
+    """Return the evaluation before the first step, which a run without a summary lacks, as :func:`read_status` does."""
     path = folder / SUMMARY
-    summary = {"initial": {}} | read_json(path) if is_there(path) else {"initial": {}}
-    initial: Mapping[str, Any] = checked(summary, {"initial": Mapping[str, Any]}, path)["initial"]
-    return initial
+    summary = {"initial": {}} | (read_json(path) if is_there(path) else {})
+    return dict(checked(summary, {"initial": Mapping[str, Any]}, path)["initial"])
 
 
 def read_completed(folder: Path) -> dict[str, Any] | None:

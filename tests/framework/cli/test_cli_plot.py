@@ -173,6 +173,16 @@ def test_a_picture_carries_its_command_whatever_is_in_it(finished, tmp_path, mon
     )
 
 
+def test_a_run_that_is_still_going_is_drawn_up_to_its_last_whole_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = curve_record(Path(), SLOPE)
+    with (folder / "only.jsonl").open("a") as file:
+        file.write('{"epoch":0,"step":6,"hook_point":"POST_EP')
+    assert plotted(folder, "--metrics", "m/loss") == 0
+    assert capfd.readouterr() == ("exp_only_loss.png is written.\n", "")
+    assert everything(folder).curves[CURVE].values.tolist() == SLOPE
+
+
 def test_odd_names_are_drawn_as_text_in_all_places(tmp_path):
     odd = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
     folders = []
