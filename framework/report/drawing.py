@@ -131,8 +131,8 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
 def wrapped(name: str, width: int) -> str:
     r"""Break a long text behind slashes, dots, underscores and spaces, or where it must; "?" is what has no shape.
 
-    >>> wrapped("norms/weight_norm/blocks.0.weight", 20), wrapped("a\nbcd", 3)
-    ('norms/weight_norm/\nblocks.0.weight', 'a?b\ncd')
+    >>> wrapped("norms/weight_norm/blocks.0.weight", 20), wrapped("a\nbcdefghij", 8)
+    ('norms/weight_norm/\nblocks.0.weight', 'a?bcdefg\nhij')
     """
     lines, width = [""], max(width, 8)
     for piece in re.findall(rf"[^/._ ]{{0,{width - 1}}}[/._ ]|[^/._ ]{{1,{width}}}", name):
@@ -226,7 +226,7 @@ def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve
     lies in the middle of a curve on a logarithmic axis, is of the values above 0.
 
     >>> running_mean(Curve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
-    array([1., 3., 4., nan, 8.])
+    array([ 1.,  3.,  4., nan,  8.])
     """
     shown = curve.finite & (curve.values > 0) if geometric else curve.finite
     logs = np.log(curve.values, where=shown, out=np.zeros_like(curve.values)) if geometric else curve.values
