@@ -105,19 +105,16 @@ def _parser() -> CommandParser:
         "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
         "Draw metrics of runs against steps or epochs, from their records.",
     )
-    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies"
-    parser.add_argument("RUN", nargs="*", help=run)
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment: all its strategies")
     metrics = "metrics by their full names, or by patterns in quotes: 'norms/*', 'norms/**' with all below"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     for switch, text in SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)
-    smooth = "draw the mean of the N points around each, the curve itself faintly behind it"
-    parser.add("smooth", int, smooth, default=1)
+    parser.add("smooth", int, "draw the mean of N points around each, the curve itself faintly behind it", default=1)
     parser.add("x", Literal["step", "epoch"] | None, "by default epochs, where all runs recorded their ends")
     parser.add("size", str | None, "in inches, as in 8x5; by default as the panels need it", metavar="WIDTHxHEIGHT")
     parser.add("title", str | None, "by default experiment and strategy")
-    out = "where to write, as .png, .svg or .pdf; by default a PNG in the present folder"
-    parser.add("out", Path | None, out, metavar="FILE")
+    parser.add("out", Path | None, "a .png, .svg or .pdf; by default a PNG in the present folder", metavar="FILE")
     parser.add("format", Literal["png", "svg", "pdf"] | None, "of the picture without --out")
     return parser
 

@@ -68,8 +68,8 @@ def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     points.begin(read_initial(folder))
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
     others = [name for name in points.others if name not in curves]
-    lengths = points.epoch_steps
-    return RecordedRun(folder, run, curves, list(points.names), others, lengths.pop() if len(lengths) == 1 else 0.0)
+    epoch_steps = min(points.epoch_steps) if len(points.epoch_steps) == 1 else 0.0
+    return RecordedRun(folder, run, curves, list(points.names), others, epoch_steps)
 
 
 def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:

@@ -98,14 +98,11 @@ def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 def _expression(pattern: str) -> str:
     """Return a pattern as a regular expression; brackets as :mod:`fnmatch` reads them."""
-    texts = re.split(r"((?<![^/])\*\*+/|\*+|\?|\[!?\]?[^\]]*\])", pattern)
+    texts = re.split(r"((?<![^/])\*\*/|\*\*?|\?|\[!?\]?[^\]]*\])", pattern)
     texts[::2] = map(re.escape, texts[::2])
-    for index, wild in enumerate(texts[1::2]):
-        if wild.startswith("*"):
-            expression = "(?:.*/)?" if wild.endswith("/") else "[^/]*" if wild == "*" else ".*"
-        else:
-            expression = f"(?!/){translate(wild)[4:-3]}"  # without the group and the end around it
-        texts[2 * index + 1] = expression
+    stars = {"*": "[^/]*", "**": ".*", "**/": "(?:.*/)?"}
+    # What fnmatch makes of one character is taken out of the group and the end around it.
+    texts[1::2] = [stars.get(wild) or f"(?!/){translate(wild)[4:-3]}" for wild in texts[1::2]]
     return "".join(texts)
 
 
@@ -195,9 +192,8 @@ def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> Usag
             hint = f"* stops at slashes, ** does not, and {deep!r} matches {listed(found)}"
             return UsageError(f"No metric matches {pattern!r}; {hint}.")
     near = near_names(pattern, known)
-    hint = (
-        f"the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else f"there are {listed(known)}"
-    )
+    verb = "is" if len(near) == 1 else "are"
+    hint = f"the nearest {verb} {', '.join(near)}" if near else f"there are {listed(known)}"
     return UsageError(f"No metric matches {pattern!r}; {hint}.")
 
 
