@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import RunRecord, read_status
+from loopscope.runs import Record, RunRecord, read_status
 
-from .record import LAYOUTS, NUMBERS, POSITION, Record, json_text
+from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
 
 
@@ -42,9 +42,9 @@ class JSONLSink(FileSink):
         self._write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{fields}\n')
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield step and metrics of each line."""
-        return ((record.step, record.metrics) for record in read_jsonl(path))
+    def read(cls, path: Path) -> Iterator[Record]:
+        """Yield the emit of each line."""
+        return read_jsonl(path)
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:

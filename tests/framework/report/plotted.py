@@ -76,7 +76,7 @@ def pixels(path: Path, colour: str) -> int:
         return int((np.asarray(image.convert("RGB")) == wanted).all(axis=2).sum())
 
 
-def figure(*folders: Path, patterns: Sequence[str] = ("*",), overlay: bool = False, **look: Any) -> Figure:
+def figure(*folders: Path, patterns: Sequence[str] = ("**",), overlay: bool = False, **look: Any) -> Figure:
     """Draw metrics of runs, all by default; ``look`` are fields of :class:`Look`."""
     runs = [everything(folder) for folder in folders]
     return figure_of(metric_picture(runs, patterns, overlay=overlay), Look(**look))
