@@ -21,7 +21,7 @@ from ..console import (
 )
 from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import ReplaySink, Session, check_device, require, run_folders
+from ..runs import ReplaySink, Session, check_device, find_experiment, require, run_folders
 from .diff import diff
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
@@ -107,7 +107,7 @@ def _run(words: Sequence[str]) -> None:
         raise UsageError(
             f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
         )
-    experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
+    experiment = find_experiment(words[0].replace("-", "_"))
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
         config_of(experiment, options)

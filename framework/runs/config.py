@@ -192,6 +192,19 @@ def fits(value: Any, annotation: Any) -> bool:
     return origin is Any or not isinstance(origin, type) or isinstance(value, kinds)
 
 
+def is_parsed(annotation: Any) -> bool:
+    """Return whether the command line and files can give a value of the type.
+
+    >>> is_parsed(Mapping[str, list[int | None]]), is_parsed(bytes), is_parsed(list[object])
+    (True, False, False)
+    """
+    if is_typeddict(annotation):
+        return all(map(is_parsed, get_type_hints(annotation).values()))
+    if get_origin(annotation) in (Union, types.UnionType, Sequence, list, tuple, Mapping, dict):
+        return all(is_parsed(each) for each in get_args(annotation) if each is not ...)
+    return get_origin(annotation) is Literal or annotation in (*WORDS, list, tuple, dict)
+
+
 def in_words(annotation: Any) -> str:
     """Say what an annotation accepts.
 

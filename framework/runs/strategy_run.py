@@ -30,6 +30,7 @@ from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
+from .checks import UnfitError, check_numbers
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -85,6 +86,7 @@ class StrategyRun:
                 if self.resumed is None:
                     self.manager.dispatch.start(self.run_info)
                     self._initial = self._evaluate()
+                    check_numbers(self.runner, self._initial)
                 self._train()
                 self.manager.end("completed")
                 final = self._evaluate()
@@ -101,6 +103,9 @@ class StrategyRun:
                 self._fail("failed", error)
                 raise
             except BaseException as error:
+                if isinstance(error, UnfitError) and self._is_unjudged():
+                    self._take_back(held)
+                    raise
                 stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
                 self._fail("interrupted" if stopped else "failed", error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
@@ -198,6 +203,18 @@ class StrategyRun:
                 return look(self.task.model)
 
         return self.manager.isolated(name, looking)
+
+    def _is_unjudged(self) -> bool:
+        """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""
+        done = self.state.loop.epoch + 1 if self.run_info.loop == "epoch" else self.state.loop.step
+        return done <= max(1, self.task.eval_every) and self.folder.newest_checkpoint() is None
+
+    def _take_back(self, held: ExitStack) -> None:
+        """Remove what was written of a run that has just begun, since its experiment turns out to be unfit."""
+        _attempt(lambda: self.manager.end("failed"))
+        _attempt(lambda: self.folder.claim(self.folder.reference))
+        held.close()
+        self.folder.give_back()
 
     def _write_weights(self) -> None:
         """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
