@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from threading import current_thread, main_thread
+from traceback import extract_tb
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -38,7 +39,7 @@ class Registry(Generic[Entry]):
         if present is not None and present is not entry:
             raise NameTakenError(
                 f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
-                "rename one of them."
+                f"rename one of them ({where(present)}, {where(entry)})."
             )
         self._entries[entry.name] = entry
         return entry
@@ -67,7 +68,9 @@ class Registry(Generic[Entry]):
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 if isinstance(error, _PressedError):
                     raise
-                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
+                lines = [line for line in extract_tb(error.__traceback__) if line.name == "<module>"]
+                own = "".join(f" [{line.filename}:{line.lineno}: {line.line}]" for line in lines[-1:])
+                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}{own}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warnings.warn(self._broken[point.name], stacklevel=3)
 

@@ -102,7 +102,7 @@ def check_sink_class(sink: type[MetricSink]) -> None:
 
 def check_experiment_class(experiment: type[Any]) -> None:
     """Refuse what is no experiment class, or could not work; the rules are its own, since they lie in a higher room."""
-    if not hasattr(experiment, "check_class"):
+    if not (isinstance(experiment, type) and hasattr(experiment, "check_class")):
         raise UsageError(f"{experiment!r} is not a subclass of ExperimentRunner, so it cannot be an experiment.")
     experiment.check_class()
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain
+from operator import length_hint
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import UsageError, listed, nearest, shortened
+from ..errors import UnfitError, listed, nearest, shortened
 from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, field_names, fits, in_words, is_parsed
@@ -32,32 +33,28 @@ EXAMPLES: dict[Any, str] = {
 Faults = Iterator[str]
 
 
-class UnfitError(UsageError):
-    """An experiment is not what an experiment must be."""
-
-
 def unfit(experiment: Any, fault: str, method: str = "") -> UnfitError:
     """Make the error for a fault of an experiment, of its class, or of what one of its methods returns."""
     kind: Any = experiment if isinstance(experiment, type) else type(experiment)
-    name = f" {kind.name!r}" if isinstance(getattr(kind, "name", None), str) else ""
+    name = f" {_shown(kind.name)}" if isinstance(getattr(kind, "name", None), str) else ""
     if method:
         return UnfitError(f"{method}() of experiment{name} ({where(getattr(kind, method))}) {fault}")
     return UnfitError(f"Experiment{name} (class {kind.__qualname__}, {where(kind)}) {fault}")
 
 
-def check_experiment_class(experiment: type[Any], base: type[Any]) -> None:
-    """Raise :class:`UnfitError` for an experiment class that could not work; ``base`` is the class of experiments."""
-    for rule in (_name, _statements, _config, _methods, _options, _fields, _presets):
+def check_experiment(experiment: Any, base: type[Any]) -> None:
+    """Raise :class:`UnfitError` for an experiment, or its class, that could not work; ``base`` is ExperimentRunner."""
+    of_class = (_name, _statements, _config, _methods, _options, _fields, _presets)
+    for rule in of_class if isinstance(experiment, type) else (_made, _statements, _references, _metrics):
         for fault in rule(experiment, base):
             raise unfit(experiment, fault)
 
 
-def check_experiment(runner: Any, base: type[Any]) -> None:
-    """Raise :class:`UnfitError` for what only an instance shows."""
+def _made(runner: Any, _: type[Any]) -> Faults:
     if not isinstance(getattr(runner, "config", None), ExperimentConfig):
-        raise unfit(runner, "has no config once it is made; its __init__ must call super().__init__(config, device).")
-    for fault in chain(_statements(runner, base), _references(runner)):
-        raise unfit(runner, fault)
+        yield "has no config once it is made; its __init__ must call super().__init__(config, device)."
+    elif type(runner.length) is not int or runner.length < 1:
+        yield f"has length = {runner.length!r}; it is the number of epochs (step loop: steps), an int of 1 or more."
 
 
 def _name(experiment: type[Any], _: type[Any]) -> Faults:
@@ -70,7 +67,7 @@ def _statements(owner: Any, base: type[Any]) -> Faults:
     """Compare what an experiment says of itself with the annotations of the base class; properties are left out."""
     for name, hint in get_type_hints(base).items():
         hint, value = get_args(hint)[0] if get_origin(hint) is ClassVar else hint, getattr(owner, name, None)
-        computed = isinstance(owner, type) and hasattr(type(value), "__get__")
+        computed = isinstance(owner, type) and hasattr(type(value), "__get__") and name not in ("strategies", "presets")
         if name not in ("name", "config_class") and not computed and not fits(value, hint):
             near = nearest(value, ("epoch", "step")) if isinstance(value, str) else ""
             yield f"has {name} = {_shown(value)}; it must be {in_words(hint)}{EXAMPLES.get(hint, '')}.{near}"
@@ -106,7 +103,8 @@ def _form(name: str, member: Any) -> str:
 
 def _takes(function: Any, given: Iterable[str]) -> bool:
     try:
-        return callable(function) and bool(inspect.signature(function).bind(*given))
+        bound = callable(function) and inspect.signature(function).bind(*given)
+        return bool(bound) and not inspect.iscoroutinefunction(function)
     except TypeError:
         return False
     except ValueError:  # it is made in C, and has no signature
@@ -170,26 +168,35 @@ def _presets(experiment: type[Any], _: type[Any]) -> Faults:
             yield f"sets {option} to {value!r} in the preset {preset!r}; it must be {in_words(hints[option])}."
 
 
-def _references(runner: Any) -> Faults:
-    """Find an odd length, and strategies, hooks, options and metrics that an experiment names and that do not exist."""
-    if type(runner.length) is not int or runner.length < 1:
-        yield f"has length = {runner.length!r}; it is the number of epochs (step loop: steps), an int of 1 or more."
+def _references(runner: Any, _: type[Any]) -> Faults:
+    """Find strategies, hooks and their options that an experiment names and that do not exist."""
     for strategy in set(runner.compared_to.values()) - set(runner.strategies):
         yield f"has {strategy!r} in compared_to, but no such strategy.{nearest(strategy, runner.strategies)}"
-    hooks = {hook.name: hook for hook in HookRegistry} if always_on() else {}  # else they were not imported
+    if not fits(runner.hook_sets, Mapping[str, Sequence[str]]):
+        yield f"has hook_sets {_shown(runner.hook_sets)}; it must be a dict of lists, such as {{'mine': ['norms']}}."
     given = [pair for each in runner.strategies for pair in asked(runner, "strategy_hooks", each).items()]
-    groups = [*runner.live_metrics.values(), *runner.progress_metrics.values(), runner.compared_metrics]
-    for name in chain(*groups, runner.minimal_hooks, dict(given)) if hooks else ():
+    hooks = {hook.name: hook for hook in HookRegistry} if always_on() else {}  # else they were not imported
+    for name in [*dict(given), *runner.minimal_hooks] if hooks else ():
+        if name not in hooks:
+            yield f"names the hook {name!r}, which does not exist.{nearest(name, hooks)}"
+    for hook, option, value in [(hook, *item) for hook, options in given for item in options.items() if hooks]:
+        if option not in (known := hook_options(hooks[hook])):
+            yield f"gives hook {hook!r} the option {option!r}, which it does not have.{nearest(option, known)}"
+        elif not fits(value, hint := known[option].annotation):
+            yield f"gives hook {hook!r} {option} = {value!r}; it must be {in_words(hint)}."
+
+
+def _metrics(runner: Any, _: type[Any]) -> Faults:
+    """Find metrics that an experiment names and that no hook has, unless the hook's metrics depend on its options."""
+    hooks = {hook.name: hook for hook in HookRegistry} if always_on() else {}
+    for name in chain(*runner.live_metrics.values(), *runner.progress_metrics.values(), runner.compared_metrics):
         hook, _, metric = name.partition("/")
-        if hook not in hooks:
-            yield f"names {name!r}, but there is no hook {hook!r}.{nearest(hook, hooks)}"
-        elif metric and hooks[hook].describe_metrics is TrainingHook.describe_metrics:
+        if hooks and hook not in hooks:
+            yield f"names the metric {name!r}, but there is no hook {hook!r}.{nearest(hook, hooks)}"
+        elif hooks and hooks[hook].describe_metrics is TrainingHook.describe_metrics:
             columns = [info.column for info in metric_table(hooks[hook].metrics)]
             if not any(f"{metric}/".startswith(f"{column}/") for column in columns):
                 yield f"names the metric {name!r}, which hook {hook!r} does not have.{nearest(metric, columns)}"
-    for hook, option in ((hook, option) for hook, options in given for option in options if hooks):
-        if option not in (known := hook_options(hooks[hook])):
-            yield f"gives hook {hook!r} the option {option!r}, which it does not have.{nearest(option, known)}"
 
 
 def check_numbers(runner: Any, numbers: Mapping[str, Any]) -> None:
@@ -220,10 +227,6 @@ def plain(value: Any) -> Any:
     return value.item() if scalar else value
 
 
-def _are_numbers(found: Any, _: nn.Module) -> bool:
-    return fits(plain(found), Mapping[str, float | bool]) and all(isinstance(name, str) for name in found)
-
-
 def _meet(some: Iterable[Any], *others: Iterable[Any]) -> bool:
     return not {id(item) for item in some}.isdisjoint(map(id, chain(*others)))
 
@@ -247,11 +250,20 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
     ),
     ("build_loader", lambda it, _: not isinstance(it, DataLoader), WRAPPED),
     ("build_loader", lambda it, _: isinstance(it, Loader), f"a Loader, {LOADERS}"),
-    ("build_loader", lambda it, _: len(it) > 0, "a loader with batches, and this one has none"),
+    (
+        "build_loader",
+        lambda it, _: length_hint(it) > 0,
+        "a loader that knows by len() how many batches it has, one or more",
+    ),
+    ("state_dict", lambda it: isinstance(it, Mapping), "a dict"),
     ("compute_loss", lambda it, *_: isinstance(it, Tensor), LOSS),
-    ("compute_loss", lambda it, *_: not it.ndim, "one number, such as the mean()"),
     ("compute_loss", lambda it, *_: it.requires_grad or not torch.is_grad_enabled(), LOSS),
-    ("evaluate", _are_numbers, "a dict with one number for each name, a text, such as {'val_loss': 0.5}"),
+    ("compute_loss", lambda it, *_: not (it.ndim or it.is_complex()), "one real number, such as the mean()"),
+    (
+        "evaluate",
+        lambda it, _: fits(plain(it), Mapping[str, float | bool]),
+        "a dict with one number for each name, a text, such as {'val_loss': 0.5}",
+    ),
     ("strategy_hooks", lambda it, _: fits(it, Mapping[str, Mapping[str, Any]]), OPTIONS),
     ("should_stop", lambda it, _: isinstance(plain(it), bool), "True or False"),
 ]

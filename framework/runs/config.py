@@ -185,7 +185,8 @@ def fits(value: Any, annotation: Any) -> bool:
         entries = get_type_hints(annotation).items()
         return isinstance(value, Mapping) and all(fits(value.get(name), of) for name, of in entries)
     if origin in (Mapping, dict) and get_args(annotation):
-        return isinstance(value, origin) and all(fits(item, get_args(annotation)[1]) for item in value.values())
+        key, of = get_args(annotation)
+        return isinstance(value, origin) and all(fits(name, key) and fits(value[name], of) for name in value)
     if origin is Sequence:
         return isinstance(value, (list, tuple)) and all(fits(item, get_args(annotation)[0]) for item in value)
     kinds = (int, float) if origin is float else origin

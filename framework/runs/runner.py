@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from ..data import Batch, Loader
 from ..errors import require
 from ..hooks import GROUPS, ExperimentRegistry, LoopType, always_on, bulk_hooks
-from .checks import check_experiment_class, unfit
+from .checks import check_experiment, unfit
 from .config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
@@ -59,7 +59,7 @@ class ExperimentRunner(ABC, Generic[Config]):
     @classmethod
     def check_class(cls) -> None:
         """Raise :class:`UsageError` for a class that could not work; called where it is registered."""
-        check_experiment_class(cls, ExperimentRunner)
+        check_experiment(cls, ExperimentRunner)
 
     @property
     def hook_sets(self) -> Mapping[str, Sequence[str]]:

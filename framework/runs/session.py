@@ -192,7 +192,7 @@ class Session:
 
     def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
         """Build one run after the other: from the same state of the experiment, with hooks that remember no other."""
-        fresh = deepcopy(self.runner.state_dict())
+        fresh = deepcopy(asked(self.runner, "state_dict"))
         for index, setup in enumerate(setups):
             self.runner.load_state_dict(deepcopy(fresh))
             run = self._built(setup)

@@ -23,14 +23,14 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnfitError, UsageError
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
-from .checks import UnfitError, check_numbers
+from .checks import check_numbers
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -257,7 +257,7 @@ class StrategyRun:
             "final": final,
             "deltas": deltas(self._initial, final),
             "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
-            "sample": sample,
+            "sample": None if sample is None else str(sample),
             "treatments": self.run_info.treatments,
             "hook_errors": manager.hooks.failures.errors,
             "hooks_left_out": manager.hooks.failures.left_out,

@@ -1,15 +1,20 @@
 """Mistakes of an experiment's author: each told in one line with file and remedy, status 2, and nothing is written."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
+from loopscope.errors import UnfitError
 from loopscope.hooks import ExperimentRegistry
+from loopscope.runs import ExperimentRunner
 
-from tests.framework.runs.small_experiment import contents
+from tests.framework.runs.small_experiment import Small, SmallConfig, contents, read_json, registered, session
 
 FILLED = (experiments, sinks, training_hooks)
 GOOD = '''"""An experiment that works."""
@@ -315,6 +320,126 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         method('    def should_stop(self, evaluation):\n        evaluation["val_loss"] < 0.1\n'),
         ["should_stop()", "returned None", "True or False"],
     ),
+    # What was found when others were tried
+    "strategies as a property": (
+        f"    strategies = {STRATEGIES}\n",
+        "    @property\n    def strategies(self):\n        return ('plain',)\n",
+        ["strategies = <property", "a list"],
+    ),
+    "a preset with a number as a name": (
+        PRESET,
+        '{1: {"epochs": 1}}',
+        ["presets = {1: ", "{'quick': {'batch_size': 8}}"],
+    ),
+    "a preset without options": (
+        PRESET,
+        '{"tiny": None}',
+        ["presets = {'tiny': None}", "{'quick': {'batch_size': 8}}"],
+    ),
+    "a strategy with a comma": (STRATEGIES, '("a,b",)', ["'a,b'", "a word of the command line"]),
+    "a strategy with a line break": (STRATEGIES, '("a\\nb",)', ["'a\\nb'", "a word of the command line"]),
+    "an __init__ without a device": (
+        EVALUATION,
+        method("    def __init__(self, config):\n        super().__init__(config)\n"),
+        ["__init__(self, config)", "def __init__(self, config, device)"],
+    ),
+    "an __init__ with both the other way round": (
+        EVALUATION,
+        method("    def __init__(self, device, config=None):\n        super().__init__(config, device)\n"),
+        ["no config once it is made", "super().__init__(config, device)"],
+    ),
+    "a method as a property": (
+        EVALUATION,
+        method("    @property\n    def build_scheduler(self):\n        return None\n"),
+        ["build_scheduler = <property", "def build_scheduler(self, optimizer)"],
+    ),
+    "a field that is no option": (
+        OPTION,
+        f"{OPTION}    x: int = field(default=1, init=False)\n",
+        ["the field 'x'", "make it a property"],
+    ),
+    "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["has an option --help already", "'help'"]),
+    "an option of a type of its own": (
+        OPTION,
+        f"{OPTION}    size: torch.Size = torch.Size([1])\n",
+        ["'size'", "of type Size", "lists, tuples and dicts"],
+    ),
+    "groups of hooks as a list": (
+        EVALUATION,
+        method("    @property\n    def hook_sets(self):\n        return ['norms']\n"),
+        ["hook_sets ['norms']", "{'mine': ['norms']}"],
+    ),
+    "a value of a strategy's hook": (
+        EVALUATION,
+        method("    def strategy_hooks(self, strategy):\n        return {'grad_clip': {'max_norm': 'x'}}\n"),
+        ["'grad_clip' max_norm = 'x'", "a number"],
+    ),
+    "a number for a strategy's hook": (
+        EVALUATION,
+        method("    def strategy_hooks(self, strategy):\n        return {1: {}}\n"),
+        ["returned {1: {}}", "a dict of options by hook"],
+    ),
+    "a state that is a list": (
+        EVALUATION,
+        method("    def state_dict(self):\n        return [1]\n"),
+        ["[1]", "a dict"],
+    ),
+    "a stream without a length": (
+        LOADER,
+        """
+        from loopscope.data import TorchLoader
+        from torch.utils.data import IterableDataset
+
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(())
+        return TorchLoader(DataLoader(Stream()), 0)""",
+        ["TorchLoader", "len()"],
+    ),
+    "a loader that yields nothing": (
+        LOADER,
+        """
+        class Empty(TensorLoader):
+            def batches(self, epoch, start=0):
+                return iter(())
+        return Empty((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))""",
+        ["Empty yielded 0 batches in epoch 0", "its length is 2"],
+    ),
+    "a loader that yields less than it says": (
+        LOADER,
+        """
+        class Short(TensorLoader):
+            def __len__(self):
+                return 3
+        return Short((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))""",
+        ["Short yielded 2 batches in epoch 0", "its length is 3"],
+    ),
+    "an order that is a list": (
+        LOADER,
+        LOADER.replace("fixed_order(torch.arange(4))", "[0, 1]"),
+        ["The order is a list", "fixed_order(permutation)"],
+    ),
+    "an order of fewer rows": (
+        LOADER,
+        LOADER.replace("arange(4)", "arange(3)"),
+        ["has 3 rows", "a permutation of all"],
+    ),
+    "a loss that is complex": (LOSS, LOSS.replace("return ", "return 1j * "), ["0.", "j", "one real number"]),
+    "a loss that is a coroutine's": (
+        "    def compute_loss",
+        "    async def compute_loss",
+        ["must be def compute_loss(self, model, batch)"],
+    ),
+    "an evaluation of None": (
+        EVALUATION,
+        'return {"val_loss": None}',
+        ["{'val_loss': None}", "one number for each name"],
+    ),
+    "a decision that is a text": (
+        EVALUATION,
+        method("    def should_stop(self, evaluation):\n        return 'no'\n"),
+        ["should_stop()", "returned 'no'", "True or False"],
+    ),
     # What is not there
     "no decorator": (REGISTER, "", ["@ExperimentRegistry.register", "class Broken"]),
 }
@@ -348,6 +473,89 @@ def test_a_broken_experiment_is_refused_in_a_line_and_nothing_is_written(case, t
     assert before in GOOD
     sentence = told(GOOD.replace(before, after, 1), tmp_path, monkeypatch, capfd)
     assert all(fragment in sentence for fragment in fragments), sentence
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+@pytest.mark.parametrize("case", ["a loss that is a float", "a loader that yields nothing", "an evaluation of None"])
+def test_what_shows_late_is_taken_back_in_both_loops(case, loop, tmp_path, monkeypatch, capfd) -> None:
+    before, after, fragments = CASES[case]
+    text = GOOD.replace('loop = "epoch"', f'loop = "{loop}"').replace(before, after, 1)
+    sentence = told(text, tmp_path, monkeypatch, capfd)
+    assert all(fragment in sentence for fragment in fragments), sentence
+
+
+@pytest.mark.parametrize("method", ["build_model", "build_loader", "build_optimizer", "strategy_hooks"])
+def test_an_earlier_run_is_not_written_over_by_a_broken_one(method: str, tmp_path: Path, monkeypatch) -> None:
+    session(tmp_path, strategies=["plain"]).run()
+    before = contents(tmp_path)
+    monkeypatch.setattr(Small, method, lambda self, *arguments: None)
+    with pytest.raises(UnfitError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "):
+        session(tmp_path, strategies=["plain"], overwrite=True).run()
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_is_under_way_keeps_what_it_has_when_its_loss_fails(tmp_path: Path) -> None:
+    losses: list[Any] = []
+
+    class Tiring(Small):
+        name = "tiring"
+
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            losses.append(super().compute_loss(model, batch))
+            return losses[-1] if len(losses) <= 4 else None
+
+    with pytest.raises(UnfitError, match="returned None"):
+        session(tmp_path, Tiring, strategies=["plain"]).run()
+    summary = read_json(tmp_path / "tiring/plain/summary.json")
+    assert (summary["status"], summary["epochs"]) == ("failed", 1)
+
+
+def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> None:
+    numbers = {"a": np.float32(0.5), "b": torch.tensor(2), "c": np.array(1.5), "d": True, "e": 10**400}
+    monkeypatch.setattr(Small, "evaluate", lambda self, model: numbers)
+    monkeypatch.setattr(Small, "should_stop", lambda self, evaluation: torch.tensor(evaluation["b"] == 2))
+    (summary,) = session(tmp_path, strategies=["plain"], epochs=3).run()
+    assert summary["final"] == {"a": 0.5, "b": 2, "c": 1.5, "d": True, "e": 10**400}
+    assert {type(value) for value in summary["final"].values()} == {float, int, bool}
+    assert summary["target_reached"] == {"epoch": 0, "step": 3}
+
+
+def test_a_base_without_a_name_is_no_experiment_and_what_extends_it_is(tmp_path: Path) -> None:
+    class Base(ExperimentRunner[SmallConfig]):
+        loop = "epoch"
+        build_model, build_loader, build_optimizer = Small.build_model, Small.build_loader, Small.build_optimizer
+        compute_loss, data = Small.compute_loss, Small.data
+
+        @property
+        def length(self) -> int:
+            return 1
+
+    class Leaf(Base):
+        name = "leaf"
+        config_class = SmallConfig
+        strategies = ("plain",)
+
+        def evaluate(self, model: Any) -> dict[str, float]:
+            return {"val_loss": 1.0}
+
+    with pytest.raises(
+        UnfitError, match=r"Experiment \(class .*Base, tests/framework/runs/test_broken_exp.*needs a name"
+    ):
+        ExperimentRegistry.register(Base)
+    with registered(Leaf):
+        words = ["run", "leaf", "--epochs", "1", "--output-dir", str(tmp_path), "--no-console-output"]
+        assert main(words) == 0
+    assert "leaf" not in ExperimentRegistry.names()
+
+
+def test_a_script_with_a_broken_experiment_ends_in_a_line(tmp_path: Path) -> None:
+    text = GOOD.replace(STRATEGIES, '"plain"').replace("import torch\n", "import torch\nimport loopscope.__main__\n", 1)
+    (tmp_path / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(
+        "loopscope: Experiment 'broken' (class Broken, script.py:27) has strategies = 'plain'"
+    )
 
 
 def test_the_experiment_that_these_tests_break_works(tmp_path: Path, monkeypatch, capfd) -> None:
