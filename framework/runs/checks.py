@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import chain
 from operator import length_hint
+from traceback import walk_tb
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import UnfitError, listed, nearest, shortened
+from ..errors import UnfitError, listed, nearest, passed_through_users_code, shortened
 from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, field_names, fits, in_words, is_parsed
@@ -38,7 +39,9 @@ def unfit(experiment: Any, fault: str, method: str = "") -> UnfitError:
     kind: Any = experiment if isinstance(experiment, type) else type(experiment)
     name = f" {_shown(kind.name)}" if isinstance(getattr(kind, "name", None), str) else ""
     if method:
-        return UnfitError(f"{method}() of experiment{name} ({where(getattr(kind, method))}) {fault}")
+        own = getattr(kind, method)
+        place = where(kind if getattr(own, "__module__", "").startswith("loopscope.") else own)
+        return UnfitError(f"{method}() of experiment{name} ({place}) {fault}")
     return UnfitError(f"Experiment{name} (class {kind.__qualname__}, {where(kind)}) {fault}")
 
 
@@ -213,6 +216,19 @@ def asked(runner: Any, method: str, *arguments: Any) -> Any:
         if isinstance(value, type) or not rule(value, *arguments):
             raise unfit(runner, f"returned {_shown(value)}; it must be {wanted}.", method)
     return value
+
+
+def blamed(error: BaseException) -> UnfitError | None:
+    """Return an error that was raised where a method was asked, as a fault of a user's experiment, if it is one.
+
+    It is not one where lines of the user's own code tell what happened.
+    """
+    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code is asked.__code__]
+    if isinstance(error, UnfitError) or not frames or passed_through_users_code(error):
+        return error if isinstance(error, UnfitError) else None
+    runner, method, told = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
+    ours = type(runner).__module__.startswith("loopscope.") or not isinstance(error, Exception)
+    return None if ours else unfit(runner, f"raised {type(error).__name__}: {told}.", method)
 
 
 def _shown(value: object) -> str:

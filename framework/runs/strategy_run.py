@@ -23,14 +23,14 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UnfitError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
-from .checks import check_numbers
+from .checks import blamed, check_numbers
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -103,9 +103,9 @@ class StrategyRun:
                 self._fail("failed", error)
                 raise
             except BaseException as error:
-                if isinstance(error, UnfitError) and self._is_unjudged():
+                if (fault := blamed(error)) and self._is_unjudged():
                     self._take_back(held)
-                    raise
+                    raise fault from error.__cause__ if fault is error else error
                 stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
                 self._fail("interrupted" if stopped else "failed", error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0

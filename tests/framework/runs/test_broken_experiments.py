@@ -1,6 +1,6 @@
 """Mistakes of an experiment's author: each told in one line with file and remedy, status 2, and nothing is written."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from loopscope import experiments, sinks, training_hooks
-from loopscope.cli import main
+from loopscope.cli import main, without_traceback
 from loopscope.errors import UnfitError
 from loopscope.hooks import ExperimentRegistry
 from loopscope.runs import ExperimentRunner
 
+from tests.docs.markdown import ROOT, blocks
 from tests.framework.runs.small_experiment import Small, SmallConfig, contents, read_json, registered, session
 
 FILLED = (experiments, sinks, training_hooks)
@@ -475,6 +476,29 @@ def test_a_broken_experiment_is_refused_in_a_line_and_nothing_is_written(case, t
     assert all(fragment in sentence for fragment in fragments), sentence
 
 
+SPIRALS = {
+    (
+        "nn.Linear(2, 32)",
+        "nn.Linear(3, 32)",
+    ): "evaluate() of experiment 'broken' (broken_module.py:31) raised RuntimeError: mat1",
+    ("nn.Linear(32, 2))", "nn.Linear(32, 1))"): "raised IndexError: Target 1 is out of bounds.\n",
+    (
+        '("train", "val")',
+        '("train", "test")',
+    ): "should_stop() of experiment 'broken' (broken_module.py:31) raised KeyError: 'val_acc'",
+    ("TensorLoader((points, labels),", "TensorLoader((points,),"): "compute_loss() of experiment 'broken' (broken",
+}
+"""Mistakes in the example of the documentation that show in code of the framework alone, with what is told."""
+
+
+@pytest.mark.parametrize("case", SPIRALS, ids=lambda case: case[1])
+def test_an_error_in_a_method_of_the_base_class_is_told_as_the_experiment_s(case, tmp_path, monkeypatch, capfd) -> None:
+    (text,) = [block.text for block in blocks(ROOT / "docs/writing-an-experiment.md") if block.file]
+    assert case[0] in text
+    text = text.replace('name = "spirals"', 'name = "broken"').replace("epochs: int = 60", "epochs: int = 1")
+    assert SPIRALS[case] in told(text.replace(*case), tmp_path, monkeypatch, capfd)
+
+
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 @pytest.mark.parametrize("case", ["a loss that is a float", "a loader that yields nothing", "an evaluation of None"])
 def test_what_shows_late_is_taken_back_in_both_loops(case, loop, tmp_path, monkeypatch, capfd) -> None:
@@ -548,14 +572,14 @@ def test_a_base_without_a_name_is_no_experiment_and_what_extends_it_is(tmp_path:
     assert "leaf" not in ExperimentRegistry.names()
 
 
-def test_a_script_with_a_broken_experiment_ends_in_a_line(tmp_path: Path) -> None:
-    text = GOOD.replace(STRATEGIES, '"plain"').replace("import torch\n", "import torch\nimport loopscope.__main__\n", 1)
-    (tmp_path / "script.py").write_text(text)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith(
-        "loopscope: Experiment 'broken' (class Broken, script.py:27) has strategies = 'plain'"
-    )
+def test_a_script_with_a_broken_experiment_ends_in_a_line(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(GOOD.replace(STRATEGIES, '"plain"'))
+    with pytest.raises(UnfitError) as refused:
+        runpy.run_path("script.py", run_name="__main__")
+    with pytest.raises(SystemExit, match="2"):  # as the interpreter does with what a script raises
+        without_traceback(sys.__excepthook__)(refused.type, refused.value, refused.tb)
+    assert capfd.readouterr().err.startswith("loopscope: Experiment 'broken' (class Broken, ")
 
 
 def test_the_experiment_that_these_tests_break_works(tmp_path: Path, monkeypatch, capfd) -> None:
