@@ -6,7 +6,7 @@ A rule says what is wrong as the rest of a sentence, which begins with the exper
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import chain
 from operator import length_hint
 from traceback import walk_tb
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import UnfitError, listed, nearest, passed_through_users_code, shortened
+from ..errors import LoopscopeError, UnfitError, listed, nearest, passed_through_users_code, shortened
 from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, field_names, fits, in_words, is_parsed
@@ -31,6 +31,7 @@ EXAMPLES: dict[Any, str] = {
     Mapping[str, Sequence[str]]: ", such as {'loss': ['training_metrics/loss']}",
     Mapping[str, Mapping[str, Any]]: ", such as {'quick': {'batch_size': 8}}",
 }
+PARSED = "int, float, bool, str, Path, None, Literal, lists, tuples and dicts of them"
 Faults = Iterator[str]
 
 
@@ -117,8 +118,9 @@ def _takes(function: Any, given: Iterable[str]) -> bool:
 def _config(experiment: type[Any], _: type[Any]) -> Faults:
     given = getattr(experiment, "config_class", None)
     variables = chain(*(get_args(of) for base in experiment.__mro__ for of in getattr(base, "__orig_bases__", ())))
-    for bound in [each.__bound__ for each in variables if isinstance(each, TypeVar)]:
-        if isinstance(bound, type) and not (isinstance(given, type) and issubclass(given, bound)):
+    bounds = [each.__bound__ for each in variables if isinstance(each, TypeVar)]
+    for bound in [bound for bound in bounds if isinstance(bound, type) and issubclass(bound, ExperimentConfig)]:
+        if not (isinstance(given, type) and issubclass(given, bound)):
             how = f"{DATACLASS} class MyConfig({bound.__name__})"
             yield f"has config_class = {_shown(given)}; it must be a class of options: {how}."
 
@@ -131,18 +133,13 @@ def _options(experiment: type[Any], _: type[Any]) -> Faults:
         if "__dataclass_fields__" not in vars(part) and any("ClassVar" not in str(hint) for hint in annotated.values()):
             yield f"{of}, which lacks {DATACLASS} above it."
         for name in [name for name in vars(part) if name[0] != "_" and name not in annotated]:
-            value = vars(part)[name]
-            if not (callable(value) or hasattr(type(value), "__get__")) and (
-                name.islower() or name in field_names(config)
-            ):
+            value, meant = vars(part)[name], name in field_names(config) or (name.islower() and is_dataclass(part))
+            if meant and not (callable(value) or hasattr(type(value), "__get__")):
                 yield f"{of} with {name} = {value!r}, which sets no option without a type: {name}: TYPE = {value!r}."
 
 
 def _fields(experiment: type[Any], _: type[Any]) -> Faults:
-    config, known = (
-        experiment.config_class,
-        "int, float, bool, str, Path, None, Literal, lists, tuples and dicts of them",
-    )
+    config = experiment.config_class
     of = f"has in its config class {config.__qualname__} ({where(config)})"
     try:
         hints = get_type_hints(config)
@@ -155,16 +152,15 @@ def _fields(experiment: type[Any], _: type[Any]) -> Faults:
         elif name[0] == "_" or not field.init:
             yield f"{of} the field {name!r}, which cannot be given as an option; make it a property."
         elif not is_parsed(hint):
-            yield f"{of} the option {name!r} of type {in_words(hint)}, which no command line can give; use {known}."
+            yield f"{of} the option {name!r} of type {in_words(hint)}, which no command line can give; use {PARSED}."
         elif field.default is not MISSING and not fits(field.default, hint):
             yield f"{of} {name} = {field.default!r}; it must be {in_words(hint)}."
 
 
 def _presets(experiment: type[Any], _: type[Any]) -> Faults:
     hints = {**get_type_hints(RunFlags), "device": str | None, **get_type_hints(experiment.config_class)}
-    for preset, option, value in [
-        (preset, *item) for preset, given in experiment.presets.items() for item in given.items()
-    ]:
+    presets = experiment.presets.items()
+    for preset, option, value in [(preset, *item) for preset, given in presets for item in given.items()]:
         if option not in hints:
             yield f"sets {option!r} in the preset {preset!r}, but has no such option.{nearest(str(option), hints)}"
         elif not fits(value, hints[option]):
@@ -227,8 +223,12 @@ def blamed(error: BaseException) -> UnfitError | None:
     if isinstance(error, UnfitError) or not frames or passed_through_users_code(error):
         return error if isinstance(error, UnfitError) else None
     runner, method, told = frames[-1]["runner"], frames[-1]["method"], shortened(str(error), 200).rstrip(".")
-    ours = type(runner).__module__.startswith("loopscope.") or not isinstance(error, Exception)
-    return None if ours else unfit(runner, f"raised {type(error).__name__}: {told}.", method)
+    known = type(runner).__module__.startswith("loopscope.") or isinstance(error, LoopscopeError)
+    return (
+        None
+        if known or not isinstance(error, Exception)
+        else unfit(runner, f"raised {type(error).__name__}: {told}.", method)
+    )
 
 
 def _shown(value: object) -> str:
@@ -251,6 +251,7 @@ LOADERS = "such as loopscope.data.TensorLoader(tensors, batch_size, order)"
 WRAPPED = "a Loader, which a DataLoader becomes by loopscope.data.TorchLoader(dataloader, self.config.seed)"
 OWN = "an optimizer of the parameters of the model that it is given: model.parameters()"
 LOSS = "the loss alone, a tensor with its graph, without .item(), float(), detach() and no_grad()"
+NUMBERS = "a dict with one number for each name, a text, such as {'val_loss': 0.5}"
 OPTIONS = "a dict of options by hook, such as {'grad_clip': {'max_norm': 1.0}}"
 RULES: list[tuple[str, Callable[..., Any], str]] = [
     ("build_model", lambda it: isinstance(it, nn.Module), "an nn.Module"),
@@ -266,20 +267,12 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
     ),
     ("build_loader", lambda it, _: not isinstance(it, DataLoader), WRAPPED),
     ("build_loader", lambda it, _: isinstance(it, Loader), f"a Loader, {LOADERS}"),
-    (
-        "build_loader",
-        lambda it, _: length_hint(it) > 0,
-        "a loader that knows by len() how many batches it has, one or more",
-    ),
+    ("build_loader", lambda it, _: length_hint(it) > 0, "a loader whose len() says that it has batches"),
     ("state_dict", lambda it: isinstance(it, Mapping), "a dict"),
     ("compute_loss", lambda it, *_: isinstance(it, Tensor), LOSS),
     ("compute_loss", lambda it, *_: it.requires_grad or not torch.is_grad_enabled(), LOSS),
     ("compute_loss", lambda it, *_: not (it.ndim or it.is_complex()), "one real number, such as the mean()"),
-    (
-        "evaluate",
-        lambda it, _: fits(plain(it), Mapping[str, float | bool]),
-        "a dict with one number for each name, a text, such as {'val_loss': 0.5}",
-    ),
+    ("evaluate", lambda it, _: fits(plain(it), Mapping[str, float | bool]), NUMBERS),
     ("strategy_hooks", lambda it, _: fits(it, Mapping[str, Mapping[str, Any]]), OPTIONS),
     ("should_stop", lambda it, _: isinstance(plain(it), bool), "True or False"),
 ]

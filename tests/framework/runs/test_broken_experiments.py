@@ -395,7 +395,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
             def __iter__(self):
                 return iter(())
         return TorchLoader(DataLoader(Stream()), 0)""",
-        ["TorchLoader", "len()"],
+        ["TorchLoader", "len() says"],
     ),
     "a loader that yields nothing": (
         LOADER,
