@@ -31,7 +31,7 @@ EXAMPLES: dict[Any, str] = {
     Mapping[str, Sequence[str]]: ", such as {'loss': ['training_metrics/loss']}",
     Mapping[str, Mapping[str, Any]]: ", such as {'quick': {'batch_size': 8}}",
 }
-PARSED = "int, float, bool, str, Path, None, Literal, lists, tuples and dicts of them"
+PARSED = "int, float, bool, str, Path, None, Literal, lists and dicts of them"
 Faults = Iterator[str]
 
 

@@ -201,9 +201,9 @@ def is_parsed(annotation: Any) -> bool:
     """
     if is_typeddict(annotation):
         return all(map(is_parsed, get_type_hints(annotation).values()))
-    if get_origin(annotation) in (Union, types.UnionType, Sequence, list, tuple, Mapping, dict):
-        return all(is_parsed(each) for each in get_args(annotation) if each is not ...)
-    return get_origin(annotation) is Literal or annotation in (*WORDS, list, tuple, dict)
+    if get_origin(annotation) in (Union, types.UnionType, Sequence, list, Mapping, dict):
+        return all(map(is_parsed, get_args(annotation)))
+    return get_origin(annotation) is Literal or annotation in (*WORDS, list, dict)
 
 
 def in_words(annotation: Any) -> str:

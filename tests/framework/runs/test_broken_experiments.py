@@ -363,7 +363,12 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "an option of a type of its own": (
         OPTION,
         f"{OPTION}    size: torch.Size = torch.Size([1])\n",
-        ["'size'", "of type Size", "lists, tuples and dicts"],
+        ["'size'", "of type Size", "lists and dicts"],
+    ),
+    "an option that is a tuple": (
+        OPTION,
+        f"{OPTION}    sizes: tuple[int, ...] = (1, 2)\n",
+        ["'sizes'", "tuple[int, ...]", "lists and dicts"],
     ),
     "groups of hooks as a list": (
         EVALUATION,
