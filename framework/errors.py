@@ -23,6 +23,10 @@ class UsageError(LoopscopeError):
     """Bad input, found before the run starts: the command line prints the sentence and exits with status 2."""
 
 
+class UnfitError(UsageError):
+    """An experiment, or what it is made of, is not what it must be; of a run that has just begun nothing is kept."""
+
+
 class UnsuitableError(UsageError):
     """A hook does not suit the run, says its ``start`` (or a later call): left out, unless it was asked for by name."""
 

@@ -1,11 +1,14 @@
 """Registries: classes by their unique name, found in installed packages through their entry points."""
 
+import inspect
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from threading import current_thread, main_thread
+from traceback import extract_tb
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +42,7 @@ class Registry(Generic[Entry]):
         if present is not None and present is not entry:
             raise NameTakenError(
                 f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
-                "rename one of them."
+                f"rename one of them ({where(present)}, {where(entry)})."
             )
         self._entries[entry.name] = entry
         return entry
@@ -68,7 +71,9 @@ class Registry(Generic[Entry]):
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 if isinstance(error, _PressedError):
                     raise
-                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
+                lines = [line for line in extract_tb(error.__traceback__) if line.name == "<module>"]
+                own = "".join(f" [{line.filename}:{line.lineno}: {line.line}]" for line in lines[-1:])
+                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}{own}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warnings.warn(self._broken[point.name], stacklevel=3)
 
@@ -124,3 +129,13 @@ def _descendants(entry: type[Any] | None) -> Iterator[type[Any]]:
 def qualified(entry: type) -> str:
     """Return a class's full name."""
     return f"{entry.__module__}.{entry.__qualname__}"
+
+
+def where(thing: Any) -> str:
+    """Return file and line of a class or function, from the present folder if it lies below; else its module."""
+    thing = inspect.unwrap(getattr(thing, "__func__", thing))
+    try:
+        file, line = inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):  # made by type(), or in C
+        return f"module {getattr(thing, '__module__', type(thing).__module__)}"
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"

@@ -116,6 +116,9 @@ class CommandParser(argparse.ArgumentParser):
         elif annotation is bool:
             settings |= {"nargs": "?", "const": True}
         flag, text = dashed(name), text.replace("%", "%%")
+        if flag in self._option_string_actions:
+            command = (self.usage or "").removesuffix(" [options]")
+            raise UsageError(f"{command} has an option {flag} already; rename {name!r} in the config class.")
         (group or self).add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
     def add_fields(

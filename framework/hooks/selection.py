@@ -154,9 +154,16 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
 
 
+def check_experiment_class(experiment: type[Any]) -> None:
+    """Refuse what is no experiment class, or could not work; the rules are its own, since they lie in a higher room."""
+    if not (isinstance(experiment, type) and hasattr(experiment, "check_class")):
+        raise UsageError(f"{experiment!r} is not a subclass of ExperimentRunner, so it cannot be an experiment.")
+    experiment.check_class()
+
+
 HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class, TrainingHook)
 SinkRegistry: Registry[type[MetricSink]] = Registry("sink", "loopscope.sinks", check_sink_class)
-ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", lambda entry: None)
+ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", check_experiment_class)
 
 
 def bulk_hooks(keyword: str) -> list[str]:

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from ..data import Batch, Loader
 from ..errors import require
-from ..hooks import GROUPS, LoopType, always_on, bulk_hooks
+from ..hooks import GROUPS, ExperimentRegistry, LoopType, always_on, bulk_hooks
+from .checks import check_experiment, unfit
 from .config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
@@ -54,6 +55,11 @@ class ExperimentRunner(ABC, Generic[Config]):
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         self.config: Config = config
         self.device = device or torch.device("cpu")
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Raise :class:`UsageError` for a class that could not work; called where it is registered."""
+        check_experiment(cls, ExperimentRunner)
 
     @property
     def hook_sets(self) -> Mapping[str, Sequence[str]]:
@@ -123,6 +129,16 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+
+
+def find_experiment(name: str) -> type[ExperimentRunner[Any]]:
+    """Return the experiment called ``name``; raises :class:`UsageError`, also for one that was not registered."""
+    kinds: list[Any] = [ExperimentRunner]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if vars(kind).get("name") == name and name not in ExperimentRegistry.names():
+            raise unfit(kind, "is not registered; write @ExperimentRegistry.register above the class.")
+    return ExperimentRegistry.get(name)
 
 
 @dataclass(frozen=True, kw_only=True)

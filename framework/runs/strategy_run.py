@@ -31,6 +31,7 @@ from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
+from .checks import blamed, check_numbers
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -86,6 +87,7 @@ class StrategyRun:
                 if self.resumed is None:
                     self.manager.dispatch.start(self.run_info)
                     self._initial = self._evaluate()
+                    check_numbers(self.runner, self._initial)
                 self._train()
                 self.manager.end("completed")
                 final = self._evaluate()
@@ -102,6 +104,9 @@ class StrategyRun:
                 self._fail("failed", error)
                 raise
             except BaseException as error:
+                if (fault := blamed(error)) and self._is_unjudged():
+                    self._take_back(held)
+                    raise fault from error.__cause__ if fault is error else error
                 stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
                 self._fail("interrupted" if stopped else "failed", error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
@@ -202,6 +207,18 @@ class StrategyRun:
 
         return self.manager.isolated(name, looking)
 
+    def _is_unjudged(self) -> bool:
+        """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""
+        done = self.state.loop.epoch + 1 if self.run_info.loop == "epoch" else self.state.loop.step
+        return done <= max(1, self.task.eval_every) and self.folder.newest_checkpoint() is None
+
+    def _take_back(self, held: ExitStack) -> None:
+        """Remove what was written of a run that has just begun, since its experiment turns out to be unfit."""
+        _attempt(lambda: self.manager.end("failed"))
+        _attempt(lambda: self.folder.claim(self.folder.reference))
+        held.close()
+        self.folder.give_back()
+
     def _write_weights(self) -> None:
         """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
         try:
@@ -244,7 +261,7 @@ class StrategyRun:
             "final": final,
             "deltas": deltas(self._initial, final),
             "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
-            "sample": sample,
+            "sample": None if sample is None else str(sample),
             "treatments": self.run_info.treatments,
             "hook_errors": manager.hooks.failures.errors,
             "hooks_left_out": manager.hooks.failures.left_out,

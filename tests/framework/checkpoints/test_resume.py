@@ -487,7 +487,7 @@ def test_a_disk_slower_than_the_interval_leaves_checkpoints_out_and_nothing_wait
 
     monkeypatch.setattr(checkpoint_files._Digesting, "write", slow)
     seen: list[float] = []
-    monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: seen.append(time.monotonic()))
+    monkeypatch.setattr(SmallSteps, "should_stop", lambda self, evaluation: bool(seen.append(time.monotonic())))
     with pytest.warns(RunNotice, match="is left out, since the one before is still being written"):
         session(tmp_path, SmallSteps, strategies=["plain"], checkpoint_every_steps=1, epochs=1).run()
     assert seen[-1] - begun[0] < 1.5

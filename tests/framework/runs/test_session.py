@@ -322,10 +322,10 @@ def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
 
 
 class Talking(Small):
-    """An experiment that tells of its data, shows what its model does, and compares a metric."""
+    """An experiment that tells of its data, shows what its model does, and compares metrics; one hook is off."""
 
     name = "talking"
-    compared_metrics = ("norms/total_weight_norm", "norms/unknown")
+    compared_metrics = ("norms/total_weight_norm", "parameter_delta/total_relative_delta")
 
     def describe_data(self) -> dict[str, Any]:
         return {"source": "noise"}
