@@ -1,7 +1,5 @@
 """Registries: classes by their unique name, found in installed packages through their entry points."""
 
-import inspect
-import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -132,10 +130,6 @@ def qualified(entry: type) -> str:
 
 
 def where(thing: Any) -> str:
-    """Return file and line of a class or function, from the present folder if it lies below; else its module."""
-    thing = inspect.unwrap(getattr(thing, "__func__", thing))
-    try:
-        file, line = inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
-    except (OSError, TypeError):  # made by type(), or in C
-        return f"module {getattr(thing, '__module__', type(thing).__module__)}"
-    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+    """Return file and line of a class or function, such as ``mine.py:16``; else its module."""
+    thing = getattr(thing, "__func__", thing)
+    return place_of(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"

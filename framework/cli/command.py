@@ -23,7 +23,7 @@ from ..console import (
 )
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import ReplaySink, Session, check_device, find_experiment, require, run_folders
+from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
 from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
@@ -111,7 +111,7 @@ def _run(words: Sequence[str]) -> None:
         raise UsageError(
             f"loopscope run needs the name of an experiment first: loopscope run EXPERIMENT. Known: {known}."
         )
-    experiment = find_experiment(words[0].replace("-", "_"))
+    experiment = ExperimentRegistry.get(words[0].replace("-", "_"))
     options = parse_run(experiment, words[1:])
     if options.pop("print_config"):
         config_of(experiment, options)
