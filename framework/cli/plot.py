@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, listed, require_package
-from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
+from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_curves, save_picture
 from ..runs import require, run_folders
 from .parser import NAMES, CommandParser, write_line
 
@@ -33,7 +33,7 @@ def plot(words: Sequence[str]) -> None:
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
-    runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    runs = [read_curves(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
     if given[PROVENANCE]:
         picture = hook_picture(PROVENANCE, runs)
     else:

@@ -52,7 +52,7 @@ class RecordedRun:
     others: Sequence[str]  # all metrics with lists or text, which have no curve
 
 
-def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
+def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
     sink, path = _record(folder, run.strategy)
