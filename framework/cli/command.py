@@ -147,7 +147,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         compared_to=runner.compared_to,
     )
     if chosen.validate_checkpoints:
-        for strategy, steps in Session(runner, chosen).validate().items():
+        for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
             where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
             write_line(f"{strategy}: the same bit for bit at {where}")
         return

@@ -53,7 +53,7 @@ def plot(words: Sequence[str]) -> None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
-        "Draw metrics of runs against steps, from the record that --hook-jsonl or --hook-csv wrote.",
+        "Draw metrics of runs against steps, from their record (JSONL or CSV).",
     )
     run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies"
     parser.add_argument("RUN", nargs="*", help=run)

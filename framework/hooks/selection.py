@@ -98,6 +98,8 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} has the flag {sink.flag!r}; it must begin with two dashes.")
     if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
+    if sink.default and (sink.flag is None or sink.option is not None):
+        raise UsageError(f"Sink class {qualified(sink)} is on by default, so it needs a flag that is a switch.")
 
 
 HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class)
@@ -112,18 +114,23 @@ def bulk_hooks(keyword: str) -> list[str]:
 
 
 def always_on() -> list[str]:
-    """Name the hooks that are on whenever any hook is."""
+    """Name the hooks that are on whenever any hook is, or any sink that keeps what it is given."""
     return [hook.name for hook in HookRegistry if hook.always]
 
 
 def select_hooks(
-    group: str | None, named: Sequence[str], hook_sets: Mapping[str, Sequence[str]], owner: str
+    group: str | None,
+    named: Sequence[str],
+    hook_sets: Mapping[str, Sequence[str]],
+    owner: str,
+    *,
+    recording: bool = False,
 ) -> list[str]:
     """Expand ``--with-hooks GROUP`` and ``--hooks NAME...`` into hook names, in order, each once.
 
     Keywords among the names: ``all``, ``observers``, and ``with_debug``, which adds the debug interventions that
     commit nothing.
-    Hooks that are ``always`` on lead whenever any hook is on.
+    Hooks that are ``always`` on lead whenever any hook is on, or a sink that keeps what it is given (``recording``).
     """
     chosen: list[str] = []
     if group is not None:
@@ -142,7 +149,7 @@ def select_hooks(
             raise UsageError(f"{name!r} is no hook, but a group of hooks: --with-hooks {name}.")
         else:
             chosen.append(name)
-    if chosen:
+    if chosen or recording:
         chosen = [*always_on(), *chosen]
     return [HookRegistry.get(name, keywords=KEYWORDS).name for name in dict.fromkeys(chosen)]
 

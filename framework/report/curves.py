@@ -71,8 +71,8 @@ def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
         if path.is_file():
             return sink, path
     names = " nor ".join(path.name for path in files.values())
-    flags = " or ".join(str(sink.flag) for sink in files)
-    raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
+    ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
+    raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
 
 
 class _Points:

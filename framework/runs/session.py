@@ -140,9 +140,10 @@ class Session:
         options, runner = self.options, self.runner
         group = options.with_hooks or runner.default_group
         own = {strategy: runner.strategy_hooks(strategy) for strategy in strategies}
+        sets, recording = runner.hook_sets, any(sink.keeps for sink in self.make_sinks())
         names = {
-            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
-            for strategy in strategies
+            strategy: select_hooks(group, [*options.hooks, *hooks], sets, runner.name, recording=recording)
+            for strategy, hooks in own.items()
         }
         refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})
         made: list[ConfiguredHook] = []

@@ -1,9 +1,12 @@
 """Loss, accuracies, learning rate and the other numbers of an evaluation: what every record of a run needs."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.hooks import STEP_POINTS, Metrics
+from torch import Tensor
 
 
 def present(**values: Any) -> dict[str, Any]:
@@ -15,9 +18,24 @@ def present(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def numbers(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of an evaluation, and not what else an experiment may say there.
+
+    >>> numbers({"loss": np.float32(0.5), "text": "a", "epochs": 3})
+    {'loss': 0.5, 'epochs': 3}
+    """
+    found = {}
+    for name, value in evaluation.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.reshape(())
+        elif isinstance(value, (int, float, np.number, np.bool_)):
+            found[name] = value.item() if isinstance(value, np.generic) else value
+    return found
+
+
 @HookRegistry.register
 class TrainingMetrics(TrainingHook):
-    """Report loss, train and validation accuracy, learning rate; on whenever any hook is on.
+    """Report loss, train and validation accuracy, learning rate; on whenever any hook or record is.
 
     In the epoch loop everything is reported at POST_EPOCH; in the step loop loss and learning rate at POST_STEP, and
     the newest evaluation at SNAPSHOT, if there was one since the last step.
@@ -49,8 +67,9 @@ class TrainingMetrics(TrainingHook):
         """Return those of the metrics that exist at this point."""
         if ctx.hook_point in STEP_POINTS:
             return present(loss=ctx.loss, lr=ctx.step_lr)
-        others = {name: value for name, value in ctx.evaluation.items() if name not in ("train_acc", "val_acc")}
-        evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
+        others = numbers(ctx.evaluation)
+        accuracies = {name: others.pop(name, None) for name in ("train_acc", "val_acc")}
+        evaluation = present(**accuracies, evaluation=others or None)
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return evaluation
         return {**present(loss=ctx.loss, lr=ctx.step_lr), **evaluation}
