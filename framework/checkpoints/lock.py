@@ -16,6 +16,7 @@ from ..durable_files import read_json, refusal_of_disk
 from ..errors import RunNotice, UsageError
 
 LOCK = "run.lock"
+PATIENCE = 0.05  # seconds in which whoever only asks whether the lock is held has let go of it
 
 
 @contextmanager
@@ -42,6 +43,23 @@ def run_lock(folder: Path) -> Iterator[None]:
                 path.unlink()
     finally:
         os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process that is alive holds the lock on a run's folder."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system has no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _locked(path: Path) -> int:
@@ -82,7 +100,11 @@ def _no_lock(path: Path) -> UsageError:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PATIENCE)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UsageError(
             f"{path.parent} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."

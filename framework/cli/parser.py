@@ -141,9 +141,8 @@ class CommandParser(argparse.ArgumentParser):
         for name in [name for name, default in self.defaults.items() if default is True and self.types[name] is bool]:
             flag = dashed(f"no_{name}")
             if flag not in self._option_string_actions:
-                group = self._option_string_actions[dashed(name)].container
-                text = f"switch {dashed(name)} off".replace("%", "%%")
-                group.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
+                text = f"switch {dashed(name)} off"
+                self.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Return what is given, by name, in the options' types; raises :class:`UsageError` for what cannot be."""

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..hooks import Series, SinkRegistry
-from ..runs import RecordSink, RunRecord, pass_on
+from ..hooks import Series
+from ..runs import Record, RecordSink, RunRecord, pass_on
+from .folders import record_files
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
@@ -55,18 +56,16 @@ class RecordedRun:
 def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
-    sink, path = _record(folder, run.strategy)
+    sink, path = record_of(folder, run.strategy)
     points = _Points(wanted)
     pass_on(path, sink.read(path), points.take)
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
     return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
 
 
-def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
-    """Return the best record in a folder and the sink that wrote it."""
-    readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
-    best_first = sorted(readable, key=lambda sink: not sink.lossless)
-    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
+def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
+    """Return the best record in a folder and the sink that wrote it; raises :class:`UsageError` where there is none."""
+    files = record_files(folder, strategy)
     for sink, path in files.items():
         if path.is_file():
             return sink, path
@@ -84,14 +83,17 @@ class _Points:
         self.names: dict[str, None] = {}
         self.others: dict[str, None] = {}
 
-    def take(self, emit: tuple[int, Mapping[str, Any]]) -> None:
-        """Take the metrics of an emit at its step; dicts are curves ``metric/key``."""
-        step, metrics = emit
+    def take(self, record: Record) -> None:
+        """Take the metrics of an emit."""
+        self._take(record.step, record.metrics)
+
+    def _take(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take metrics at a step; dicts are curves ``metric/key``."""
         for name, value in metrics.items():
             if type(value) in NUMBERS:
                 self._extend(name, [step], [value])
             elif isinstance(value, Mapping):
-                self.take((step, {f"{name}/{key}": item for key, item in value.items()}))
+                self._take(step, {f"{name}/{key}": item for key, item in value.items()})
             elif not isinstance(value, Series):
                 self.others[name] = None
             elif len(value.steps) != len(value.values):
@@ -100,7 +102,7 @@ class _Points:
                 self._extend(name, value.steps, value.values)
             else:
                 for at, item in zip(value.steps, value.values, strict=True):
-                    self.take((at, {name: item}))
+                    self._take(at, {name: item})
 
     def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
         if values:

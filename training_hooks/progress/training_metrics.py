@@ -24,7 +24,7 @@ def numbers(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     >>> numbers({"loss": np.float32(0.5), "text": "a", "epochs": 3})
     {'loss': 0.5, 'epochs': 3}
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in evaluation.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             found[name] = value.reshape(())
