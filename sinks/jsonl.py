@@ -1,11 +1,10 @@
 """The lossless record of a run: one JSON object per emit."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
@@ -13,8 +12,6 @@ from loopscope.runs import Record, RunRecord, read_status
 
 from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
-
-TAIL = 1 << 16  # bytes at the end of a file that are read first for its last line
 
 
 @SinkRegistry.register
@@ -33,16 +30,6 @@ class JSONLSink(FileSink):
     default: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
 
-    @classmethod
-    def newest(cls, path: Path) -> tuple[int, int] | None:
-        """Return epoch and step of the last complete line; a damaged one has none."""
-        with path.open("rb") as file:
-            size, part = path.stat().st_size, TAIL
-            while part < size and _tail(file, size, part).count(b"\n") < 2:
-                part *= 8
-            found = re.findall(rb'^{"epoch":(\d{1,18}),"step":(\d{1,18}),.*\n', _tail(file, size, part), re.M)
-        return (int(found[-1][0]), int(found[-1][1])) if found else None
-
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
         """Return nothing: the file begins with its first emit."""
         return ""
@@ -59,11 +46,6 @@ class JSONLSink(FileSink):
     def read(cls, path: Path) -> Iterator[Record]:
         """Yield the emit of each line."""
         return read_jsonl(path)
-
-
-def _tail(file: BinaryIO, size: int, part: int) -> bytes:
-    file.seek(max(0, size - part))
-    return file.read(part)
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:

@@ -47,18 +47,13 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Return whether a process that is alive holds the lock on a run's folder."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # the file system has no locks
-        return False
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):
+        if (folder / LOCK).is_file():
+            with (folder / LOCK).open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
     return False
 
 

@@ -23,6 +23,7 @@ from ..errors import LoopscopeError, UsageError, counted, listed, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
+from .listing import ls, show
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
@@ -71,6 +72,8 @@ def _dispatch(command: str, *words: str) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "run": _run,
         "resume": _resume,
+        "ls": ls,
+        "show": show,
         "diff": diff,
         "plot": plot,
         "replay": _replay,

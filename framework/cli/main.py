@@ -16,6 +16,8 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
+  loopscope ls [FOLDER]      the runs in a folder: state, length, final numbers
+  loopscope show RUN         what was run, how it ended, and its metrics
   loopscope resume RUN       go on with a run that was interrupted
   loopscope diff RUN RUN     say at which step and in which tensor two runs part
   loopscope plot RUN...      draw metrics of runs against steps

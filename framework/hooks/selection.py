@@ -119,18 +119,13 @@ def always_on() -> list[str]:
 
 
 def select_hooks(
-    group: str | None,
-    named: Sequence[str],
-    hook_sets: Mapping[str, Sequence[str]],
-    owner: str,
-    *,
-    recording: bool = False,
+    group: str | None, named: Sequence[str], hook_sets: Mapping[str, Sequence[str]], owner: str
 ) -> list[str]:
     """Expand ``--with-hooks GROUP`` and ``--hooks NAME...`` into hook names, in order, each once.
 
     Keywords among the names: ``all``, ``observers``, and ``with_debug``, which adds the debug interventions that
     commit nothing.
-    Hooks that are ``always`` on lead whenever any hook is on, or a sink that keeps what it is given (``recording``).
+    Hooks that are ``always`` on lead whenever any hook is on.
     """
     chosen: list[str] = []
     if group is not None:
@@ -149,7 +144,7 @@ def select_hooks(
             raise UsageError(f"{name!r} is no hook, but a group of hooks: --with-hooks {name}.")
         else:
             chosen.append(name)
-    if chosen or recording:
+    if chosen:
         chosen = [*always_on(), *chosen]
     return [HookRegistry.get(name, keywords=KEYWORDS).name for name in dict.fromkeys(chosen)]
 

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..hooks import Series
+from ..hooks import Series, SinkRegistry
 from ..runs import Record, RecordSink, RunRecord, pass_on
-from .folders import record_files
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
@@ -65,7 +64,9 @@ def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
 
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     """Return the best record in a folder and the sink that wrote it; raises :class:`UsageError` where there is none."""
-    files = record_files(folder, strategy)
+    readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
+    best_first = sorted(readable, key=lambda sink: not sink.lossless)
+    files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
     for sink, path in files.items():
         if path.is_file():
             return sink, path

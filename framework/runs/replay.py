@@ -51,11 +51,6 @@ class RecordSink(MetricSink):
         Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for what the sink has not written.
         """
 
-    @classmethod
-    def newest(cls, path: Path) -> tuple[int, int] | None:
-        """Return epoch and step of the last emit, or ``None`` where that takes reading the whole file."""
-        return None
-
 
 def pass_on(path: Path, emits: Iterable[Emit], take: Callable[[Emit], None]) -> None:
     """Read the emits of the record at ``path`` and give each to ``take``.

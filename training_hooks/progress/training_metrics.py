@@ -1,6 +1,5 @@
 """Loss, accuracies, learning rate and the other numbers of an evaluation: what every record of a run needs."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,6 @@ def present(**values: Any) -> dict[str, Any]:
     {'loss': 0.5}
     """
     return {name: value for name, value in values.items() if value is not None}
-
-
-def numbers(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of an evaluation, and not what else an experiment may say there.
-
-    >>> numbers({"loss": np.float32(0.5), "text": "a", "epochs": 3})
-    {'loss': 0.5, 'epochs': 3}
-    """
-    found: dict[str, Any] = {}
-    for name, value in evaluation.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.reshape(())
-        elif isinstance(value, (int, float, np.number, np.bool_)):
-            found[name] = value.item() if isinstance(value, np.generic) else value
-    return found
 
 
 @HookRegistry.register
@@ -67,9 +51,12 @@ class TrainingMetrics(TrainingHook):
         """Return those of the metrics that exist at this point."""
         if ctx.hook_point in STEP_POINTS:
             return present(loss=ctx.loss, lr=ctx.step_lr)
-        others = numbers(ctx.evaluation)
-        accuracies = {name: others.pop(name, None) for name in ("train_acc", "val_acc")}
-        evaluation = present(**accuracies, evaluation=others or None)
+        others = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in ctx.evaluation.items()
+            if name not in ("train_acc", "val_acc") and isinstance(value, (int, float, np.generic, Tensor))
+        }
+        evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return evaluation
         return {**present(loss=ctx.loss, lr=ctx.step_lr), **evaluation}

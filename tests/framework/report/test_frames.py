@@ -11,7 +11,7 @@ import pandas
 import pytest
 from loopscope import UsageError
 from loopscope.hooks import HookPoint, Series
-from loopscope.report import frames
+from loopscope.report import read_run
 from loopscope.sinks import CSVSink, JSONLSink, read_jsonl
 
 from tests.framework.report.plotted import record
@@ -124,14 +124,16 @@ def test_a_folder_that_cannot_be_read_is_refused_and_a_run_without_a_record_keep
     assert run.config == {}
     with pytest.raises(UsageError, match=r"holds neither only.jsonl nor only.csv; .* without --no-hook-jsonl"):
         run.names  # noqa: B018
-    (folder / "summary.json").write_text(json.dumps({"status": "failed", "final": {"word": "a", "loss": math.nan}}))
-    assert math.isnan(loopscope.read_run(folder).summary["final"]["loss"])
+    (folder / "summary.json").write_text(json.dumps({"status": "failed"}))
+    run = loopscope.read_run(folder)
+    assert (run.state, run.summary) == ("damaged", {})
+    assert "summary.json cannot be used: it has no field" in run.problem
 
 
 def test_where_pandas_is_missing_it_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("loopscope.errors.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"read_run needs the package pandas.*pip install 'loopscope\[frames\]'"):
-        frames.read_run(tmp_path)
+        read_run(tmp_path)
 
 
 def test_the_door_alone_is_enough_and_brings_in_no_pandas_before_it_is_asked_for(tmp_path: Path) -> None:
