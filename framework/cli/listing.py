@@ -66,7 +66,8 @@ def _row(run: FoundRun, width: int) -> dict[str, str]:
         "time": duration_text(seconds) if run.summary or run.state == "running" else "",
         "began": time.strftime(date, began),
         "treatments": ", ".join(run.record.treatments) if run.record else "",
-        "final": run.problem or _listed({name.rpartition("/")[2]: value for name, value in val_first}),
+        "final": run.problem.replace(f"{run.path}/", "")
+        or _listed({name.rpartition("/")[2]: value for name, value in val_first}),
     }
     return {name: printable(text) for name, text in row.items()}
 
@@ -142,6 +143,7 @@ def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
         return
     yield f"  metrics      {len(wanted):,}, with their points, first and last value:"
     hooks = list(dict.fromkeys(name.partition("/")[0] for name in values))
+    longest = max(map(len, values), default=0) + len("/**")
     for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
         ends = many.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
-        yield f"    {f'{name}/**' if name in many else name:45} {len(values[name]):>7,}  {ends}"
+        yield f"    {f'{name}/**' if name in many else name:{longest}} {len(values[name]):>7,}  {ends}"
