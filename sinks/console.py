@@ -25,6 +25,7 @@ class ConsoleSink(MetricSink):
     """
 
     name: ClassVar[str] = "console"
+    keeps: ClassVar[bool] = False
 
     def __init__(self, *, console: Console | None = None, first: Groups | None = None) -> None:
         self._console = console or make_console()

@@ -27,6 +27,7 @@ class JSONLSink(FileSink):
 
     name: ClassVar[str] = "jsonl"
     flag: ClassVar[str | None] = "--hook-jsonl"
+    default: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
 
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
@@ -92,7 +93,7 @@ def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
     path = folder / f"{run.strategy}.jsonl"
     if not path.is_file():
         raise UsageError(
-            f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
-            "with --hook-wandb."
+            f"{folder} holds no {path.name}, the record that replay sends; a run writes it, unless it is started with "
+            "--no-hook-jsonl."
         )
     return run, path, read_status(folder) or "failed"  # a run without a summary was killed

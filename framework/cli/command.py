@@ -25,6 +25,7 @@ from ..errors import LoopscopeError, UsageError, counted, listed, passed_through
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
+from .listing import ls, show
 from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
@@ -74,6 +75,8 @@ def _dispatch(command: str, *words: str) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "run": _run,
         "resume": _resume,
+        "ls": ls,
+        "show": show,
         "diff": diff,
         "new": new,
         "plot": plot,
@@ -179,7 +182,7 @@ def _train(experiment: Experiment, options: Options) -> None:
         compared_to=runner.compared_to,
     )
     if chosen.validate_checkpoints:
-        for strategy, steps in Session(runner, chosen).validate().items():
+        for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
             where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
             write_line(f"{strategy}: the same bit for bit at {where}")
         return

@@ -16,6 +16,8 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
+  loopscope ls [FOLDER]      the runs in a folder: state, length, final numbers
+  loopscope show RUN         what was run, how it ended, and its metrics
   loopscope plot RUN...      draw metrics of runs against steps
   loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
   loopscope hooks            all hooks, one line each

@@ -159,12 +159,13 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
         if sink.flag and sink.option:
             add(flag_name(sink), str | None, first_line(sink).rstrip("."), metavar=sink.option.upper())
         elif sink.flag:
-            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=False)
+            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=sink.default)
     values = experiment.presets[preset] if preset is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
     settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
     parser.add_fields(CommandFlags, values, settings)
     parser.add_fields(experiment.config_class, values, settings)
+    parser.add_negations()
     return parser
 
 

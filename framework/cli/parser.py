@@ -107,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
         if default is not MISSING:
             self.defaults[name] = default
         if default is not False and default not in (None, [], MISSING):
-            text += f" (default: {default})"
+            text += f" (default: {'on' if default is True else default})"
         words = choices(annotation)
         kinds = [PLACEHOLDERS[kind] for kind in alternatives(annotation) if kind in PLACEHOLDERS]
         settings.setdefault("metavar", f"{{{','.join(words)}}}" if words else (*kinds, "VALUE")[0])
@@ -139,6 +139,14 @@ class CommandParser(argparse.ArgumentParser):
             own = field.default if field.default_factory is MISSING else field.default_factory()
             default = defaults.get(field.name, own)
             self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
+
+    def add_negations(self) -> None:
+        """Add ``--no-NAME`` for each switch that is on by default, unless an option of its own has that name."""
+        for name in [name for name, default in self.defaults.items() if default is True and self.types[name] is bool]:
+            flag = dashed(f"no_{name}")
+            if flag not in self._option_string_actions:
+                text = f"switch {dashed(name)} off"
+                self.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Return what is given, by name, in the options' types; raises :class:`UsageError` for what cannot be."""

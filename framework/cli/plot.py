@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..console import printable
 from ..durable_files import is_there
 from ..errors import listed, require_package
-from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
+from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_curves, save_picture
 from ..runs import require, run_folders
 from .parser import NAMES, CommandParser, dashed, write_line
 
@@ -41,7 +41,7 @@ def plot(words: Sequence[str]) -> None:
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
-    runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    runs = [read_curves(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
     without = [str(run.folder) for run in runs if not run.epoch_steps]
     unit = given["x"] or ("step" if without else "epoch")
     require(unit == "step" or not without, f"--x epoch needs the ends of epochs, which {listed(without)} lacks.")

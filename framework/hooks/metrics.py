@@ -33,6 +33,10 @@ class MetricSink(ABC):
     """The option of the command line that asks for this sink, such as ``--hook-csv``."""
     option: ClassVar[str | None] = None
     """The argument of the constructor, a text, that this option takes; one without is a switch."""
+    default: ClassVar[bool] = False
+    """Whether the switch is on by itself; ``--no-...`` before its name then switches it off."""
+    keeps: ClassVar[bool] = True
+    """Whether what it is given stays when the run is over; a display keeps nothing."""
     includes: ClassVar[tuple[str, ...]] = ()
     """Names of the sinks whose files this one writes too: the command line makes none of those beside it."""
 

@@ -152,6 +152,8 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} has the flag {sink.flag!r}; it must begin with two dashes.")
     if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
+    if sink.default and (sink.flag is None or sink.option is not None):
+        raise UsageError(f"Sink class {qualified(sink)} is on by default, so it needs a flag that is a switch.")
 
 
 def check_experiment_class(experiment: type[Any]) -> None:
@@ -173,7 +175,7 @@ def bulk_hooks(keyword: str) -> list[str]:
 
 
 def always_on() -> list[str]:
-    """Name the hooks that are on whenever any hook is."""
+    """Name the hooks that are on whenever any hook is, or any sink that keeps what it is given."""
     return [hook.name for hook in HookRegistry if hook.always]
 
 

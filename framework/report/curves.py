@@ -59,10 +59,10 @@ class RecordedRun:
         return replace(self, curves=curves)
 
 
-def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
+def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
-    sink, path = _record(folder, run.strategy)
+    sink, path = record_of(folder, run.strategy)
     points = _Points(wanted)
     pass_on(path, sink.read(path), points.take)
     points.begin(read_initial(folder))
@@ -72,8 +72,8 @@ def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     return RecordedRun(folder, run, curves, list(points.names), others, epoch_steps)
 
 
-def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
-    """Return the best record in a folder and the sink that wrote it."""
+def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
+    """Return the best record in a folder and the sink that wrote it; raises :class:`UsageError` where there is none."""
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
     best_first = sorted(readable, key=lambda sink: not sink.lossless)
     files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
@@ -81,8 +81,8 @@ def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
         if path.is_file():
             return sink, path
     names = " nor ".join(path.name for path in files.values())
-    flags = " or ".join(str(sink.flag) for sink in files)
-    raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
+    ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
+    raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
 
 
 class _Points:

@@ -21,6 +21,7 @@ from ..hooks import (
     MetricSink,
     RunInfo,
     TrainingHook,
+    always_on,
     build_hooks,
     refuse_idle_options,
     select_hooks,
@@ -143,8 +144,9 @@ class Session:
         options, runner = self.options, self.runner
         group = options.with_hooks or runner.default_group
         own = {strategy: asked(runner, "strategy_hooks", strategy) for strategy in strategies}
+        least = always_on() if any(sink.keeps for sink in self.make_sinks()) else []
         names = {
-            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
+            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name) or least
             for strategy in strategies
         }
         refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})

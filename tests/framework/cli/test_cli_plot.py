@@ -263,7 +263,7 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         (["empty", "--metrics", "a"], "empty is not the folder of a run"),
         (
             ["bare", "--metrics", "a"],
-            "bare holds neither s.jsonl nor s.csv; a run writes its metrics there with --hook-",
+            "bare holds neither s.jsonl nor s.csv; a run that is started without --no-hook-jsonl or with --hook-csv",
         ),
         (["broken", "--metrics", "a"], "broken/s.jsonl cannot be read after 1 emits (JSONDecodeError"),
         (

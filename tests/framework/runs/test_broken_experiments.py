@@ -447,7 +447,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["should_stop()", "returned 'no'", "True or False"],
     ),
     # What is not there
-    "no decorator": (REGISTER, "", ["@ExperimentRegistry.register", "class Broken"]),
+    "no decorator": (REGISTER, "", ["@ExperimentRegistry.register", "broken_module.py:"]),
 }
 
 
