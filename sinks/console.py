@@ -1,10 +1,10 @@
 """The newest metrics as one table at every SNAPSHOT."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from loopscope.console import Board, Groups, make_console, newest_lines, newest_table
-from loopscope.hooks import HookPoint, MetricSink, RunInfo, SinkRegistry
+from loopscope.console import Board, Groups, make_console, newest_table, snapshot_line
+from loopscope.hooks import Alert, HookPoint, MetricSink, RunInfo, SinkRegistry
 from rich.console import Console
 
 from .record import plain
@@ -17,18 +17,28 @@ class ConsoleSink(MetricSink):
     They come from every point, without those of single parameters (three or more parts of a path). On a terminal the
     table has at most its height, or thirty lines: the metrics of ``first`` on top, then as many of each hook as of
     every other, with an arrow for the last three values, and of a series the mean since the last table. Elsewhere it is
-    plain lines with everything, one for each hook, a series as ``last / mean (number of values)``.
+    a line with the metrics of ``first``, a series by its mean, and how many numbers and alerts came since the last one.
 
     Args:
         console: where to show it; standard output by default.
         first: full names of metrics by group; ``training_metrics`` where there are none.
+        recorded: whether another sink keeps all metrics.
+        told: called after a line.
     """
 
     name: ClassVar[str] = "console"
     keeps: ClassVar[bool] = False
 
-    def __init__(self, *, console: Console | None = None, first: Groups | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        first: Groups | None = None,
+        recorded: bool = False,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
         self._console = console or make_console()
+        self._recorded, self._told = recorded, told
         self._board = Board(first or {})
 
     def set_run_context(self, run: RunInfo) -> None:
@@ -49,6 +59,10 @@ class ConsoleSink(MetricSink):
             raise RuntimeError("ConsoleSink shows the metrics of a run: set_run_context(run) comes before emit.")
         self._board.take(metrics, epoch, step)
 
+    def alert(self, alerts: Sequence[Alert]) -> None:
+        """Count alerts."""
+        self._board.warned(alerts)
+
     def snapshot(self, epoch: int, step: int) -> None:
         """Show what was gathered."""
         self._board.epoch, self._board.step = epoch, step
@@ -64,8 +78,8 @@ class ConsoleSink(MetricSink):
         if board.run is None or not board.news():
             return
         if console.is_interactive:
-            console.print(newest_table(board, console.width, console.height))
+            console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
         else:
-            for line in newest_lines(board):
-                console.out(line, highlight=False)
+            console.out(snapshot_line(board, recorded=self._recorded), highlight=False)
+            self._told()
         board.is_told()

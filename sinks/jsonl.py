@@ -1,13 +1,13 @@
 """The lossless record of a run: one JSON object per emit."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
-from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
+from loopscope.hooks import ALERTS, STEP_POINTS, Alert, HookPoint, RunInfo, Series, SinkRegistry
 from loopscope.runs import Record, RunRecord, read_status
 
 from .record import LAYOUTS, NUMBERS, POSITION, json_text
@@ -16,19 +16,25 @@ from .run_file import FileSink, complete_lines
 
 @SinkRegistry.register
 class JSONLSink(FileSink):
-    """Write every metric, lossless, to STRATEGY.jsonl: one JSON object per line.
+    """Write every metric, lossless, to STRATEGY.jsonl, one JSON object per line, and every alert to alerts.jsonl.
 
     An object has ``epoch``, ``step``, ``hook_point`` (its name) and the metrics under their full names, in the order
     in which they came. Numbers are exact: integers, floats (shortest form that reads back the same) and booleans
     keep their types. Non-finite floats are the bare words ``NaN``, ``Infinity`` and ``-Infinity``, which
     ``json.loads`` reads. A series is ``{"steps": [...], "values": [...]}``. Keys of nested dicts become text, tuples
-    lists; any other object becomes its text. :func:`read_jsonl` reads the file back.
+    lists; any other object becomes its text. :func:`read_jsonl` reads the file back. An alert has the fields of
+    :meth:`Alert.record`.
     """
 
     name: ClassVar[str] = "jsonl"
     flag: ClassVar[str | None] = "--hook-jsonl"
     default: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
+
+    @classmethod
+    def leaves(cls, strategy: str) -> Sequence[str]:
+        """Name the file of the metrics and that of the alerts."""
+        return [*super().leaves(strategy), ALERTS]
 
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
         """Return nothing: the file begins with its first emit."""
@@ -41,6 +47,10 @@ class JSONLSink(FileSink):
         text = _of_one_step(metrics) if hook_point in STEP_POINTS else None
         fields = f",{(text or json_text(metrics))[1:]}" if metrics else "}"
         self._write(f'{{"epoch":{epoch},"step":{step},"hook_point":"{hook_point.name}"{fields}\n')
+
+    def alert(self, alerts: Sequence[Alert]) -> None:
+        """Append a line for each alert."""
+        self._write("".join(f"{json_text(alert.record())}\n" for alert in alerts), file=1)
 
     @classmethod
     def read(cls, path: Path) -> Iterator[Record]:

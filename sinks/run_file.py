@@ -98,7 +98,7 @@ class RunFile:
 
 
 class FileSink(RecordSink):
-    """A sink with a text file of its own for each strategy; an older file of that name is written over.
+    """A sink with text files of its own for each strategy, those that it leaves; older ones are written over.
 
     A killed process loses nothing of it; :meth:`flush` makes it survive a power cut.
     """
@@ -106,23 +106,23 @@ class FileSink(RecordSink):
     notation: ClassVar[Mapping[str, str]] = {}  # what else a checkpoint must know of how the file is written
 
     def __init__(self) -> None:
-        self._file: RunFile | None = None
+        self._files: list[RunFile] = []
 
     @abstractmethod
     def header(self, run: RunInfo, position: Mapping[str, Any]) -> str:
-        """Return the line, or nothing, with which the file of a run begins.
+        """Return the line, or nothing, with which the first file of a run begins.
 
         Raises :class:`UsageError` where it cannot go on at the ``position`` of a checkpoint, which is empty at first.
         """
 
     def set_run_context(self, run: RunInfo) -> None:
-        """Start the strategy's file."""
+        """Start the strategy's files."""
         self.close("")
-        self._file = RunFile(run.output_dir / self.leaves(run.strategy)[0])
+        self._files = [RunFile(run.output_dir / name) for name in self.leaves(run.strategy)]
         self._write(self.header(run, {}))
 
     def resume(self, run: RunInfo, position: Mapping[str, Any]) -> None:
-        """Go on in the strategy's file at the position; raises :class:`UsageError` for another file."""
+        """Go on in the strategy's files at the position; raises :class:`UsageError` for another file."""
         self.close("")
         header = self.header(run, position).encode()
 
@@ -133,51 +133,60 @@ class FileSink(RecordSink):
                 return f"no line ends at byte {size:,}, where one did at the checkpoint"
             return ""
 
-        self._file = RunFile(run.output_dir / self.leaves(run.strategy)[0], position, fault)
+        first, *others = self.leaves(run.strategy)
+        self._files = [RunFile(run.output_dir / first, position, fault)]
+        try:
+            for name in others:  # an earlier version may have known nothing of it
+                self._files.append(RunFile(run.output_dir / name, position.get(name)))
+        except UsageError:
+            self.close("failed")
+            raise
 
     def position(self) -> dict[str, Any]:
-        """Return size and digest of the file, all of which the operating system has, and how it is written.
+        """Return size and digest of the first file, those of the others by name, and how it is written.
 
-        Raises ``FileNotFoundError`` if another file, or none, has its name by now.
+        The operating system has all of it. Raises ``FileNotFoundError`` if another file, or none, has its name by now.
         """
-        return {**self._opened().position(), **self.notation}
+        first, *others = self._opened()
+        beside = {file.path.name: file.position() for file in others}
+        return {**first.position(), **beside, **self.notation}
 
     def files(self) -> Sequence[Path]:
-        """Name the strategy's file, if it is open."""
-        return [] if self._file is None else [self._file.path]
+        """Name the strategy's files, if they are open."""
+        return [file.path for file in self._files]
 
     def flush(self) -> None:
         """Force everything emitted so far onto the disk."""
-        if self._file is not None:
-            self._file.flush()
+        for file in self._files:
+            file.flush()
 
     def close(self, status: str) -> None:
-        """Close the strategy's file, which a run that failed before its first row leaves as it found it.
+        """Close the strategy's files, which a run that failed before its first row leaves as it found them.
 
         Closing twice does nothing.
         """
-        file, self._file = self._file, None
-        if file is not None:
+        files, self._files = self._files, []
+        for file in files:
             if status != "failed":
                 file.cut()
             file.close()
 
-    def _write(self, text: str) -> None:
-        """Append ``text``; raises ``RuntimeError`` when no strategy is under way."""
-        self._opened().write(text.encode())
+    def _write(self, text: str, file: int = 0) -> None:
+        """Append ``text`` to a file, by its place; raises ``RuntimeError`` when no strategy is under way."""
+        self._opened()[file].write(text.encode())
 
-    def _opened(self) -> RunFile:
-        if self._file is None:
+    def _opened(self) -> list[RunFile]:
+        if not self._files:
             raise RuntimeError(
                 f"No .{self.name} file is open: emit and position are called after set_run_context(run) and before "
                 "close(status)."
             )
-        return self._file
+        return self._files
 
 
-def size_at(position: Mapping[str, Any]) -> int:
+def size_at(position: Any) -> int:
     """Return how many bytes a checkpoint knows of a file; raises :class:`UsageError` where it does not say it."""
-    size = position.get("size")
+    size = position.get("size") if isinstance(position, Mapping) else None
     if type(size) is not int or size < 0:
         raise UsageError(f"The checkpoint does not say how many bytes a file of the run had: {size!r}; {_REMEDY}")
     return size

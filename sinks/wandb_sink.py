@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from loopscope.errors import LoopscopeError, RunNotice, UsageError, require_package
-from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, SinkRegistry
+from loopscope.hooks import STEP_POINTS, Alert, HookPoint, RunInfo, SinkRegistry
 from loopscope.runs import ReplaySink, RunRecord
 from loopscope.sinks import wandb_process
 
@@ -159,6 +159,10 @@ class WandbSink(ReplaySink):
         self._record.emit(metrics, epoch, hook_point, step=step)
         if self._client is not None and self._client.process.poll() is not None:
             self._part("failed")
+
+    def alert(self, alerts: Sequence[Alert]) -> None:
+        """Append the alerts to the record of them."""
+        self._record.alert(alerts)
 
     def flush(self) -> None:
         """Force the record onto the disk."""

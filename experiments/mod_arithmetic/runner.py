@@ -109,7 +109,7 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
     strategies = STRATEGIES
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "quick": QUICK}
     live_metrics: ClassVar[Mapping[str, Sequence[str]]] = {
-        "accuracy": ["training_metrics/train_acc", "training_metrics/val_acc"],
+        "accuracy": ["training_metrics/val_acc", "training_metrics/train_acc"],
         "loss": [
             "training_metrics/loss",
             "training_metrics/evaluation/train_loss",

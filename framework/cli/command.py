@@ -23,7 +23,7 @@ from ..console import (
 )
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import ReplaySink, Session, check_device, require, run_folders
+from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
 from .listing import ls, show
 from .new import new
@@ -136,13 +136,17 @@ def _resume(words: Sequence[str]) -> None:
         "was given; those that are done stay as they are",
     )
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    for flag in MODES:
+        parser.add(flag, bool, "the display, in place of that of the command that started the run", default=False)
     given = parser.parse(words)
-    runs = given["RUN"]
+    runs, traceback = given.pop("RUN"), given.pop("traceback")
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
     experiment, options = parse_recorded(Path(runs[0]))
-    _start(experiment, options | {"traceback": given["traceback"]})
+    if given:  # the display is no part of the run
+        options |= dict.fromkeys(MODES, False) | given
+    _start(experiment, options | {"traceback": traceback})
 
 
 def _start(experiment: Experiment, options: Options) -> None:
@@ -180,6 +184,7 @@ def _train(experiment: Experiment, options: Options) -> None:
         live_metrics=runner.live_metrics,
         progress_metrics=runner.progress_metrics,
         compared_to=runner.compared_to,
+        recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
     )
     if chosen.validate_checkpoints:
         for strategy, steps in Session(runner, chosen, make_sinks).validate().items():

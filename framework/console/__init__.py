@@ -1,7 +1,7 @@
 """What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
 
 from .board import Board, Groups, Label
-from .frame import newest_lines, newest_table
+from .frame import newest_table, snapshot_line
 from .run_console import Mode, RunConsole
 from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line
 from .terminal import make_console, show_warnings
@@ -9,6 +9,6 @@ from .text import duration_text, in_columns, number_text, printable, shortened, 
 
 __all__ = [
     "Board", "Groups", "Label", "Mode", "RunConsole", "duration_text", "experiment_list", "final_numbers", "first_line",
-    "hook_list", "hook_page", "in_columns", "make_console", "newest_lines", "newest_table", "number_text", "printable",
-    "result_line", "shortened", "show_warnings", "value_text",
+    "hook_list", "hook_page", "in_columns", "make_console", "newest_table", "number_text", "printable",
+    "result_line", "shortened", "show_warnings", "snapshot_line", "value_text",
 ]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,15 +16,17 @@ from .grid import ARROW_STYLES, HEADING_STYLE, Cell, fitted
 from .grid import Group as Metrics
 from .progress import Position, progress_line
 from .tables import comparison_rows, table_in_width
-from .text import Line, Lines, printable
+from .text import Line, Lines, printable, sparkline
 
 NARROWEST_SIDEBAR, WIDEST_SIDEBAR = 28, 44
+LONGEST_SPARKS, SHORTEST_SPARKS = 10, 5
 NARROWEST_METRICS = 28
 LINES_OF_A_NOTICE = 2
 LOWEST_WITH_RESULTS = 14
 LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
 LEAST_LINES = 30
+NOT_RECORDED = "not recorded"
 
 
 class Sized:
@@ -41,8 +44,16 @@ def frame(board: Board, position: Position | None, console: Console) -> Layout:
     """Return the whole screen: progress, results, the newest metrics beside the live ones, and at the foot notices."""
     width, height = console.size
     notices = _notices(board, console, height)
+    sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 9 // 20))
+    length = LONGEST_SPARKS if sidebar == WIDEST_SIDEBAR else SHORTEST_SPARKS
+    live, _ = board.groups({name: _cell(board, name, track, length) for name, track in board.tracks.items()})
+    _, others = board.groups({name: _cell(board, name, track, 0) for name, track in board.tracks.items()})
+    if position is not None and sum(len(group.cells) for group in live) < height // 2:  # else some give way
+        shown = {cell.name for group in live for cell in group.cells}
+        numbers = {name: number for name, number in position.numbers.items() if name not in shown}
+        position = replace(position, numbers=numbers)
     started = progress_line(position, width) if position is not None else Text("starting", "dim")
-    parts = [Layout(Group(_title(board), started), size=2), _metrics(board, width)]
+    parts = [Layout(Group(_title(board), started), size=2), _metrics(live, others, _legend(board), width, sidebar)]
     if height - len(notices) >= LOWEST_WITH_RESULTS:
         parts.insert(1, _results(board, max(2, height // 5)))
     if notices:
@@ -76,21 +87,28 @@ def _results(board: Board, most: int) -> Layout:
     return Layout(Sized(lambda width, _: Group(_rule(title), table_in_width(rows, width))), size=2 + len(rows))
 
 
-def _metrics(board: Board, width: int) -> Layout:
+def _cell(board: Board, name: str, track: Track, sparks: int) -> Cell:
+    """Return the newest value of a metric, how it went, and how old it is; without sparks in place of the arrow."""
+    age = f"-{age:,}" if (age := board.age(track)) else ""
+    text, arrow = track.brief(), arrow_of(track.recent)
+    if sparks:
+        text, arrow = f"{text} {age}".rstrip(), sparkline(track.recent, sparks) + (arrow or " ")
+    return Cell(name, text, arrow if sparks else age or arrow, isinstance(track.last, (list, tuple)))
+
+
+def _legend(board: Board) -> str:
+    is_old = board.run is not None and any(map(board.age, board.tracks.values()))
+    return f"; -n: n {board.run.loop}s old" if board.run is not None and is_old else ""
+
+
+def _metrics(live: list[Metrics], others: list[Metrics], legend: str, width: int, sidebar: int) -> Layout:
     """Show the other metrics to the left of the live ones; the latter alone where there is no room for both."""
-    live, others = board.groups(
-        {
-            name: Cell(name, track.brief(), arrow_of(track.recent), isinstance(track.last, (list, tuple)))
-            for name, track in board.tracks.items()
-        }
-    )
-    sidebar = min(WIDEST_SIDEBAR, max(NARROWEST_SIDEBAR, width * 2 // 5))
 
     def draw_live(wide: int, high: int) -> RenderableType:
         groups = live
         if sum(group.height for group in live) >= high:  # headings give way to metrics
             groups = [Metrics("", [cell for group in live for cell in group.cells])]
-        return _grid("live", groups, wide, high, most_blocks=1)
+        return _grid(f"live{legend}", groups, wide, high, most_blocks=1)
 
     aside = Sized(draw_live)
     if width - sidebar - 3 < NARROWEST_METRICS:
@@ -144,7 +162,7 @@ def notice_lines(notice: Notice, console: Console) -> list[Text]:
     return [kept[0], *(Text("  ") + line for line in kept[1:])]
 
 
-def newest_table(board: Board, width: int, height: int) -> Group:
+def newest_table(board: Board, width: int, height: int, *, recorded: bool) -> Group:
     """Show the news of a board on ``height`` lines, or thirty: the live metrics on top, below the others by hook.
 
     Every hook shows as many metrics as every other, numbers that changed since the last table before lists and what
@@ -157,21 +175,35 @@ def newest_table(board: Board, width: int, height: int) -> Group:
     head = list(group_lines(live, width))
     lines, shown = fitted(others, width, max(LEAST_LINES, height - len(head) - 3))
     total = sum(len(group.cells) for group in others)
-    remarks = [f"{total - shown:,} more in the files of --hook-jsonl or --hook-csv"] * (shown < total)
+    remarks = [f"{total - shown:,} more, {'in the record' if recorded else NOT_RECORDED}"] * (shown < total)
     remarks += [f"{MEAN}mean since the last table"] * any(track.count for track in news.values())
+    remarks += _alerts(board)
     foot: list[Line] = [[("; ".join(remarks), "dim")]] if remarks else []
     return Group(_rule(_title_of_news(board)), Lines([*head, *lines, *foot]))
 
 
-def newest_lines(board: Board) -> Iterator[str]:
-    """Yield the news of a board in full, one line for each hook; a series as ``last / mean (number of values)``."""
-    yield _title_of_news(board)
-    for hook in board.by_hook({name: Cell(name, track.whole()) for name, track in board.news().items()}):
-        yield f"  {hook.heading}: " + ", ".join(f"{cell.name} {cell.text}" for cell in hook.cells)
+def snapshot_line(board: Board, *, recorded: bool) -> str:
+    """Return the news on one line: the live metrics, how many numbers came for the record, how many alerts."""
+    unit = board.run.loop if board.run else ""
+    ages = {
+        name: counted(age, unit) + " old" if (age := board.age(track)) else "" for name, track in board.tracks.items()
+    }
+    live, _ = board.groups({name: Cell(name, track.in_words(ages[name])) for name, track in board.tracks.items()})
+    numbers = ", ".join(f"{cell.name} {cell.text}" for group in live for cell in group.cells)
+    kept = f"{counted(board.count, 'value')} {'recorded' if recorded else NOT_RECORDED}"
+    strategy = printable(board.run.strategy) if board.run else ""
+    return f"{strategy}, epoch {board.epoch}, step {board.step:,}: " + "; ".join(
+        filter(None, [numbers, kept, *_alerts(board)])
+    )
+
+
+def _alerts(board: Board) -> list[str]:
+    counts = ", ".join(f"{count:,} {printable(kind)}" for kind, count in board.alerts.items())
+    return [f"alerts: {counts}"] * bool(counts)
 
 
 def _title_of_news(board: Board) -> str:
-    run = f"{board.run.experiment}  {board.run.strategy}  " if board.run else ""
+    run = printable(f"{board.run.experiment}  {board.run.strategy}  ") if board.run else ""
     return f"{run}epoch {board.epoch}  step {board.step:,}"
 
 
@@ -184,10 +216,10 @@ def group_lines(groups: Sequence[Metrics], width: int) -> Iterator[Line]:
     """Yield each group on a line of its own, headings in one column, what does not fit on further lines."""
     begin = max((len(group.heading) for group in groups), default=0) + ITEM_GAP
     for group in groups:
-        line: Line = [(f"{printable(group.heading):{begin}}", HEADING_STYLE)]
+        line: Line = [(f"{group.heading:{begin}}", HEADING_STYLE)]
         room = width - begin
         for cell in group.cells:
-            name, arrow = f"{printable(cell.name)} ", f" {cell.arrow}" if cell.arrow else ""
+            name, arrow = f"{cell.name} ", f" {cell.arrow}" if cell.arrow else ""
             taken = cell_len(name + cell.text + arrow) + ITEM_GAP
             if taken - ITEM_GAP > room and len(line) > 1:
                 yield line

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from .text import Line, printable, shortened
+from .text import Line, shortened
 
 INDENT = COLUMN_GAP = 2
 BLOCK_GAP = 3
@@ -24,7 +24,10 @@ HEADING_STYLE = "bold cyan"
 
 
 class Cell(NamedTuple):
-    """One metric: its name within the hook, its value as text, and its arrow; those of a higher rank give way first."""
+    """One metric: its name within the hook, its value as text, its arrow; those of a higher rank give way first.
+
+    The arrow, or a space for none, may follow a sparkline; an age may take its place.
+    """
 
     name: str
     text: str
@@ -64,7 +67,7 @@ class Group:
         names = max([cell_len(cell.name) for cell in self.cells])
         names = INDENT + min(names, LONGEST_NAME) if self.heading else min(names, LONGEST_FULL_NAME)
         values = max(cell_len(cell.text) for cell in self.cells)
-        arrows = 2 * any(cell.arrow for cell in self.cells)
+        arrows = max(1 + len(cell.arrow) if cell.arrow else 0 for cell in self.cells)
         return Widths(max(names + COLUMN_GAP, cell_len(self.heading)), values, arrows)
 
     def first(self, count: int) -> "Group":
@@ -169,13 +172,14 @@ def _block_lines(block: Sequence[Group], widths: Widths, margin: str) -> Iterato
         names = widths.names - COLUMN_GAP
         indent = " " * INDENT if group.heading and names > INDENT else ""
         if group.heading:
-            heading = shortened(printable(group.heading), sum(widths))
+            heading = shortened(group.heading, sum(widths))
             yield [(margin + set_cell_size(heading, sum(widths)), HEADING_STYLE)]
         for cell in group.cells:
-            name = indent + shortened(printable(cell.name), names - len(indent))
+            name = indent + shortened(cell.name, names - len(indent))
             value = cell.text if cell_len(cell.text) <= widths.values else "…"
             text = margin + set_cell_size(name, widths.names) + set_cell_size(value, widths.values)
             if cell.arrow:
-                yield [(text + " ", ""), (cell.arrow, ARROW_STYLES[cell.arrow])]
+                padded = cell.arrow.rjust(widths.arrows - 1)
+                yield [(text + " " + padded[:-1], ""), (padded[-1], ARROW_STYLES.get(padded[-1], ""))]
             else:
                 yield [(text + " " * widths.arrows, "")]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..hooks import HookPoint, MetricSink, RunInfo
 from .board import Board, Groups
-from .frame import frame
+from .frame import LONGEST_SPARKS, frame
 from .progress import SECONDS_BETWEEN_UPDATES, Position
 from .terminal import can_be_written, output_kept, terminal_given_back_on_signals
 
@@ -40,7 +40,7 @@ class LiveDisplay(MetricSink):
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
         self.clock = clock
-        self.board = Board(live_metrics)
+        self.board = Board(live_metrics, kept=LONGEST_SPARKS)
         self.is_on = False  # what is to be said waits in the transcript
         self.transcript: list[RenderableType | tuple[IO[str], str]] = []  # texts that were printed with their streams
         self._position: Position | None = None

@@ -17,11 +17,12 @@ from rich.text import Text
 from ..hooks import HookPoint, MetricSink, RunInfo, Series
 from ..state import LoopState
 from .board import flattened
-from .text import duration_text, number_text, rate_text
+from .text import duration_text, number_text, printable, rate_text
 
 SECONDS_BETWEEN_UPDATES = 0.5
 SECONDS_OF_PACE = 30.0
-SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_LINES, SHARE_BETWEEN_LINES = 30.0, 0.0999
+SECONDS_BESIDE_SNAPSHOTS = 300.0
 SHORTEST_BAR, LONGEST_BAR = 8, 40
 LEAST_IMPORTANT = ("epoch", "count", "rate")
 # What gives way first where the experiment chose numbers to be shown.
@@ -58,7 +59,7 @@ class Position:
             parts["left"] = f"in {duration_text(self.took)}"
         elif self.rate:
             parts["left"] = duration_text((self.total - self.done) / self.rate) + " left"
-        numbers = {name: f"{name} {number_text(value)}" for name, value in self.numbers.items()}
+        numbers = {name: f"{printable(name)} {number_text(value)}" for name, value in self.numbers.items()}
         return parts | {f"number {name}": text for name, text in {**numbers, **self.chosen}.items()}
 
     def fitted(self, room: int) -> str:
@@ -124,24 +125,29 @@ def progress_line(position: Position | None, width: int, label: str = "") -> Tab
 
 
 class LineView:
-    """A plain line every tenth of the run and every half minute, for pipes and log files."""
+    """A plain line a tenth of the run or half a minute after the last line, for pipes and log files."""
 
     def __init__(self, console: Console, label: str, *, transient: bool, clock: Callable[[], float]) -> None:
         self._console = console
         self._label = label
         self._transient = transient
         self._clock = clock
-        self._tenths: int | None = None
-        self._time = clock()
+        self._share = self._time = 0.0
+        self._is_told = True
+        self._between = (SHARE_BETWEEN_LINES, SECONDS_BETWEEN_LINES)
 
     def show(self, position: Position) -> None:
         """Print a line if one is due."""
-        now, tenths = self._clock(), int(position.share * 10)
-        if self._tenths is None:
-            self._tenths = tenths
-        if tenths > self._tenths or now - self._time >= SECONDS_BETWEEN_LINES:
-            self._tenths, self._time = tenths, now
-            self._print(position)
+        now, told = self._clock(), self._is_told
+        share, seconds = self._between
+        if told or position.share - self._share > share or now - self._time >= seconds:
+            self._share, self._time, self._is_told = int(position.share * 10) / 10, now, False
+            if not told:
+                self._print(position)
+
+    def told(self) -> None:
+        """Take note of the line of a SNAPSHOT: from now on only five minutes without any call for one."""
+        self._is_told, self._between = True, (math.inf, SECONDS_BESIDE_SNAPSHOTS)
 
     def finish(self, position: Position | None) -> None:
         """Print the last position, which is left to whoever reports the result where the view is transient."""
@@ -262,7 +268,7 @@ class ProgressNumbers(MetricSink):
         for label, names in self.metrics.items():
             values = [self._newest[name] for name in names if name in self._newest]
             if len(values) == len(names) == 1:
-                texts[label] = f"{label} {number_text(values[0])}"
+                texts[label] = f"{printable(label)} {number_text(values[0])}"
             elif len(values) == len(names):
-                texts[label] = f"{label} " + "/".join(f"{value:.2g}" for value in values)
+                texts[label] = f"{printable(label)} " + "/".join(f"{value:.2g}" for value in values)
         return texts

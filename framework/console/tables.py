@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import shlex
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
-from ..hooks import ALWAYS, EpochWindow, MetricInfo, RunInfo, TrainingHook, hook_kind, hook_options
-from ..runs import ExperimentRunner, choices
+from ..hooks import (
+    ALERTS,
+    ALWAYS,
+    EpochWindow,
+    MetricInfo,
+    RunInfo,
+    SinkRegistry,
+    TrainingHook,
+    hook_kind,
+    hook_options,
+)
+from ..runs import SUMMARY, ExperimentRunner, RunFolder, choices
 from ..training import TrainingTask
-from .text import duration_text, number_text
+from .text import duration_text, number_text, printable
 
 REMARKS = ("treatments", "failed hooks")
 NUMERIC = r"[-+]?([\d.,:]+(e[-+]\d+)?|nan|inf)|"
@@ -27,19 +39,27 @@ def first_line(item: type[Any]) -> str:
     return (inspect.getdoc(item) or "").partition("\n")[0].replace("``", "")
 
 
-def strategy_header(run: RunInfo, task: TrainingTask, hooks: Sequence[str]) -> Text:
-    """Say what is about to be trained: model, data, hooks, treatments, folder."""
+def strategy_header(
+    run: RunInfo, task: TrainingTask, hooks: str, shown: Mapping[str, Sequence[str]], width: int = 80
+) -> Text:
+    """Say what is about to be trained: model, data, hooks, treatments, folder, and what the progress line ``shown``."""
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
-    header = Text.assemble(
-        (f"{run.experiment} {run.strategy}", "bold"),
-        f": {counted(parameters, 'parameter')}, {counted(len(task.loader), 'batch', 'batches')} per epoch, "
-        f"at most {counted(task.length, run.loop)}",
-        f"\n  hooks: {', '.join(hooks) or 'none'}",
-    )
-    if run.treatments:
-        treatments = ", ".join(f"{name} ({', '.join(parts)})" for name, parts in run.treatments.items())
-        header.append(f"\n  treatments: {treatments}", "bold yellow")
-    return header.append(f"\n  output: {run.output_dir}")
+    treatments = ", ".join(f"{name} ({', '.join(parts)})" for name, parts in run.treatments.items())
+    lines = {
+        "": f"{run.experiment} {run.strategy}: {type(task.model).__name__} of {counted(parameters, 'parameter')}, "
+        f"{counted(len(task.loader), 'batch', 'batches')} per epoch, at most {counted(task.length, run.loop)}",
+        "  hooks: ": hooks,
+        "  treatments: ": treatments,
+        **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
+        "  output: ": str(run.output_dir),
+    }
+    styles, header = {"": "bold", "  treatments: ": "bold yellow"}, []
+    for label, text in lines.items():
+        wrapped = textwrap.wrap(
+            printable(label + text), max(width, 40), subsequent_indent="    ", break_on_hyphens=False
+        )
+        header += [Text("\n".join(wrapped), styles.get(label, ""))] * bool(text)
+    return Text("\n").join(header)
 
 
 def final_numbers(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -63,16 +83,23 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     )
 
 
-def sample_text(sample: str) -> Text:
+def sample_text(strategy: str, sample: str) -> Text:
     """Show a sample of what the model does, indented, without control characters."""
     lines = ["".join(filter(str.isprintable, line)) for line in sample.expandtabs().splitlines()]
-    return Text("\n".join(["sample:", *(f"  {line}" for line in lines)]))
+    return Text("\n".join([f"{strategy}: sample:", *(f"  {line}" for line in lines)]))
 
 
-def hook_table(hook: str, rows: Mapping[str, Mapping[str, float]], width: int = 80) -> Group:
+def hook_table(strategy: str, hook: str, rows: Mapping[str, Mapping[str, float]], width: int = 80) -> Group:
     """Show what a hook has to say of a whole strategy, as a comparison of its rows."""
     texts = [{hook: name, **{key: number_text(value) for key, value in row.items()}} for name, row in rows.items()]
-    return comparison_table(texts, width)
+    return Group(Text(f"{strategy}: {hook}", "bold"), comparison_table(texts, width))
+
+
+def tables_line(summary: Mapping[str, Any]) -> Text:
+    """Say where the tables of hooks are, for readers who have no terminal."""
+    tables = [f"{hook} ({counted(len(rows), 'row')})" for hook, rows in summary["hook_tables"].items()]
+    where = f"hook_tables in {Path(summary['output_dir']) / SUMMARY}"
+    return Text(f"{summary['strategy']}: {counted(len(tables), 'table')} of hooks: {', '.join(tables)}: {where}")
 
 
 def comparison_rows(
@@ -157,7 +184,7 @@ def _table(columns: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, *below in columns:
         numeric = all(re.fullmatch(NUMERIC, text) for text in below)
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
+        table.add_column(Text(heading), justify="right" if numeric else "left", no_wrap=True)
     for line in zip(*(below for _, *below in columns), strict=True):
         table.add_row(*map(Text, line))
     return table
@@ -174,13 +201,33 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
     return table
 
 
-def results_line(summaries: Iterable[Mapping[str, Any]]) -> Text:
-    """Say where the results lie."""
-    folders = [Path(summary["output_dir"]) for summary in summaries]
-    parents = {folder.parent for folder in folders}
-    if len(folders) > 1 and len(parents) == 1:
-        return Text(f"Results: {parents.pop()}/ with {', '.join(folder.name for folder in folders)}")
-    return Text(f"Results: {', '.join(map(str, folders))}")
+def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
+    """Say where everything is (record, alerts, weights), and what to do next; ``plotted`` is a metric of the record."""
+    folders = {summary["strategy"]: Path(summary["output_dir"]) for summary in summaries}
+    first, many = next(iter(folders.values())), len(folders) > 1
+    found: dict[str, dict[str, None]] = {"record": {}, "weights": {}}
+    alerts = []
+    for strategy, folder in folders.items():
+        shown = "STRATEGY" if many else strategy
+        pairs = [
+            ("record", *names)
+            for sink in SinkRegistry
+            for names in zip(*map(sink.leaves, (strategy, shown)), strict=True)
+        ]
+        pairs.append(("weights", *(RunFolder(folder, name).weights.name for name in (strategy, shown))))
+        for kind, name, generic in pairs:
+            if name != ALERTS and (folder / name).exists():
+                found[kind][generic] = None
+        if (folder / ALERTS).exists():
+            count = (folder / ALERTS).read_bytes().count(b"\n")
+            alerts.append(f"{count:,}" + f" of {strategy}" * many)
+    lines = [f"Results: {first.parent}/ with {', '.join(folders)}" if many else f"Results: {first}"]
+    told = {"record": ", ".join(found["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
+    lines += [f"  {kind:9}{text}" for kind, text in {**told, "weights": ", ".join(found["weights"])}.items() if text]
+    lines.append(f"Next: loopscope show {shlex.quote(str(first))}")
+    if plotted and found["record"]:
+        lines.append(f"      loopscope plot {shlex.quote(str(first.parent if many else first))} --metrics {plotted}")
+    return Text("\n".join(map(printable, lines)), no_wrap=True)  # a command is copied as one line
 
 
 def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
@@ -191,7 +238,7 @@ def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:
         title = Table.grid(padding=(0, 2, 0, 0))
         title.add_column(min_width=width, style="bold", no_wrap=True)
         title.add_column(min_width=len("intervention"), no_wrap=True)
-        title.add_row(hook.name, hook_kind(hook), points_text(hook))
+        title.add_row(Text(hook.name), hook_kind(hook), points_text(hook))
         parts += [title, _indented(Text(first_line(hook)))]
     return Group(*parts)
 
@@ -261,7 +308,7 @@ def experiment_list(experiments: Iterable[type[ExperimentRunner[Any]]]) -> Group
     parts: list[RenderableType] = []
     for item in experiments:
         table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_row("strategies", ", ".join(item.strategies))
-        table.add_row("presets", ", ".join(item.presets) or "none")
+        table.add_row("strategies", Text(", ".join(item.strategies)))
+        table.add_row("presets", Text(", ".join(item.presets) or "none"))
         parts += [Text(item.name, style="bold"), _indented(Group(Text(first_line(item)), table))]
     return Group(*parts)

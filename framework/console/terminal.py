@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from ..errors import RunNotice
+from ..hooks import Alert
 from .board import Label
 from .text import printable
 
@@ -49,7 +50,9 @@ class LastingConsole(Console):
 
 def make_console() -> Console:
     """Return a console on standard output that writes control codes to terminals only, whatever the environment."""
-    return LastingConsole(force_terminal=None if sys.stdout.isatty() else False, highlight=False)
+    return LastingConsole(
+        force_terminal=None if sys.stdout.isatty() else False, highlight=False, markup=False, emoji=False
+    )
 
 
 def can_be_taken(console: Console) -> bool:
@@ -101,11 +104,16 @@ def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[No
 
 
 @contextmanager
-def show_warnings(show: Callable[[Label, str], None]) -> Iterator[None]:
-    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised."""
+def show_warnings(show: Callable[[Label, str], None], *, alerts: bool = True) -> Iterator[None]:
+    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
+
+    Without ``alerts`` those are left out: a sink takes them.
+    """
     before = warnings.showwarning
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+        if isinstance(message, Alert) and not alerts:
+            return
         # A notice is information, every other warning is trouble.
         show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))
 

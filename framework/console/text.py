@@ -10,8 +10,9 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
-ASCII = str.maketrans("↑↓→│…ø", "^v>|~o")
 LEAST = 14  # columns of each of the two that give way
+SPARKS = "▁▂▃▄▅▆▇█"
+ASCII = str.maketrans("↑↓→│…ø" + SPARKS, "^v>|~o_.-~=+*#")
 Line = list[tuple[str, str]]  # pieces of text, each with its style; an empty style is none
 
 
@@ -64,6 +65,20 @@ def value_text(value: Any, width: int = 40) -> str:
         if len(text) <= width:
             return text
     return f"{len(value)} values" if value else "none"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the last values as bars from the least to the largest of them; a question mark for one that is no number.
+
+    >>> sparkline([9, 1, 2, float("nan"), 8], 4), sparkline([3, 3], 4), sparkline([1.0], 4)
+    ('▁▂?█', '▁▁', '')
+    """
+    shown = values[-width:] if width > 0 and len(values) > 1 else []
+    halves = [value / 2 for value in shown]  # the difference of two floats may be none
+    finite = [value for value in halves if math.isfinite(value)] or [0.0]
+    least, span = min(finite), max(finite) - min(finite)
+    levels = [round((value - least) / (span or 1) * 7) if math.isfinite(value) else -1 for value in halves]
+    return "".join("?" if level < 0 else SPARKS[level] for level in levels)
 
 
 def duration_text(seconds: float) -> str:
@@ -121,6 +136,19 @@ def in_columns(rows: Sequence[Mapping[str, str]], width: int, flexible: tuple[st
         for row in ({name: name for name in names}, *rows)
     ]
     return [shortened("  ".join(cells).rstrip(), width, keep_end=False) for cells in lines]
+
+
+def cleaned(value: Any) -> Any:
+    r"""Return a value with all text in it, also within lists and mappings, made :func:`printable`.
+
+    >>> cleaned({"a\x1b": ["b\n", 1]})
+    {'a?': ['b?', 1]}
+    """
+    if isinstance(value, Mapping):
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def printable(text: str) -> str:

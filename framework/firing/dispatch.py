@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import RunNotice, StateMutationError, UsageError, nearest
 from ..hooks import (
     STEP_POINTS,
+    Alert,
     HookPoint,
     MetricInfo,
     Metrics,
@@ -19,6 +20,7 @@ from ..hooks import (
     Series,
     SinkRegistry,
     TrainingHook,
+    alerts_caught,
 )
 from ..isolation import Call, Isolation
 
@@ -53,6 +55,8 @@ class MetricDispatch:
         self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
+        self._alerts: list[Alert] = []
+        """Those that no sink was told of."""
         self._follow_snapshots = any(type(sink).snapshot is not MetricSink.snapshot for sink in sinks)
 
     def last(self, point: HookPoint | None = None) -> dict[str, Any]:
@@ -93,7 +97,7 @@ class MetricDispatch:
             self._last[point] |= merged
             self._newest |= merged
             self._emit(merged, epoch, point, step)
-        self._show(arrived)
+        self._show(arrived, epoch)
 
     def flush_steps(self, epoch: int) -> None:
         """Bring the buffered step metrics, if there are any, to the host and emit them as series, for each point."""
@@ -114,16 +118,22 @@ class MetricDispatch:
                 series.values.append(value)
         for point in sorted(by_point):
             self._emit(by_point[point], epoch, point, last_step)
-        self._show(arrived)
+        self._show(arrived, epoch)
 
-    def _show(self, arrived: list[tuple[Report, dict[str, Any]]]) -> None:
+    def _show(self, arrived: list[tuple[Report, dict[str, Any]]], epoch: int) -> None:
         """Let every hook look at its values, all of a delivery in one call, once these are safe in the sinks."""
         checking: dict[TrainingHook, list[tuple[int, dict[str, Any]]]] = {}
         for report, values in arrived:
             if type(report.hook).check is not TrainingHook.check:
                 checking.setdefault(report.hook, []).append((report.step, values))
         for hook, rows in checking.items():
-            self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows))
+            self._run_hook(hook, "check", rows[-1][0], partial(_check, hook, rows, epoch, self._alerts))
+            self._tell_alerts()
+
+    def _tell_alerts(self) -> None:
+        alerts, self._alerts = self._alerts, []
+        if alerts:
+            self._each(alerts[-1].step or 0, lambda sink: sink.alert(alerts))
 
     @property
     def waits(self) -> bool:
@@ -204,6 +214,7 @@ class MetricDispatch:
 
     def end(self, status: str) -> None:
         """Close the sinks."""
+        self._tell_alerts()  # of a hook that raised after it had warned
         if self._started:  # the files of a run that could not go on are left as they are
             self._each(0, lambda sink: sink.flush())
         # A closed sink cannot tell its position, which is still asked for after the end.
@@ -266,6 +277,7 @@ def _known(sink: MetricSink, positions: Positions) -> list[Position | None]:
     return [positions[name] for name in _names(sink) if name in positions]
 
 
-def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]]) -> None:
+def _check(hook: TrainingHook, rows: list[tuple[int, dict[str, Any]]], epoch: int, alerts: list[Alert]) -> None:
     for step, values in rows:
-        hook.check(values, step)
+        with alerts_caught(hook.name, epoch, step, alerts):
+            hook.check(values, step)

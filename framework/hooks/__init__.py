@@ -1,5 +1,6 @@
 """What a hook is, is told, may ask for and may keep."""
 
+from .alerts import ALERTS, Alert, Recovery, alerts_caught
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .commits import CommitRecord, StatePart, UndeclaredCommitError, refuse_what_is_computed_anew
 from .contexts import (
@@ -18,12 +19,12 @@ from .selection import (
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
 __all__ = [
-    "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "SET_AT", "STEP_POINTS", "CommitRecord",
-    "ConfiguredHook", "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult", "GradientTap",
-    "HookPoint", "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel", "MetricSink",
-    "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics", "Remembered",
-    "Remembering", "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart", "StepSchedule", "Tap",
-    "TapOwner", "TapSet", "TrainingHook", "UndeclaredCommitError", "always_on", "build_hooks", "bulk_hooks",
-    "hook_kind", "hook_options", "metric_table", "refuse_idle_options", "refuse_what_is_computed_anew", "select_hooks",
-    "treatments", "windows_for", "without_duplicates",
+    "ALERTS", "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "SET_AT", "STEP_POINTS", "Alert",
+    "CommitRecord", "ConfiguredHook", "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult",
+    "GradientTap", "HookPoint", "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel",
+    "MetricSink", "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics",
+    "Recovery", "Remembered", "Remembering", "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart",
+    "StepSchedule", "Tap", "TapOwner", "TapSet", "TrainingHook", "UndeclaredCommitError", "alerts_caught", "always_on",
+    "build_hooks", "bulk_hooks", "hook_kind", "hook_options", "metric_table", "refuse_idle_options",
+    "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for", "without_duplicates",
 ]

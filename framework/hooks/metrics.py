@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .alerts import Alert
 from .contexts import RunInfo
 from .hook_points import HookPoint
 
@@ -74,6 +75,9 @@ class MetricSink(ABC):
     @abstractmethod
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Take the metrics of one fire: host values, or a :class:`Series` of them for step-level points."""
+
+    def alert(self, alerts: Sequence[Alert]) -> None:  # noqa: B027 - optional
+        """Take what one call of a hook's ``check`` has warned of, in order."""
 
     def snapshot(self, epoch: int, step: int) -> None:  # noqa: B027 - optional
         """Take note that SNAPSHOT has fired, whether or not a hook reported anything there."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from loopscope import training_hooks  # noqa: F401 - one of the hooks is always on
-from loopscope.hooks import HookPoint, Series
+from loopscope.hooks import Alert, HookPoint, Series
 from loopscope.sinks.console import ConsoleSink
 from rich.console import Console
 
@@ -74,9 +74,12 @@ def test_hooks_stand_in_the_order_in_which_they_were_described():
     assert text.index("a") < text.index("b")
 
 
-@pytest.mark.parametrize(("terminal", "texts"), [(True, ["ø 3", "ø 7"]), (False, ["5 / 3 (4)", "7 / 7 (1)"])])
-def test_a_series_is_its_mean_since_the_last_table_and_in_plain_lines_also_its_last_value(terminal, texts):
-    sink, console = started(terminal=terminal)
+@pytest.mark.parametrize(
+    ("terminal", "texts"),
+    [(True, ["ø 3", "ø 7"]), (False, ["3 (mean of 4); 4 values not recorded", "7; 1 value not recorded"])],
+)
+def test_a_series_is_its_mean_since_the_last_table_which_plain_lines_say(terminal, texts):
+    sink, console = started(terminal=terminal, first=None if terminal else {"group": ["h/loss"]})
     for epoch, values in enumerate([[1.0, 2.0], [4.0, 5.0]]):
         sink.emit({"h/loss": Series([1, 2], values)}, epoch, HookPoint.POST_STEP, step=2)
     sink.snapshot(1, 4)
@@ -119,7 +122,7 @@ def test_a_table_is_no_taller_than_the_terminal_and_says_what_it_leaves_out(widt
     lines = plain(shown(metrics, width, height=40)).splitlines()
     assert len(lines) <= 40
     left_out = len(metrics) - sum(line.count("metric_") for line in lines)
-    assert lines[-1] == f"{left_out} more in the files of --hook-jsonl or --hook-csv"
+    assert lines[-1] == f"{left_out} more, not recorded"
     assert all(f"hook_{hook}" in "\n".join(lines) for hook in range(18))
 
 
@@ -174,11 +177,35 @@ def test_a_snapshot_without_news_shows_nothing():
     assert console.file.getvalue() == ""
 
 
-def test_without_a_terminal_there_are_plain_lines_one_for_each_hook():
-    text = shown(SCALARS | {"norms/list": [1, 2]}, terminal=False)
-    assert text == (
-        "exp  stride  epoch 9  step 1,234\n  training_metrics: loss 0.1235\n  norms: total 1235, list 1, 2\n"
-    )
+@pytest.mark.parametrize(("first", "numbers"), [
+    ({"a": ["norms/total"], "b": ["norms/list", "x/y"]}, "total 1235, list 1, 2"), ({"a": ["x/y"]}, "loss 0.1235"),
+])  # fmt: skip
+def test_without_a_terminal_there_is_one_line_with_the_numbers_that_matter_and_how_many_there_are(first, numbers):
+    text = shown(SCALARS | {"norms/list": [1, 2]}, terminal=False, first=first)
+    assert text == f"stride, epoch 9, step 1,234: {numbers}; 5 values not recorded\n"
+
+
+def test_a_line_says_how_old_a_number_is_how_many_are_recorded_and_what_was_alerted():
+    console, told = console_of(80, terminal=False), []
+    sink = ConsoleSink(console=console, first={"a": ["h/x", "h/y"]}, recorded=True, told=lambda: told.append(1))
+    sink.set_run_context(run_info(None, "stride"))
+    sink.emit({"h/x": 1.0}, 0, HookPoint.POST_EPOCH, step=9)
+    sink.emit({"h/y": Series([10, 11], [1.0, 2.0]), "h/z": {"a": [1, 2]}}, 2, HookPoint.POST_STEP, step=11)
+    sink.alert([alert_of("h", "y"), alert_of("h", "y"), alert_of("g", "")])
+    sink.snapshot(2, 12)
+    sink.emit({"h/x": 3.0}, 3, HookPoint.POST_EPOCH, step=15)
+    sink.snapshot(3, 15)
+    assert console.file.getvalue().splitlines() == [
+        "stride, epoch 2, step 12: x 1 (2 epochs old), y 1.5 (mean of 2); 5 values recorded; alerts: 2 h/y, 1 g",
+        "stride, epoch 3, step 15: x 3, y 2 (1 epoch old); 1 value recorded",
+    ]
+    assert told == [1, 1]
+
+
+def alert_of(hook, metric):
+    alert = Alert("Look.", metric=metric)
+    alert.hook = hook
+    return alert
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed, require
-from loopscope.hooks import GradientTap, Metrics, RunInfo
+from loopscope.errors import UnsuitableError, UsageError, listed, require
+from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
@@ -228,19 +228,28 @@ class GradientFlow(TrainingHook):
         vanishing = {block: gain for block, gain in ascending if gain <= low}
         amplifying = {block: gain for block, gain in reversed(ascending) if gain >= high}
         over = {block for block, gain in gains.items() if gain > low * HYSTERESIS}
-        self._vanishing = _told(self._vanishing, vanishing, over, step, f"vanishes: gains of at most {low:g}")
+        what = f"vanishes: gains of at most {low:g}"
+        self._vanishing = _told(self._vanishing, vanishing, over, what, metric="smallest_gain", step=step, limit=low)
         over = {block for block, gain in gains.items() if gain < high / HYSTERESIS}
-        self._amplifying = _told(self._amplifying, amplifying, over, step, f"is amplified: gains of at least {high:g}")
+        what = f"is amplified: gains of at least {high:g}"
+        self._amplifying = _told(self._amplifying, amplifying, over, what, metric="largest_gain", step=step, limit=high)
 
 
-def _told(told: Sequence[str], found: Mapping[str, float], over: set[str], step: int, what: str) -> list[str]:
+def _told(
+    told: Sequence[str], found: Mapping[str, float], over: set[str], what: str, *, metric: str, step: int, limit: float
+) -> list[str]:
     """Warn if blocks are found that the user has not been told of, note if none is left; return who is now."""
     now = sorted({*found} | ({*told} - over))
     if found.keys() - told:
         named = listed([f"{block} ({gain:.2g})" for block, gain in found.items()], LISTED)
-        warnings.warn(f"Step {step:,}: on its way backward the gradient {what} in {named}.", stacklevel=3)
+        sentence, worst = (
+            f"Step {step:,}: on its way backward the gradient {what} in {named}.",
+            next(iter(found.values())),
+        )
+        warnings.warn(Alert(sentence, metric=metric, step=step, value=worst, limit=limit), stacklevel=3)
     elif told and not now:
-        warnings.warn(f"Step {step:,}: it is over that the gradient {what}.", RunNotice, stacklevel=3)
+        sentence = f"Step {step:,}: it is over that the gradient {what}."
+        warnings.warn(Recovery(sentence, metric=metric, step=step, limit=limit), stacklevel=3)
     return now
 
 

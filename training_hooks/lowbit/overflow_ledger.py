@@ -355,7 +355,8 @@ class Alarm(Remembering):
         told = self.alerts.told(condition) - found.keys()
         late = {name: f"{abs(value):.3g}" for name, value in texts.items() if name in told}
         checked = int((~np.isnan(values)).sum())
-        self.alerts.see(condition, found, step=step, checked=checked, lingering=late)
+        worst, limit = abs(min(texts.values(), default=0.0)), abs(begins)
+        self.alerts.see(condition, found, step=step, checked=checked, lingering=late, worst=worst, limit=limit)
 
 
 def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:

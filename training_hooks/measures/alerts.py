@@ -3,9 +3,10 @@
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from loopscope.errors import RunNotice, listed
-from loopscope.hooks import Remembered, Remembering
+from loopscope.errors import listed
+from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
@@ -23,30 +24,42 @@ class Alerts(Remembering):
     counts = Remembered[dict[str, int]](lambda alerts: dict.fromkeys(alerts.phrases, 0), by_options=True)
     """How many parameters were in each condition when it was last looked at."""
     _told = Remembered[dict[str, list[str]]](lambda alerts: {name: [] for name in alerts.phrases}, by_options=True)
-    _news = Remembered(list[tuple[int, bool, str]])
+    _news = Remembered(list[tuple[Any, ...]])
+    """Step, whether it is trouble, sentence, condition, the worst value and its limit."""
 
     def __init__(self, phrases: Mapping[str, tuple[str, str]], *, noun: str = "parameter") -> None:
         self.phrases = dict(phrases)
         self._noun = noun
 
     def see(
-        self, condition: str, found: Mapping[str, str], *, step: int, checked: int, lingering: Mapping[str, str] = EMPTY
+        self,
+        condition: str,
+        found: Mapping[str, str],
+        *,
+        step: int,
+        checked: int,
+        lingering: Mapping[str, str] = EMPTY,
+        worst: float | None = None,
+        limit: float | None = None,
     ) -> None:
         """Note which of ``checked`` parameters are in a condition, the worst first, each with a measured value.
 
         It is news if one of them was not among those told of since the condition appeared, and if none is left.
-        ``lingering`` are those that are out of it, but not far enough for it to be over.
+        ``lingering`` are those that are out of it, but not far enough for it to be over. ``worst`` is the value of the
+        first of ``found``, ``limit`` what it was compared with.
         """
         told = self._told[condition]
         one, several = self.phrases[condition]
         if found.keys() - told:
-            worst = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
+            named = listed([f"{name} ({value})" for name, value in found.items()], NAMED)
             says = f"{len(found):,} of {checked:,} {self._noun}s {one if len(found) == 1 else several}"
             rest = listed([f"{name} ({value})" for name, value in lingering.items()], NAMED)
             late = f"; not yet recovered: {rest}" if rest else ""
-            self._news.append((step, True, f"Step {step:,}: {says}: {worst}{late}."))
+            sentence = f"Step {step:,}: {says}: {named}{late}."
+            self._news.append((step, True, sentence, condition, worst, limit))
         elif told and not (found or lingering):
-            self._news.append((step, False, f"Step {step:,}: no {self._noun} {one} any more."))
+            sentence = f"Step {step:,}: no {self._noun} {one} any more."
+            self._news.append((step, False, sentence, condition, None, None))
         self._told[condition] = sorted({*told, *found}) if found or lingering else []
         self.counts[condition] = len(found)
 
@@ -58,5 +71,6 @@ class Alerts(Remembering):
         """Give the warnings that have come up by ``step``; that a condition has ended is a notice."""
         due = [news for news in self._news if news[0] <= step]
         self._news = [news for news in self._news if news[0] > step]
-        for _, trouble, sentence in due:
-            warnings.warn(sentence, UserWarning if trouble else RunNotice, stacklevel=3)
+        for at, trouble, sentence, condition, worst, limit in due:
+            kind = Alert if trouble else Recovery
+            warnings.warn(kind(sentence, metric=condition, step=at, value=worst, limit=limit), stacklevel=3)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import UnsuitableError, listed, require
-from loopscope.hooks import Metrics, RunInfo
+from loopscope.errors import UnsuitableError, require
+from loopscope.hooks import Alert, Metrics, RunInfo
 from torch import Tensor
 
 SMALLEST_SPREAD = 1e-10
@@ -110,14 +110,16 @@ class LossSpikes(TrainingHook):
         return metrics
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
-        """Warn of the spikes by their steps, once for each signal; ``step`` is the last of those judged."""
+        """Warn of every spike by its step; ``step`` is the last of those judged."""
         for prefix, label in SIGNALS.items():
             sizes = values[f"{prefix}_deviation"]
-            spikes = {at: size for at, size in enumerate(sizes, step - len(sizes) + 1) if size > self.threshold}
-            if spikes:
-                warnings.warn(
-                    f"The {label} spiked at step {listed([*spikes], 3)}: it was {max(spikes.values()):.1f} standard "
-                    f"deviations above its mean over the {self.window} steps before (the threshold is "
-                    f"{self.threshold:g}).",
-                    stacklevel=2,
-                )
+            for at, size in enumerate(sizes, step - len(sizes) + 1):
+                if size > self.threshold:
+                    sentence = (
+                        f"The {label} spiked at step {at:,}: it was {size:.1f} standard deviations above its mean over "
+                        f"the {self.window} steps before (the threshold is {self.threshold:g})."
+                    )
+                    metric = f"{prefix}_deviation"
+                    warnings.warn(
+                        Alert(sentence, metric=metric, step=at, value=size, limit=self.threshold), stacklevel=2
+                    )

@@ -179,18 +179,20 @@ class WeightUpdates(TrainingHook):
         vanishing = {n: each for n, each in gradients.items() if each.is_vanishing}
         largest = self.monitor.top_k_largest_gradients(exploding, len(exploding))
         smallest = self.monitor.top_k_largest_gradients(vanishing, len(vanishing))[::-1]
-        for condition, pairs in (("vanishing", smallest), ("exploding", largest)):
-            found = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}
-            self._conditions.see(condition, found, step=ctx.step, checked=len(gradients))
+        low, high = self.monitor.vanishing_grad_threshold, self.monitor.exploding_grad_threshold
+        for condition, pairs, limit in (("vanishing", smallest, low), ("exploding", largest, high)):
+            found, worst = {name: f"‖g‖ = {norm:.3g}" for name, norm in pairs}, pairs[0][1] if pairs else None
+            self._conditions.see(condition, found, step=ctx.step, checked=len(gradients), worst=worst, limit=limit)
         return self.monitor.aggregate_gradient_stats(gradients)
 
     def _update_metrics(self, updates: Mapping[str, UpdateDiagnostics], ctx: RunDataContext) -> Metrics:
         smallest = self.monitor.top_k_smallest_updates(updates, len(updates))
         frozen = [pair for pair in smallest if updates[pair[0]].is_frozen]
         rounded_away = [pair for pair in smallest if updates[pair[0]].is_rounded_away]
-        for condition, pairs in (("frozen", frozen), ("rounded_away", rounded_away)):
-            found = {name: _told(updates[name]) for name, _ in pairs}
-            self._conditions.see(condition, found, step=ctx.step, checked=len(updates))
+        least = self.monitor.frozen_update_ratio_threshold
+        for condition, pairs, limit in (("frozen", frozen, least), ("rounded_away", rounded_away, None)):
+            found, worst = {name: _told(updates[name]) for name, _ in pairs}, pairs[0][1] if pairs else None
+            self._conditions.see(condition, found, step=ctx.step, checked=len(updates), worst=worst, limit=limit)
         named = {f"topk_frozen/{name}": ratio for name, ratio in smallest[: self.topk]}
         return self.monitor.aggregate_update_stats(updates) | named
 

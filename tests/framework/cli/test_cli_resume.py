@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from loopscope import training_hooks  # noqa: F401 - registers the hooks
-from loopscope.cli import main
+from loopscope.cli import command, main
 from loopscope.cli.options import parse_recorded
 from loopscope.errors import UsageError
 
@@ -88,3 +88,29 @@ def test_recorded_options_that_this_version_does_not_know_are_refused(tmp_path: 
         capsys.readouterr()
         assert main(["resume", str(path.parent)]) == 2
         assert sentence in capsys.readouterr().err
+
+
+DISPLAYS = ("live", "silent", "no_console_output")
+
+
+@pytest.mark.parametrize("given", ["", *DISPLAYS])
+@pytest.mark.parametrize("before", ["", *DISPLAYS])
+def test_the_display_that_is_given_wins_over_that_of_the_command_that_started_the_run(
+    before, given, tmp_path, monkeypatch
+) -> None:
+    found: list[dict[str, bool]] = []
+    monkeypatch.setattr(command, "_start", lambda experiment, options: found.append(options))
+    monkeypatch.setattr(command, "parse_recorded", lambda path: (Small, {name: name == before for name in DISPLAYS}))
+    assert main(["resume", str(tmp_path), *([f"--{given.replace('_', '-')}"] if given else [])]) == 0
+    assert [name for name in DISPLAYS if found[0][name]] == [name for name in [given or before] if name]
+
+
+def test_a_resumed_run_is_the_same_with_another_display_and_two_displays_are_refused(tmp_path: Path, capsys) -> None:
+    run = interrupted(tmp_path, "plain")
+    assert main(["resume", str(run), "--live", "--silent"]) == 2
+    assert "--live and --silent exclude each other" in capsys.readouterr().err
+    assert main(["resume", str(run), "--silent"]) == 0
+    assert "plain: 100%" in capsys.readouterr().out
+    train(tmp_path / "whole")
+    weights = "small/plain/plain_final.pt"
+    assert (tmp_path / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()

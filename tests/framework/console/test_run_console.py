@@ -4,14 +4,15 @@ import warnings
 from pathlib import Path
 
 import pytest
-from loopscope import sinks  # noqa: F401 - fills the registry of sinks
+from loopscope import sinks, training_hooks  # noqa: F401 - fills the registries
 from loopscope.console import RunConsole, make_console, show_warnings
 from loopscope.console.board import Notice
 from loopscope.console.terminal import LastingConsole
 from loopscope.errors import RunNotice
-from loopscope.hooks import HookPoint
+from loopscope.hooks import Alert, HookPoint
 from loopscope.training import TrainingTask
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from tests.sinks.emits import run_info
@@ -81,8 +82,13 @@ def test_a_session_without_a_terminal_is_plain_lines():
     text, _ = session("normal", terminal=False)
     assert "\x1b" not in text
     assert "\r" not in text
-    for part in ("exp only: ", "only: 20%, step 2/10", "warning: Hook 'x' failed. The run goes on.\n", "h: metric 0.5"):
+    for part in (
+        "exp only: ",
+        "warning: Hook 'x' failed. The run goes on.\n",
+        "only, epoch 0, step 1: 1 value not recorded",
+    ):
         assert part in text
+    assert "only: 20%" not in text  # the line of the SNAPSHOT tells it
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -102,7 +108,7 @@ def test_silent_shows_the_progress_and_in_the_end_what_was_warned_of(terminal):
     told = "warning: Hook 'x' failed. The run goes on."
     assert all(line.startswith("only") and "%" in line for line in lines - {told} if line != "only ━━━━━━━━")
     assert plain(text).strip().endswith(told)
-    assert shown.sinks() == []
+    assert [sink.name for sink in shown.sinks()] == ["alerts"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -144,7 +150,9 @@ def test_the_end_compares_the_strategies_and_names_the_folder():
 def test_a_single_strategy_is_not_compared():
     console = captured(terminal=False)
     RunConsole(console=console).ended([SUMMARY])
-    assert console.file.getvalue() == "Results: output/mod_arithmetic/stride\n"
+    assert console.file.getvalue() == (
+        "Results: output/mod_arithmetic/stride\nNext: loopscope show output/mod_arithmetic/stride\n"
+    )
 
 
 def test_the_header_tells_size_length_hooks_and_folder():
@@ -152,7 +160,7 @@ def test_the_header_tells_size_length_hooks_and_folder():
     task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
     RunConsole(console=console).strategy_started(run_info(Path("out/x"), loop="step"), task, [])
     assert console.file.getvalue() == (
-        "exp only: 10 parameters, 7 batches per epoch, at most 1,000 steps\n  hooks: none\n  output: out/x\n"
+        "exp only: Linear of 10 parameters, 7 batches per epoch, at most 1,000 steps\n  hooks: none\n  output: out/x\n"
     )
 
 
@@ -188,7 +196,7 @@ def test_a_warning_that_is_said_again_and_again_is_told_once_after_a_silent_run(
 def test_live_without_a_terminal_is_normal_with_a_note(terminal):
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, force_interactive=False)
     with RunConsole("live", console=console) as shown:
-        assert [sink.name for sink in shown.sinks()] == ["console"]
+        assert [sink.name for sink in shown.sinks()] == ["alerts", "console"]
     text = console.file.getvalue()
     assert "\x1b[?1049h" not in text
     assert plain(text).startswith("note: --live needs a terminal to draw on, and there is none")
@@ -219,5 +227,95 @@ def test_a_run_goes_on_without_anybody_to_show_it_to(mode, terminal):
 
 def test_a_pipe_gets_no_control_codes_even_if_colours_are_forced(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    make_console().print("[bold red]text")
-    assert capsys.readouterr().out == "text\n"
+    make_console().print(Text("[bold red]text", "bold red"))
+    assert capsys.readouterr().out == "[bold red]text\n"
+
+
+def alerts_shown(mode, *, snapshots=()):
+    """Show alerts of two kinds in epochs 0 to 4, as many as the number of the epoch and one more, with SNAPSHOTs."""
+    console = captured(terminal=False)
+    with RunConsole(mode, console=console) as display:
+        for sink in (sinks_of_run := display.sinks()):
+            sink.set_run_context(run_info(Path("out"), "stride"))
+        for epoch in range(5):
+            for kind in ("a", "b") if epoch else ("a",):
+                found = [Alert(f"{kind} went wrong at {step}.", metric=kind, step=step) for step in range(epoch + 1)]
+                for alert in found:
+                    alert.hook, alert.epoch = "h", epoch
+                    warnings.warn_explicit(alert, Alert, "file.py", 1)  # as the dispatch does; it is not told twice
+                for sink in sinks_of_run:
+                    sink.alert(found)
+                    sink.alert(found)
+            for sink in sinks_of_run if epoch in snapshots else ():
+                sink.emit({"x/y": 1.0}, epoch, HookPoint.POST_EPOCH, step=epoch)
+                sink.snapshot(epoch, epoch)
+        for sink in sinks_of_run:
+            sink.close("completed")
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.filterwarnings("always")
+def test_of_a_kind_of_alert_at_most_one_is_shown_in_an_epoch_and_between_two_snapshots_with_the_count():
+    assert alerts_shown("normal", snapshots=(0, 2)) == [
+        "alert: h/a: a went wrong at 0.",
+        "stride, epoch 0, step 0: 1 value not recorded; alerts: 2 h/a",
+        "alert: h/a: a went wrong at 0. (and 1 more in epoch 1)",
+        "alert: h/b: b went wrong at 0. (and 1 more in epoch 1)",
+        "stride, epoch 2, step 2: 1 value not recorded; alerts: 10 h/a, 10 h/b",
+        "alert: h/a: a went wrong at 0. (and 3 more in epoch 3)",
+        "alert: h/b: b went wrong at 0. (and 3 more in epoch 3)",
+    ]
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_silent_display_tells_of_each_kind_of_alert_once_in_the_end():
+    assert alerts_shown("silent") == [
+        "alert: h/a: a went wrong at 0. (and 29 more)", "alert: h/b: b went wrong at 0. (and 27 more)",
+    ]  # fmt: skip
+    assert alerts_shown("none") == []
+
+
+def test_two_values_under_one_label_of_the_progress_line_are_explained_where_the_run_begins():
+    console = captured(terminal=False)
+    task = TrainingTask(nn.Linear(9, 1), None, range(7), None, length=1000)
+    names = {"over": ["h/elements", "h/tensors"], "loss": ["h/loss"]}
+    RunConsole(console=console, progress_metrics=names).strategy_started(run_info(Path("out")), task, [])
+    assert "  over a/b: h/elements / h/tensors\n" in console.file.getvalue()
+    assert "loss" not in console.file.getvalue()
+
+
+def test_the_end_says_where_everything_is_and_what_to_do_next(tmp_path):
+    summaries = [{**each, "output_dir": str(tmp_path / "an exp" / each["strategy"])} for each in (SUMMARY, OTHER)]
+    for index, each in enumerate(summaries):
+        folder = Path(each["output_dir"])
+        folder.mkdir(parents=True)
+        for name in (f"{each['strategy']}.jsonl", f"{each['strategy']}_final.pt", "summary.json"):
+            (folder / name).touch()
+        (folder / "alerts.jsonl").write_text("{}\n" * index)
+    console = captured(terminal=False)
+    shown = RunConsole(console=console)
+    for sink in shown.sinks():
+        sink.set_run_context(run_info(Path("out")))
+        sink.emit({"training_metrics/loss": 1.0}, 0, HookPoint.POST_EPOCH, step=1)
+    shown.ended(summaries)
+    assert console.file.getvalue().splitlines()[-6:] == [
+        f"Results: {tmp_path}/an exp/ with stride, fixed-random",
+        "  record   STRATEGY.jsonl",
+        "  alerts   alerts.jsonl: 0 of stride, 1 of fixed-random",
+        "  weights  STRATEGY_final.pt",
+        f"Next: loopscope show '{tmp_path}/an exp/stride'",
+        f"      loopscope plot '{tmp_path}/an exp' --metrics training_metrics/loss",
+    ]
+
+
+def test_tables_of_hooks_are_pointed_at_in_a_pipe_and_name_their_strategy_on_a_terminal():
+    summary = {**SUMMARY, "hook_tables": {"overflow": {"a": {"n": 1}, "b": {"n": 2}}, "other": {"c": {"n": 1}}}}
+    for terminal in (False, True):
+        console = captured(terminal=terminal)
+        RunConsole(console=console).strategy_ended(summary)
+        lines = plain(console.file.getvalue()).splitlines()
+        if terminal:
+            assert [line for line in lines if line.startswith("stride: o")] == ["stride: overflow", "stride: other"]
+        else:
+            where = "hook_tables in output/mod_arithmetic/stride/summary.json"
+            assert lines[1:] == [f"stride: 2 tables of hooks: overflow (2 rows), other (1 row): {where}"]

@@ -60,7 +60,7 @@ def test_a_terminal_of_any_size_is_drawn_on(columns, lines):
     assert terminal.is_as_it_was
 
 
-def test_arrows_tell_which_way_the_last_three_values_went():
+def test_sparklines_and_arrows_tell_how_the_live_metrics_went():
     def body():
         session = Session()
         with session.console:
@@ -75,9 +75,9 @@ def test_arrows_tell_which_way_the_last_three_values_went():
         line.rpartition("│")[2].split()[0]: line.split()[-1] for line in terminal.display if re.search("[↑↓→] *$", line)
     }
     assert {name: rows[name] for name in ("val_acc", "train_acc", "loss")} == {
-        "val_acc": "↑",
-        "train_acc": "→",
-        "loss": "↓",
+        "val_acc": "▁▃▆█↑",
+        "train_acc": "▁▁▁▁→",
+        "loss": "█▆▃▁↓",
     }
 
 

@@ -138,9 +138,9 @@ def said(hook, **options) -> list[str]:
 def test_a_condition_is_told_of_when_it_appears_and_when_it_ends(loop):
     told = said(sick(step2=1e9, step3=1e9, step4=1e9, step6=1e9), loop=loop)
     assert [sentence.split(" (")[0] for sentence in told] == [
-        "UserWarning: Step 2: 1 of 17 parameters has an exploding gradient: embedding.weight",
-        "RunNotice: Step 5: no parameter has an exploding gradient any more.",
-        "UserWarning: Step 6: 1 of 17 parameters has an exploding gradient: embedding.weight",
+        "Alert: Step 2: 1 of 17 parameters has an exploding gradient: embedding.weight",
+        "Recovery: Step 5: no parameter has an exploding gradient any more.",
+        "Alert: Step 6: 1 of 17 parameters has an exploding gradient: embedding.weight",
     ]
     assert "(‖g‖ = " in told[0]
 
@@ -148,7 +148,7 @@ def test_a_condition_is_told_of_when_it_appears_and_when_it_ends(loop):
 def test_more_parameters_in_a_condition_are_told_of_the_worst_first():
     hook = WeightUpdates(interval=1, frozen_update_ratio_threshold=1e30, frozen_patience_steps=2)
     (sentence,) = said(hook)
-    assert sentence.startswith("UserWarning: Step 2: 17 of 17 parameters are frozen: ")
+    assert sentence.startswith("Alert: Step 2: 17 of 17 parameters are frozen: ")
     assert sentence.endswith(" and 12 more.")
     ratios = [float(part.split()[0]) for part in sentence.split("update ratio ")[1:]]
     assert ratios == sorted(ratios)
