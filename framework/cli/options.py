@@ -142,8 +142,6 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     parser.add_argument("--print-config", action="store_true", help="show the options as a config file, and exit")
     add = parser.add
     add("preset", str | None, f"{' or '.join(experiment.presets) or 'none'}: a named set of options", metavar="NAME")
-    if odd := [name for name in experiment.strategies if "," in name]:
-        raise UsageError(f"A strategy of {experiment.name} is named {odd[0]!r}; commas separate names: rename it.")
     strategies = f"{', '.join(experiment.strategies)}, or all (the default)"
     add("strategy", NAMES, strategies, default=[], metavar="NAME")
     hooks = "hooks by name, as loopscope hooks lists them; also all, observers, with_debug"

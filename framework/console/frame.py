@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -26,6 +27,7 @@ LOWEST_WITH_RESULTS = 14
 LOWEST_WITHOUT_NOTICES = 6
 ITEM_GAP = 3
 LEAST_LINES = 30
+FEW_OTHERS = 10  # numbers of a line, where none of those that matter is there
 NOT_RECORDED = "not recorded"
 
 
@@ -190,6 +192,10 @@ def snapshot_line(board: Board, *, recorded: bool) -> str:
     }
     live, _ = board.groups({name: Cell(name, track.in_words(ages[name])) for name, track in board.tracks.items()})
     numbers = ", ".join(f"{cell.name} {cell.text}" for group in live for cell in group.cells)
+    if not numbers:  # the newest of any
+        numbers = ", ".join(
+            f"{name} {track.in_words(ages[name])}" for name, track in islice(board.news().items(), FEW_OTHERS)
+        )
     kept = f"{counted(board.count, 'value')} {'recorded' if recorded else NOT_RECORDED}"
     strategy = printable(board.run.strategy) if board.run else ""
     return f"{strategy}, epoch {board.epoch}, step {board.step:,}: " + "; ".join(

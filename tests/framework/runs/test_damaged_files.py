@@ -91,9 +91,10 @@ def damages(draw: Any, run: Path) -> tuple[str, Damage]:
     read = [path for path in found if path.suffix == ".json"]
     path = draw(st.sampled_from(found) | st.sampled_from(read), label="what is damaged")
     kinds = {"removed": gone, "a folder": a_folder, "a file": a_file, "a link to nothing": nothing, "a link": a_link}
-    kinds |= dict.fromkeys(["a byte", "cut off", "empty"], None) if path.is_file() else {}
-    kinds |= dict.fromkeys(["a line removed", "a line doubled"], None) if path.suffix in (".csv", ".jsonl") else {}
-    kinds |= dict.fromkeys(["a field removed", "a field"], None) if path.suffix in (".json", ".jsonl") else {}
+    ends = path.suffix if path.is_file() and path.stat().st_size else None  # alerts.jsonl is empty where all is well
+    kinds |= dict.fromkeys(["a byte", "cut off", "empty"], None) if ends is not None else {}
+    kinds |= dict.fromkeys(["a line removed", "a line doubled"], None) if ends in (".csv", ".jsonl") else {}
+    kinds |= dict.fromkeys(["a field removed", "a field"], None) if ends in (".json", ".jsonl") else {}
     fields = [kind for kind in kinds if "field" in kind] or sorted(kinds)
     kind = draw(st.sampled_from(sorted(kinds)) | st.sampled_from(fields), label="how")
     name, write = str(path.relative_to(run)), kinds[kind]
