@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
-		--with-hooks observers --hook-csv --hook-jsonl --overwrite
+		--with-hooks observers --hook-csv --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

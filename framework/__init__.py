@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         DebugInterventionHook, ExperimentRegistry, HookPoint, HookRegistry, InterventionHook, MetricInfo, MetricSink,
         ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
+    from .report import read_run
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
 _ROOMS = {
@@ -20,6 +21,7 @@ _ROOMS = {
         "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StatePart", "StepSchedule", "TrainingHook",
         "metric_table",
     ),
+    "report": ("read_run",),
     "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
 """Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
@@ -29,12 +31,15 @@ __all__ = [
     "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader", "LoopscopeError",
     "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StateMutationError", "StatePart",
     "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "fixed_order", "metric_table", "random_order",
+    "read_run",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "read_run":
+        import_module(f"{__name__}.sinks")  # which fills the registry of those that know how to read a record
     found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     globals()[name] = found
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import LoopscopeError, UsageError
+from .errors import LoopscopeError, UsageError, require
 
 LARGEST = 10**4000
 """Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
@@ -90,6 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Anything may lie under the name: what a user put there, what a disk damaged, what another program wrote.
     """
     try:
+        require(not path.is_fifo(), f"{path} cannot be read: it is a pipe.")  # which nobody may ever write to
         content = json.loads(path.read_text("utf-8"))
         if isinstance(content, dict) and not _is_deep(content):
             return content

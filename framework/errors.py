@@ -1,10 +1,18 @@
 """The errors of loopscope, and what their sentences are made of."""
 
 import difflib
+import inspect
+import linecache
+import os
+import re
+import shlex
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from traceback import walk_tb
+from types import FrameType
+from typing import Any
 
 
 class LoopscopeError(Exception):
@@ -13,6 +21,10 @@ class LoopscopeError(Exception):
 
 class UsageError(LoopscopeError):
     """Bad input, found before the run starts: the command line prints the sentence and exits with status 2."""
+
+
+class UnfitError(UsageError):
+    """An experiment, or what it is made of, is not what it must be; of a run that has just begun nothing is kept."""
 
 
 class UnsuitableError(UsageError):
@@ -36,12 +48,107 @@ class StateMutationError(LoopscopeError):
 
 
 _NOT_THE_USERS = {"loopscope", "torch", "numpy", *sys.stdlib_module_names}
+MOST_LINES = 4
+LONGEST_LINE = 60
+LONGEST_TEXT = 400
+_INSTALLED = f"site-packages{os.sep}"
 
 
 def passed_through_users_code(error: BaseException) -> bool:
     """Return whether code that is neither loopscope's nor torch's, NumPy's or Python's own was running at an error."""
-    names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__))
-    return any(name.partition(".")[0] not in _NOT_THE_USERS for name in names)
+    return bool(users_lines(error))
+
+
+def users_lines(error: BaseException) -> str:
+    """Return the lines of the user's own code that were running at an error, outermost first, without installed code.
+
+    Such as ``spread.py:17 in compute: return {"std": ctx.batch_dta[0].std()}``, of many lines the first and the last.
+    """
+    found = walk_tb(error.__traceback__)
+    theirs = [pair for pair in found if str(pair[0].f_globals.get("__name__")).split(".")[0] not in _NOT_THE_USERS]
+    own = [pair for pair in theirs if _INSTALLED not in pair[0].f_code.co_filename] or theirs
+    lines = [_line(frame, number) for frame, number in own] or [*_lines_of_a_worker(text_of(error))]
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        lines[half:-half] = [f"{len(lines) - MOST_LINES:,} more lines"]
+    return "; ".join(lines)
+
+
+def _lines_of_a_worker(text: str) -> Iterator[str]:
+    """Yield the user's lines of the traceback that the text of an error from a worker process of torch contains."""
+    others = (_INSTALLED, os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep)
+    for path, number, name, code in re.findall(r'File "(.+)", line (\d+), in (\S+)\n\s+(.+)', text):
+        if not any(other in path for other in others):
+            yield f"{_short(path)}:{number} in {name}: {shortened(code, LONGEST_LINE)}"
+
+
+def _line(frame: FrameType, number: int) -> str:
+    code = " ".join(linecache.getline(frame.f_code.co_filename, number, frame.f_globals).split())
+    where = f"{_short(frame.f_code.co_filename)}:{number} in {frame.f_code.co_name}"
+    return f"{where}: {shortened(code, LONGEST_LINE)}" if code else where
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return where a function or class is written, such as ``spread.py:16 in compute``; empty where nobody knows."""
+    try:
+        written = inspect.unwrap(function)
+        path, (_, number) = inspect.getsourcefile(written), inspect.getsourcelines(written)
+    except (OSError, TypeError, ValueError, SyntaxError):  # made by a program, or written in C
+        return ""
+    return f"{_short(path or '')}:{number} in {written.__name__}"
+
+
+def _short(path: str) -> str:
+    """Return a path from the present folder on; of what lies elsewhere the name."""
+    try:
+        return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.basename(path)
+    except OSError:  # the present folder was removed
+        return os.path.basename(path)
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and text in one line; of a long text the beginning and the end, where errors say most."""
+    text = " ".join(text_of(error).split())
+    if len(text) > LONGEST_TEXT and not isinstance(error, LoopscopeError):
+        text = f"{text[: LONGEST_TEXT // 2]} ... {text[-LONGEST_TEXT // 2 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an error says, whatever its ``__str__`` does."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be read)"
+
+
+def with_lines(error: BaseException, place: str = "") -> str:
+    """Return an error in one line with the user's own lines; where none of these was running, with a ``place``."""
+    where = users_lines(error) or place
+    return f"{told(error)} [{where}]" if where else told(error)
+
+
+def this_command(*words: str) -> str:
+    """Return what to type in a shell to call the command again as it was: ``python spread.py`` for a script, and words.
+
+    Another program that calls the command is none, so there the command's own name stands.
+    """
+    program, module = sys.argv[0], getattr(sys.modules["__main__"], "__spec__", None)
+    is_first = os.path.dirname(shutil.which("python") or "") == os.path.dirname(sys.executable)
+    start = ["python" if is_first else sys.executable, *([program] if module is None else ["-m", module.name])]
+    if sys.argv[1:2] not in (["run"], ["resume"]) or shutil.which("loopscope") == os.path.abspath(program):
+        start = ["loopscope"]
+    elif module is None and os.path.basename(program) == "loopscope":
+        start = [program]
+    return " ".join(_in_shell(word.removesuffix(".__main__")) for word in (*start, *words))
+
+
+def _in_shell(text: str) -> str:
+    """Return a text as a word of a shell; what a line of output would not keep, such as two spaces, in octal."""
+    if text.isprintable() and text == " ".join(text.split()):
+        return shlex.quote(text)
+    octal = re.sub(rb"[^\w/.-]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(text)).decode()
+    return f"\"$(printf '{octal}')\""
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from .data import Batch
+from .errors import UnfitError
 from .firing import GradientKeeper, HookManager
 from .hooks import EPOCH_END, HookPoint
 from .isolation import borrowed_for_evaluation
@@ -65,6 +66,7 @@ def epoch_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` epochs, or until ``task.should_stop``, from the loop state's epoch and step on."""
+    manager.refuse_other_loop("epoch")
     loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.epoch < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
@@ -78,7 +80,7 @@ def epoch_loop(
             _training_step(task, manager, keeper, batch, again, step_scheduler=task.scheduler_interval == "step")
             progress.step(loop)
             _pause(manager, pauses, loop, unit_ended=False)
-        _end_of_batches(loop)
+        _end_of_pass(task, loop)
         manager.dispatch.flush_steps(loop.epoch)
         if task.scheduler_interval == "epoch" and loop.skipped_steps < loop.step:
             advance(task, loop.epoch + 1)
@@ -101,6 +103,7 @@ def step_loop(
     pauses: Pauses = NoPauses(),  # noqa: B008 - it has no state
 ) -> None:
     """Train for ``task.length`` steps, or until ``task.should_stop``; ``loop.epoch`` counts passes over the data."""
+    manager.refuse_other_loop("step")
     loop, keeper, again = manager.state.loop, GradientKeeper(task, manager.hooks), _again(task, manager)
     while loop.step < task.length and not loop.stopped:
         first = loop.step - loop.epoch * len(task.loader)
@@ -116,6 +119,7 @@ def step_loop(
             if loop.step >= task.length or loop.stopped:
                 break
         else:
+            _end_of_pass(task, loop)
             loop.epoch += 1
     _end_of_batches(loop)
 
@@ -205,6 +209,15 @@ def _begin_epoch(task: TrainingTask, manager: HookManager, loop: LoopState) -> N
 def _end_of_batches(loop: LoopState) -> None:
     """Forget the batch in flight: what comes next is between steps."""
     loop.batch, loop.batch_idx, loop.loss = None, None, None
+
+
+def _end_of_pass(task: TrainingTask, loop: LoopState) -> None:
+    """Forget the batch; raise :class:`UnfitError` for a loader that yields more or fewer batches than it says."""
+    said, missing = len(task.loader), (loop.epoch + 1) * len(task.loader) - loop.step
+    if missing:
+        kind = type(task.loader).__name__
+        raise UnfitError(f"{kind} yielded {said - missing} batches in epoch {loop.epoch}, but its length is {said}.")
+    _end_of_batches(loop)
 
 
 def _finish_accumulation(loop: LoopState) -> None:

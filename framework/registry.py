@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from threading import current_thread, main_thread
+from traceback import extract_tb
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from .errors import UsageError, unknown
+from .errors import UsageError, place_of, unknown
 
 Entry = TypeVar("Entry", bound=type[Any])
 
@@ -21,10 +22,13 @@ class NameTakenError(UsageError):
 class Registry(Generic[Entry]):
     """Classes by their unique ``name``."""
 
-    def __init__(self, kind: str, entry_point_group: str, check: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, kind: str, entry_point_group: str, check: Callable[[Entry], None], base: type[Any] | None = None
+    ) -> None:
         self._kind = kind
         self._group = entry_point_group
         self._check = check
+        self.base = base  # one of its subclasses that is not registered is found by its name, too
         self._entries: dict[str, Entry] = {}
         self._broken: dict[str, str] = {}
         self._discovered = False
@@ -36,7 +40,7 @@ class Registry(Generic[Entry]):
         if present is not None and present is not entry:
             raise NameTakenError(
                 f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
-                "rename one of them."
+                f"rename one of them ({where(present)}, {where(entry)})."
             )
         self._entries[entry.name] = entry
         return entry
@@ -65,7 +69,9 @@ class Registry(Generic[Entry]):
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 if isinstance(error, _PressedError):
                     raise
-                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}."
+                lines = [line for line in extract_tb(error.__traceback__) if line.name == "<module>"]
+                own = "".join(f" [{line.filename}:{line.lineno}: {line.line}]" for line in lines[-1:])
+                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}{own}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warnings.warn(self._broken[point.name], stacklevel=3)
 
@@ -76,6 +82,11 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         if name in self._broken:
             raise UsageError(self._broken[name])
+        forgotten = [entry for entry in _descendants(self.base) if vars(entry).get("name") == name]
+        if forgotten:  # the newest, since a notebook makes a class again and again
+            where = " ".join(filter(None, [qualified(forgotten[-1]), place_of(forgotten[-1])]))
+            registry = f"@{self._kind.capitalize()}Registry.register"
+            raise UsageError(f"The {self._kind} {name!r} is not registered: put {registry} above the class, {where}.")
         raise unknown(self._kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:
@@ -107,6 +118,18 @@ def _presses_told_apart() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _descendants(entry: type[Any] | None) -> Iterator[type[Any]]:
+    for each in () if entry is None else type.__subclasses__(entry):
+        yield each
+        yield from _descendants(each)
+
+
 def qualified(entry: type) -> str:
     """Return a class's full name."""
     return f"{entry.__module__}.{entry.__qualname__}"
+
+
+def where(thing: Any) -> str:
+    """Return file and line of a class or function, such as ``mine.py:16``; else its module."""
+    thing = getattr(thing, "__func__", thing)
+    return place_of(thing).partition(" in ")[0] or f"module {getattr(thing, '__module__', type(thing).__module__)}"

@@ -3,10 +3,9 @@
 from .console import ConsoleSink
 from .csv import CSVSink, read_csv
 from .jsonl import JSONLSink, read_jsonl
-from .record import Record
 from .tensorboard_sink import TensorBoardSink
 from .wandb_sink import WandbSink
 
 __all__ = [
-    "CSVSink", "ConsoleSink", "JSONLSink", "Record", "TensorBoardSink", "WandbSink", "read_csv", "read_jsonl",
+    "CSVSink", "ConsoleSink", "JSONLSink", "TensorBoardSink", "WandbSink", "read_csv", "read_jsonl",
 ]

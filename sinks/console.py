@@ -27,6 +27,7 @@ class ConsoleSink(MetricSink):
     """
 
     name: ClassVar[str] = "console"
+    keeps: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import STEP_POINTS, HookPoint, MetricInfo, RunInfo, Series, SinkRegistry
+from loopscope.runs import Record
 
-from .record import LAYOUTS, NUMBERS, POSITION, Record, json_text
+from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
 
 OTHER = "other"
@@ -118,9 +119,9 @@ class CSVSink(FileSink):
         self._write("".join(rows))
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield step and metrics of each row; a family of per-parameter metrics is a dict."""
-        return ((record.step, record.metrics) for record in read_csv(path))
+    def read(cls, path: Path) -> Iterator[Record]:
+        """Yield the emit of each row; a family of per-parameter metrics is a dict."""
+        return read_csv(path)
 
 
 def _shown(values: Sequence[Any]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from loopscope.errors import UsageError
 from loopscope.hooks import ALERTS, STEP_POINTS, Alert, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import RunRecord, read_status
+from loopscope.runs import Record, RunRecord, read_status
 
-from .record import LAYOUTS, NUMBERS, POSITION, Record, json_text
+from .record import LAYOUTS, NUMBERS, POSITION, json_text
 from .run_file import FileSink, complete_lines
 
 
@@ -28,6 +28,7 @@ class JSONLSink(FileSink):
 
     name: ClassVar[str] = "jsonl"
     flag: ClassVar[str | None] = "--hook-jsonl"
+    default: ClassVar[bool] = True
     lossless: ClassVar[bool] = True
 
     @classmethod
@@ -52,9 +53,9 @@ class JSONLSink(FileSink):
         self._write("".join(f"{json_text(alert.record())}\n" for alert in alerts), file=1)
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield step and metrics of each line."""
-        return ((record.step, record.metrics) for record in read_jsonl(path))
+    def read(cls, path: Path) -> Iterator[Record]:
+        """Yield the emit of each line."""
+        return read_jsonl(path)
 
 
 def _of_one_step(metrics: Mapping[str, Any]) -> str | None:
@@ -102,7 +103,7 @@ def recorded_run(folder: Path) -> tuple[RunRecord, Path, str]:
     path = folder / f"{run.strategy}.jsonl"
     if not path.is_file():
         raise UsageError(
-            f"{folder} holds no {path.name}, the record that replay sends; a run writes it with --hook-jsonl, and "
-            "with --hook-wandb."
+            f"{folder} holds no {path.name}, the record that replay sends; a run writes it, unless it is started with "
+            "--no-hook-jsonl."
         )
     return run, path, read_status(folder) or "failed"  # a run without a summary was killed

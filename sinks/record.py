@@ -1,27 +1,16 @@
-"""One emit, as the readers of a sink's file give it back, and the plain values that files can hold."""
+"""The plain values that the files of sinks can hold."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from loopscope.hooks import HookPoint, Series
+from loopscope.hooks import Series
 
 POSITION = ("epoch", "step", "hook_point")
 NUMBERS = frozenset({float, int, bool})
 # So many sets of names keep their layout; a hook that names other metrics at every fire must not fill the memory.
 LAYOUTS = 64
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one call of :meth:`MetricSink.emit` was given."""
-
-    epoch: int
-    step: int
-    hook_point: HookPoint
-    metrics: dict[str, Any]
 
 
 def plain(value: Any) -> Any:

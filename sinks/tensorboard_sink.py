@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from loopscope.errors import UsageError, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import ReplaySink, RunRecord, pass_on
+from loopscope.runs import Record, ReplaySink, RunRecord, pass_on
 
 from .jsonl import read_jsonl, recorded_run
-from .record import Record
 
 if TYPE_CHECKING:
     from .event_file import EventFile

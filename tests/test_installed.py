@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("framework", "training_hooks", "sinks", "experiments")
+SUFFIXES = (".py", ".txt")  # modules, and the templates of loopscope new
 PROJECT = """
 import sys
 import experiments.own, framework.own, sinks.own
@@ -44,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _below(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [*path.rglob("*.py")]
+    return [path] if path.is_file() else [file for file in path.rglob("*.*") if file.suffix in SUFFIXES]
 
 
 @pytest.mark.parametrize("is_package", [True, False], ids=["packages", "plain folders"])
@@ -65,10 +66,10 @@ def test_a_project_with_folders_of_our_names_works_beside_the_installed_package(
     assert "mod_arithmetic" in done.stdout
 
 
-def test_the_wheel_holds_every_module_and_says_that_it_is_typed(site: Path) -> None:
+def test_the_wheel_holds_every_module_and_template_and_says_that_it_is_typed(site: Path) -> None:
     installed = site / "loopscope"
     for name, folder in {"framework": installed, **{name: installed / name for name in FOLDERS[1:]}}.items():
-        expected = {str(path.relative_to(ROOT / name)) for path in (ROOT / name).rglob("*.py")}
-        assert expected <= {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+        expected = {str(path.relative_to(ROOT / name)) for path in _below(ROOT / name)}
+        assert expected <= {str(path.relative_to(folder)) for path in _below(folder)}
     assert (installed / "py.typed").is_file()
     assert [path.name for path in site.iterdir() if path.name in FOLDERS] == []

@@ -145,42 +145,11 @@ def patterns(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-GPT2 = {
-    "vocabulary": 50_257,
-    "context": 1024,
-    "width": 768,
-    "layers": 12,
-    "heads": 12,
-    "batch_size": 512,
-    "accumulation_steps": 32,
-    "steps": 20_000,
-    "lr": 6e-4,
-    "min_lr": 6e-5,
-    "warmup_steps": 700,
-    "amp": "bf16",
-    "rank": 60,
-    "forward_warmup_steps": 700,
-    "merge_steps": 2000,
-    "max_norm": 2.0,
-}
-LLAMA = {
-    "vocabulary": 32_000,
-    "context": 2048,
-    "width": 2048,
-    "layers": 16,
-    "heads": 16,
-    "batch_size": 512,
-    "accumulation_steps": 64,
-    "steps": 20_000,
-    "lr": 4e-4,
-    "min_lr": 4e-5,
-    "warmup_steps": 2000,
-    "amp": "bf16",
-    "rank": 64,
-    "forward_warmup_steps": 2000,
-    "merge_steps": 2000,
-    "max_norm": 1.0,
-}
+LARGE: dict[str, Any] = dict(batch_size=512, steps=20_000, amp="bf16", merge_steps=2000, max_norm=1.0)
+GPT2_SHAPE: dict[str, Any] = dict(LARGE, vocabulary=50_257, context=1024, width=768, layers=12, heads=12, rank=60)
+LLAMA_SHAPE: dict[str, Any] = dict(LARGE, vocabulary=32_000, context=2048, width=2048, layers=16, heads=16, rank=64)
+GPT2 = dict(GPT2_SHAPE, accumulation_steps=32, lr=6e-4, min_lr=6e-5, warmup_steps=700, forward_warmup_steps=700)
+LLAMA = dict(LLAMA_SHAPE, accumulation_steps=64, lr=4e-4, min_lr=4e-5, warmup_steps=2000, forward_warmup_steps=2000)
 
 
 @ExperimentRegistry.register
@@ -215,7 +184,7 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
     }
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "quick": {**QUICK, "forward_warmup_steps": 40, "merge_steps": 200},
-        "gpt2": GPT2,
+        "gpt2": {**GPT2, "max_norm": 2.0},
         "llama": LLAMA,
     }
 

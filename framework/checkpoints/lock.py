@@ -16,6 +16,7 @@ from ..durable_files import read_json, refusal_of_disk
 from ..errors import RunNotice, UsageError
 
 LOCK = "run.lock"
+PATIENCE = 0.05  # seconds in which whoever only asks whether the lock is held has let go of it
 
 
 @contextmanager
@@ -42,6 +43,18 @@ def run_lock(folder: Path) -> Iterator[None]:
                 path.unlink()
     finally:
         os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process that is alive holds the lock on a run's folder."""
+    with suppress(OSError):
+        if (folder / LOCK).is_file():
+            with (folder / LOCK).open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+    return False
 
 
 def _locked(path: Path) -> int:
@@ -82,7 +95,11 @@ def _no_lock(path: Path) -> UsageError:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PATIENCE)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UsageError(
             f"{path.parent} is being written by {_owner(path)}; wait for it, stop it, or choose another --output-dir."

@@ -1,9 +1,11 @@
 """What follows ``loopscope``, carried out: ``diff`` and ``plot`` in files of their own, the other commands here."""
 
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception
 
 import yaml
 
@@ -19,10 +21,12 @@ from ..console import (
     printable,
     show_warnings,
 )
-from ..errors import LoopscopeError, UsageError, counted, listed, unknown
+from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
 from .diff import diff
+from .listing import ls, show
+from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
@@ -71,7 +75,10 @@ def _dispatch(command: str, *words: str) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = {
         "run": _run,
         "resume": _resume,
+        "ls": ls,
+        "show": show,
         "diff": diff,
+        "new": new,
         "plot": plot,
         "replay": _replay,
         "list": _list,
@@ -128,21 +135,47 @@ def _resume(words: Sequence[str]) -> None:
         help="the folder of one strategy, OUTPUT/EXPERIMENT/STRATEGY, or OUTPUT/EXPERIMENT for all that the command "
         "was given; those that are done stay as they are",
     )
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     for flag in MODES:
         parser.add(flag, bool, "the display, in place of that of the command that started the run", default=False)
     given = parser.parse(words)
-    runs = given.pop("RUN")
+    runs, traceback = given.pop("RUN"), given.pop("traceback")
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
     )
     experiment, options = parse_recorded(Path(runs[0]))
     if given:  # the display is no part of the run
         options |= dict.fromkeys(MODES, False) | given
-    _start(experiment, options)
+    _start(experiment, options | {"traceback": traceback})
 
 
 def _start(experiment: Experiment, options: Options) -> None:
     """Train an experiment, or compare it with its checkpoints."""
+    with _own_lines(whole=options["traceback"]):
+        _train(experiment, options)
+
+
+@contextmanager
+def _own_lines(*, whole: bool) -> Iterator[None]:
+    """Tell what the user's own code raises in a sentence with its lines, after the ``whole`` traceback if asked for.
+
+    An error that passed through no code of the user's is raised as it is: it may be a fault of loopscope.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, LoopscopeError)
+        if not known and not passed_through_users_code(error):
+            raise
+        if whole and not isinstance(error, StoppedError):
+            sys.stderr.write("\n".join(map(printable, "".join(format_exception(error)).split("\n"))))
+        if known:
+            raise
+        hint = "" if whole else " --traceback shows the whole traceback."
+        raise LoopscopeError(f"Code of the experiment raised {with_lines(error)}.{hint}") from error
+
+
+def _train(experiment: Experiment, options: Options) -> None:
     runner = experiment(config_of(experiment, options), check_device(options["device"]))
     chosen = run_options(options)
     make_sinks = wanted_sinks(options)
@@ -154,7 +187,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
     )
     if chosen.validate_checkpoints:
-        for strategy, steps in Session(runner, chosen).validate().items():
+        for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
             where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
             write_line(f"{strategy}: the same bit for bit at {where}")
         return

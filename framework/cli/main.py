@@ -16,13 +16,16 @@ Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None]
 USAGE = """usage: loopscope COMMAND ...
 
   loopscope run EXPERIMENT   train an experiment, with hooks; --help shows its options
-  loopscope resume RUN       go on with a run that was interrupted
-  loopscope diff RUN RUN     say at which step and in which tensor two runs part
+  loopscope ls [FOLDER]      the runs in a folder: state, length, final numbers
+  loopscope show RUN         what was run, how it ended, and its metrics
   loopscope plot RUN...      draw metrics of runs against steps
-  loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
-  loopscope list             the experiments, their strategies and presets
+  loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
   loopscope hooks            all hooks, one line each
   loopscope hooks NAME       every metric and option of a hook
+  loopscope list             the experiments, their strategies and presets
+  loopscope resume RUN       go on with a run that was interrupted
+  loopscope diff RUN RUN     say at which step and in which tensor two runs part
+  loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope --version        the versions of loopscope, Python, torch and NumPy
 
 The options of a command: loopscope COMMAND --help
@@ -101,10 +104,15 @@ def without_traceback(before: Excepthook) -> Excepthook:
     """Return an ``excepthook`` that refuses bad input, such as two hooks of one name in a script, in one line."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from ..errors import UsageError
+        from ..errors import UsageError, users_lines
         from .command import refused
 
         if isinstance(error, UsageError):
+            if "--traceback" in sys.argv:
+                before(kind, error, trace)
+            lines = users_lines(error)
+            if lines.rpartition("; ")[2].partition(":")[0] not in str(error):
+                error.args = (f"{error} [{lines}]",)
             raise SystemExit(refused(error))
         before(kind, error, trace)
 

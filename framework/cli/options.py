@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from ..console import first_line
 from ..errors import UsageError, listed, shortened, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, SinkRegistry, hook_options
 from ..runs import ExperimentConfig, ExperimentRunner, RunFlags, RunOptions, RunRecord, field_names, run_folders
-from .parser import NAMES, CommandParser, dashed, typed
+from .parser import NAMES, NEGATIVE_NUMBER, CommandParser, dashed, typed
 from .values import read_yaml
 
 Experiment = type[ExperimentRunner[Any]]
 Options = dict[str, Any]
+PREFIX = re.compile(r"^hook[-_]config\.")
 METAVARS = {"with_hooks": "GROUP", "device": "DEVICE", "guardian_device": "DEVICE", "output_dir": "DIR"}
 
 
@@ -28,12 +30,14 @@ class CommandFlags(RunFlags):
         live: show progress, results and the newest metrics on the whole screen.
         silent: show one progress bar, and at the end what was warned of.
         no_console_output: show nothing at all.
+        traceback: show the whole traceback of an error before the sentence that tells it.
     """
 
     device: str | None = None
     live: bool = False
     silent: bool = False
     no_console_output: bool = False
+    traceback: bool = False
 
 
 def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
@@ -42,6 +46,7 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
     Flags win over config files wherever they stand, later files over earlier ones, and files over the preset. Raises
     :class:`UsageError` with one sentence for what cannot be meant.
     """
+    words = _without_dots(words)
     files, preset = _files_and_preset(words)
     contents = {file: read_config(Path(file)) for file in files}
     for content in contents.values() if preset is None else ():
@@ -59,7 +64,7 @@ def read_config(path: Path) -> dict[Any, Any]:
     """Return the options in a file, as YAML has them; raises :class:`UsageError` for a file that is no mapping.
 
     ``hook_config`` may be a list of ``hook.option=value``, or a mapping from ``hook.option`` to a value, or from hooks
-    to mappings of their options; mappings come back as lists.
+    to mappings of their options; mappings come back as lists, with the keys of the file that are ``hook.option``.
     """
     try:
         text = path.read_text("utf-8")
@@ -74,10 +79,30 @@ def read_config(path: Path) -> dict[Any, Any]:
         begins = shortened(repr(content), 20)  # it may be another program's file, with secrets in it
         raise UsageError(f"The config file {path} holds {type(content).__name__} {begins}; it must be a mapping.")
     options = content or {}
-    for key in {"hook_config", "hook-config"} & options.keys():
-        if isinstance(options[key], Mapping):
-            options[key] = list(_assignments(options[key]))
+    key = "hook-config" if "hook-config" in options else "hook_config"
+    dotted = {PREFIX.sub("", str(name)): options.pop(name) for name in [*options] if "." in str(name)}
+    given = options.get(key)
+    if dotted or isinstance(given, Mapping):
+        own = _assignments(given) if isinstance(given, Mapping) else typed("--hook-config", given, NAMES)
+        options[key] = [*own, *_assignments(dotted)]
     return options
+
+
+def _without_dots(words: Iterable[str]) -> list[str]:
+    """Spell ``--hook.option value`` as ``--hook-config=hook.option=value``, as it is recorded.
+
+    >>> _without_dots(["--norms.k", "-1", "--hook_config.norms.k=2", "--seed", "3"])
+    ['--hook-config=norms.k=-1', '--hook-config=norms.k=2', '--seed', '3']
+    """
+    found, rest = [], iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and "." in option:
+            if not equals and (value := next(rest, "--")).startswith("-") and not re.match(NEGATIVE_NUMBER, value):
+                raise UsageError(f"{option} needs a value.")
+            word = f"--hook-config={PREFIX.sub('', option[2:])}={value}"
+        found.append(word)
+    return found
 
 
 def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
@@ -121,17 +146,24 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     add("strategy", NAMES, strategies, default=[], metavar="NAME")
     hooks = "hooks by name, as loopscope hooks lists them; also all, observers, with_debug"
     add("hooks", NAMES, hooks, default=[], metavar="NAME")
-    add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
+    add(
+        "hook_config",
+        NAMES,
+        "options of hooks: hook.option=value; --hook.option value does the same",
+        default=[],
+        metavar="H.O=V",
+    )
     for sink in SinkRegistry:
         if sink.flag and sink.option:
             add(flag_name(sink), str | None, first_line(sink).rstrip("."), metavar=sink.option.upper())
         elif sink.flag:
-            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=False)
+            add(flag_name(sink), bool, first_line(sink).rstrip("."), default=sink.default)
     values = experiment.presets[preset] if preset is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
     settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
     parser.add_fields(CommandFlags, values, settings)
     parser.add_fields(experiment.config_class, values, settings)
+    parser.add_negations()
     return parser
 
 
@@ -207,7 +239,17 @@ def _complete(experiment: Experiment, parser: CommandParser, options: Options) -
     missing = [dashed(name) for name in parser.types if name not in options]
     if missing:
         raise UsageError(f"loopscope run {experiment.name} needs {listed(missing)}.")
-    return {name: options[name] for name in parser.types}
+    named = {name: _separated(options[name]) for name in ("strategy", "hooks")}
+    return {name: options[name] for name in parser.types} | named
+
+
+def _separated(names: Iterable[str]) -> list[str]:
+    """Take names apart at commas; what is no name, such as an empty text, is left to be refused.
+
+    >>> _separated(["norms,fourier", "hessian", ","])
+    ['norms', 'fourier', 'hessian', ',']
+    """
+    return [name for word in names for name in [part.strip() for part in word.split(",") if part.strip()] or [word]]
 
 
 def _files_and_preset(words: Sequence[str]) -> tuple[list[str], str | None]:

@@ -20,6 +20,7 @@ from .values import refuse_deep, refuse_odd
 
 NAMES = list[str]  # the type of options that take one name or several
 PLACEHOLDERS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+NEGATIVE_NUMBER = r"-(\d|\.\d|inf|nan)"
 FEW = 10  # so many options are listed where an unknown one is refused
 
 
@@ -83,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
             add_help=add_help,
         )
         # argparse takes -1 and -0.5 for values, but -1e-3 (until Python 3.14) and -inf for options.
-        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+        self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
 
@@ -106,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
         if default is not MISSING:
             self.defaults[name] = default
         if default is not False and default not in (None, [], MISSING):
-            text += f" (default: {default})"
+            text += f" (default: {'on' if default is True else default})"
         words = choices(annotation)
         kinds = [PLACEHOLDERS[kind] for kind in alternatives(annotation) if kind in PLACEHOLDERS]
         settings.setdefault("metavar", f"{{{','.join(words)}}}" if words else (*kinds, "VALUE")[0])
@@ -115,6 +116,9 @@ class CommandParser(argparse.ArgumentParser):
         elif annotation is bool:
             settings |= {"nargs": "?", "const": True}
         flag, text = dashed(name), text.replace("%", "%%")
+        if flag in self._option_string_actions:
+            command = (self.usage or "").removesuffix(" [options]")
+            raise UsageError(f"{command} has an option {flag} already; rename {name!r} in the config class.")
         (group or self).add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
     def add_fields(
@@ -135,6 +139,14 @@ class CommandParser(argparse.ArgumentParser):
             own = field.default if field.default_factory is MISSING else field.default_factory()
             default = defaults.get(field.name, own)
             self.add(field.name, types[field.name], text, default=default, group=group, **settings.get(field.name, {}))
+
+    def add_negations(self) -> None:
+        """Add ``--no-NAME`` for each switch that is on by default, unless an option of its own has that name."""
+        for name in [name for name, default in self.defaults.items() if default is True and self.types[name] is bool]:
+            flag = dashed(f"no_{name}")
+            if flag not in self._option_string_actions:
+                text = f"switch {dashed(name)} off"
+                self.add_argument(flag, dest=name, action="store_false", default=argparse.SUPPRESS, help=text)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """Return what is given, by name, in the options' types; raises :class:`UsageError` for what cannot be."""
@@ -169,5 +181,7 @@ class CommandParser(argparse.ArgumentParser):
                 raise UsageError(
                     f"Unknown key {shortened(str(key))!r}{source}.{hint} Its keys are the options that --help lists."
                 )
+            if name in found:
+                raise UsageError(f"{key!r}{source} is there twice, with dashes and with underscores; keep one of them.")
             found[name] = typed(f"{dashed(name)}{source}", value, self.types[name])
         return found

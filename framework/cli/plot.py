@@ -1,25 +1,33 @@
-"""``loopscope plot RUN... --metrics PATTERN...``: draws recorded metrics against steps."""
+"""``loopscope plot RUN... --metrics PATTERN...``: draws recorded metrics against steps or epochs."""
 
+import hashlib
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import UsageError, listed, require_package
-from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_run, save_picture
+from ..console import printable
+from ..durable_files import is_there
+from ..errors import listed, require_package
+from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_curves, save_picture
 from ..runs import require, run_folders
-from .parser import NAMES, CommandParser, write_line
+from .parser import NAMES, CommandParser, dashed, write_line
 
-SUFFIXES = (".png", ".svg", ".pdf")
+FORMATS = ("png", "svg", "pdf")
 LONGEST_STEM = 80
 PROVENANCE = "provenance"  # the picture that hooks ask for, and the option that draws it
+SIDES = 2, 40  # inches of a picture, at least and at most
+LOOKS = ("overlay", "log_x", "log_y", "linear_y", "smooth", "x", "size")  # options that are in the name of a file
+NO_LOOK = ("RUN", "out", "overwrite", "format")  # what a picture does not depend on, but for the runs
 SWITCHES = {
     f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",
-    "--log-x": "a logarithmic axis of steps",
+    "--log-x": "a logarithmic axis of steps or epochs",
     "--log-y": "logarithmic vertical axes; by default only where positive values span more than three decades",
     "--linear-y": "linear vertical axes",
+    "--overwrite": "write over whatever lies at --out",
 }
 
 
@@ -33,44 +41,82 @@ def plot(words: Sequence[str]) -> None:
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
     folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
-    runs = [read_run(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    runs = [read_curves(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    without = [str(run.folder) for run in runs if not run.epoch_steps]
+    unit = given["x"] or ("step" if without else "epoch")
+    require(unit == "step" or not without, f"--x epoch needs the ends of epochs, which {listed(without)} lacks.")
+    runs = [run.in_epochs() for run in runs] if unit == "epoch" else runs
     if given[PROVENANCE]:
         picture = hook_picture(PROVENANCE, runs)
     else:
-        known = dict.fromkeys(name for run in runs for name in run.names)
-        there = listed(list(known)) or "none"
+        there = listed(list(dict.fromkeys(name for run in runs for name in run.names))) or "none"
         require(
-            bool(given["metrics"]), f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
+            given["metrics"] != [], f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
         )
         picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
-    path = given["out"] or _default_path(picture)
-    _check_writable(path)
-    save_picture(picture, Look(given["smooth"], given["log_x"], log_y), path)
+    options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
+    about = _origin(options)
+    path = _path(picture, options, about[1])
+    look = Look(given["smooth"], given["log_x"], log_y, unit, _size(given["size"]), given["title"])
+    save_picture(picture, look, path, about)
     for sentence in (*picture.sentences, f"{path} is written."):
         write_line(sentence)
+
+
+def _origin(options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the command that draws a picture, for the picture to carry, and a mark that no other command has."""
+    words = []
+    for name, value in sorted(options.items()):
+        if name not in NO_LOOK:
+            words += [dashed(name), *(value if isinstance(value, list) else [] if value is True else [str(value)])]
+    resolved = [str(Path(run).resolve()) for run in options["RUN"]]
+    digest = hashlib.sha256(shlex.join([*resolved, *words]).encode(errors="surrogatepass")).hexdigest()
+    return printable(shlex.join(["loopscope", "plot", *options["RUN"], *words])), f"loopscope plot {digest[:16]}"
+
+
+def _path(picture: Picture, options: Mapping[str, Any], mark: str) -> Path:
+    """Return where to write: never over another command's picture, nor over a file that is no picture of ours."""
+    path: Path | None = options.get("out")
+    if not path:
+        looks = [f"{name}-{options[name]}".removesuffix("-True") for name in LOOKS if name in options]
+        words = [re.sub(r"[^\w.-]+", "_", part).strip("_.") for part in (*picture.words, *looks)]
+        name, suffix = "_".join(filter(None, words)), f".{options.get('format', FORMATS[0])}"
+        stem = name.encode()[:LONGEST_STEM].decode(errors="ignore")
+        path = Path(stem + suffix)
+        if stem != name or not _is_free(path, mark):
+            path = Path(f"{stem}_{mark[-8:]}{suffix}")
+    may_write = _is_free(path, mark) or "overwrite" in options
+    require(may_write, f"{path} is not what this command drew before; --overwrite writes over it, --out names another.")
+    return path
+
+
+def _is_free(path: Path, mark: str) -> bool:
+    """Return whether nothing lies at ``path``, or a picture with the mark; raises :class:`UsageError` for no place."""
+    there = is_there(path)
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    require(not path.is_dir(), f"{path} is a folder; --out takes the name of a file.")
+    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    require(writable, f"{path} cannot be written: {above} is not a writable folder.")
+    return not there or (path.is_file() and os.access(path, os.R_OK) and mark.encode() in path.read_bytes())
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plot RUN... --metrics PATTERN... [options]\n       loopscope plot RUN... --provenance [options]",
-        "Draw metrics of runs against steps, from the record that --hook-jsonl or --hook-csv wrote.",
+        "Draw metrics of runs against steps or epochs, from their records.",
     )
-    run = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies"
-    parser.add_argument("RUN", nargs="*", help=run)
-    metrics = "metrics by their full names, or by patterns in quotes: 'norms/*'"
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or of an experiment: all its strategies")
+    metrics = "metrics by their full names, or by patterns in quotes: 'norms/*', 'norms/**' with all below"
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     for switch, text in SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)
-    smooth = "draw the mean of the N points around each, the curve itself faintly behind it"
-    parser.add("smooth", int, smooth, default=1)
-    out = "where to write, as .png, .svg or .pdf; by default a PNG in the present folder"
-    parser.add("out", Path | None, out, metavar="FILE")
+    parser.add("smooth", int, "draw the mean of N points around each, the curve itself faintly behind it", default=1)
+    parser.add("x", Literal["step", "epoch"] | None, "by default epochs, where all runs recorded their ends")
+    parser.add("size", str | None, "in inches, as in 8x5; by default as the panels need it", metavar="WIDTHxHEIGHT")
+    parser.add("title", str | None, "by default experiment and strategy")
+    parser.add("out", Path | None, "a .png, .svg or .pdf; by default a PNG in the present folder", metavar="FILE")
+    parser.add("format", Literal["png", "svg", "pdf"] | None, "of the picture without --out")
     return parser
-
-
-def _default_path(picture: Picture) -> Path:
-    words = [re.sub(r"[^\w.-]+", "_", part).strip("_") for part in (*picture.title.split("/"), picture.subject) if part]
-    return Path("_".join(words)[:LONGEST_STEM] + SUFFIXES[0])
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -85,14 +131,16 @@ def _check(given: Mapping[str, Any]) -> None:
     )
     require(not (given["log_y"] and given["linear_y"]), "--log-y and --linear-y exclude each other.")
     require(given["smooth"] >= 1, f"--smooth is {given['smooth']}; it must be a whole number of points, 1 or more.")
-    out = given["out"]
-    require(out is None or out.suffix.lower() in SUFFIXES, f"--out is {str(out)!r}; it must end in .png, .svg or .pdf.")
+    out, kinds = given["out"], [given["format"]] if given["format"] else FORMATS
+    fits = out is None or out.suffix.lower()[1:] in kinds
+    require(fits, f"--out is {str(out)!r}; it must end in {' or '.join(map('.{}'.format, kinds))}.")
+    _size(given["size"])
 
 
-def _check_writable(path: Path) -> None:
-    """Raise :class:`UsageError` where a file cannot be written."""
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; --out takes the name of a file.")
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(f"{path} cannot be written: {existing} is not a writable folder.")
+def _size(text: str | None) -> tuple[float, float] | None:
+    """Return ``WIDTHxHEIGHT`` in inches; raises :class:`UsageError` for another text, and for sides out of range."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", text or "0x0", re.ASCII)
+    sides = (float(found[1]), float(found[2])) if found else (0.0, 0.0)
+    fits = text is None or SIDES[0] <= min(sides) <= max(sides) <= SIDES[1]
+    require(fits, f"--size is {text!r}; it must be WIDTHxHEIGHT, each from {SIDES[0]} to {SIDES[1]} inches, as in 8x5.")
+    return sides if text else None

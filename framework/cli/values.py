@@ -1,16 +1,19 @@
 """What flags and YAML files may hold: plain values of bounded depth and size; everything else is refused."""
 
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader
 
 from ..durable_files import MOST_LEVELS
-from ..errors import UsageError
+from ..errors import UsageError, shortened
 
 MOST_VALUES = 100_000
 """Aliases let a short file stand for billions of values."""
 LARGEST = 2**63
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BRACKETS = "[{-?:"
 """With which the levels of YAML begin."""
 
@@ -20,6 +23,7 @@ def read_yaml(text: str, source: str) -> Any:
     refuse_deep(text, source)
     try:
         content = get_loader("yaml")(text)
+        _refuse_repeated(text, source)
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not YAML: {error}.") from error
     except (ValueError, TypeError, OverflowError, AttributeError, LookupError, RecursionError) as error:
@@ -29,13 +33,28 @@ def read_yaml(text: str, source: str) -> Any:
     return content
 
 
+def _refuse_repeated(text: str, source: str) -> None:
+    """Raise :class:`UsageError` for a key that a mapping has twice: YAML readers keep the last without a word."""
+    waiting, seen = [yaml.compose(text, Loader=LOADER)], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+            continue
+        seen.add(id(node))  # where aliases refer to it, it stands again
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key in (key for key, times in keys.items() if times > 1):
+                raise UsageError(f"{source} has the key {shortened(key)!r} {keys[key]} times; keep one of them.")
+        waiting += chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+
+
 def refuse_deep(text: str, source: str) -> None:
     """Raise :class:`UsageError` for YAML that is nested too deep: libyaml would overflow the stack of the process."""
     if sum(map(text.count, BRACKETS)) <= MOST_LEVELS:
         return
     level = 0
     try:
-        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        for event in yaml.parse(text, Loader=LOADER):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if level > MOST_LEVELS:
                 raise UsageError(f"{source} is not YAML that can be read: it has more than {MOST_LEVELS} levels.")

@@ -35,6 +35,7 @@ class LiveDisplay(MetricSink):
     """
 
     name = "live"
+    keeps = False
 
     def __init__(self, console: Console, live_metrics: Groups, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console

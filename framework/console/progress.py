@@ -236,6 +236,7 @@ class ProgressNumbers(MetricSink):
     """Keep what was delivered last of some metrics; of a series its mean, as the loss beside it is one."""
 
     name = "progress"
+    keeps = False
 
     def __init__(self, metrics: Mapping[str, Sequence[str]]) -> None:
         self.metrics = metrics  # full names by label

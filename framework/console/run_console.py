@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -206,6 +206,7 @@ class Watch(MetricSink):
     """
 
     name = "alerts"
+    keeps: ClassVar[bool] = False
 
     def __init__(self, live_metrics: Groups, notify: Callable[[Notice], None], *, each: bool) -> None:
         self.plotted = self._begin = ""

@@ -10,6 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 
+LEAST = 14  # columns of each of the two that give way
 SPARKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans("↑↓→│…ø" + SPARKS, "^v>|~o_.-~=+*#")
 Line = list[tuple[str, str]]  # pieces of text, each with its style; an empty style is none
@@ -86,6 +87,8 @@ def duration_text(seconds: float) -> str:
     >>> [duration_text(seconds) for seconds in (0.4, 63.2, 7384, 200000)]
     ['0:00', '1:03', '2:03:04', '2 d 7:33:20']
     """
+    if not math.isfinite(seconds):
+        return str(seconds)
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -114,6 +117,25 @@ def shortened(text: str, width: int, *, keep_end: bool = True) -> str:
         return text
     tail = width // 2 if keep_end and width > 4 and cell_len(text) == len(text) else 0
     return set_cell_size(text, max(0, width - 1 - tail)) + "…" * (width > 0) + (text[-tail:] if tail else "")
+
+
+def in_columns(rows: Sequence[Mapping[str, str]], width: int, flexible: tuple[str, str]) -> list[str]:
+    """Return a heading and a line for each row, without columns that nobody fills.
+
+    The first of the ``flexible`` columns is shortened where there is no room, the second stands last and is cut off.
+
+    >>> in_columns([{"a": "0123456789abcdefghi", "b": "", "c": "a text of 20 columns"}], 30, ("a", "c"))
+    ['a               c', '012345…cdefghi  a text of 20 …']
+    """
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = {name: max(cell_len(text) for text in (name, *(row[name] for row in rows))) for name in names}
+    others = sum(widths[name] + 2 for name in names if name not in flexible)
+    widths[flexible[0]] = min(widths[flexible[0]], max(LEAST, width - others - LEAST - 2))
+    lines = [
+        [set_cell_size(shortened(row[name], widths[name]), widths[name]) for name in names]
+        for row in ({name: name for name in names}, *rows)
+    ]
+    return [shortened("  ".join(cells).rstrip(), width, keep_end=False) for cells in lines]
 
 
 def cleaned(value: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ..errors import UsageError
+from ..errors import UnfitError, UsageError
 from ..state import RandomStreams
 from .batch_indices import indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
@@ -91,6 +91,9 @@ class TensorLoader(Loader):
             raise UsageError(f"The tensors of a loader have {lengths} rows; they need equally many, and at least one.")
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1.")
+        if not callable(order):
+            kind = type(order).__name__
+            raise UsageError(f"The order is a {kind}, not a function of the epoch; give fixed_order(permutation), say.")
         self._batch_size = batch_size
         self._order = order
 
@@ -98,7 +101,7 @@ class TensorLoader(Loader):
         """Yield tuples of tensors with ``batch_size`` rows each."""
         order = self._order(epoch)
         if len(order) != len(self._tensors[0]):
-            raise UsageError(
+            raise UnfitError(
                 f"The order of epoch {epoch} has {len(order)} rows, the data {len(self._tensors[0])}; "
                 "an order is a permutation of all rows."
             )

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunNotice, StateMutationError, UsageError
+from ..errors import RunNotice, StateMutationError, UsageError, nearest
 from ..hooks import (
     STEP_POINTS,
     Alert,
     HookPoint,
+    MetricInfo,
     Metrics,
     MetricSink,
     PendingMetrics,
@@ -49,6 +50,8 @@ class MetricDispatch:
         self._now: PendingMetrics[Report] = PendingMetrics()
         self._steps: PendingMetrics[Report] = PendingMetrics()
         self._started = False
+        self._infos: Mapping[str, MetricInfo] = {}
+        self._names, self._told = 0, set[str]()
         self._at_end: dict[str, Position | None] | None = None
         self._last: list[dict[str, Any]] = [{} for _ in HookPoint]
         self._newest: dict[str, Any] = {}
@@ -62,13 +65,27 @@ class MetricDispatch:
 
     def add(self, hook: TrainingHook, point: HookPoint, step: int, metrics: Metrics) -> None:
         """Take the metrics of one hook call."""
-        if not metrics:
+        if isinstance(metrics, dict) and not metrics:
             return
         pending = self._steps if point in STEP_POINTS else self._now
         kept = pending.add(Report(hook, point, step), metrics)
         last, prefix = self._last[point], hook.name + "/"
         for name, value in kept.items():
             last[prefix + name] = self._newest[prefix + name] = value
+        if len(self._newest) > self._names:
+            self._names = len(self._newest)
+            self._tell_of_undescribed(hook, kept)
+
+    def _tell_of_undescribed(self, hook: TrainingHook, metrics: Metrics) -> None:
+        """Tell once of a hook that returns what it does not describe; where it describes nothing, that is meant."""
+        infos = [info for name, info in self._infos.items() if name.startswith(hook.name + "/")]
+        stray = [name for name in metrics if not any(info.describes(name) for info in infos)]
+        if infos and stray and hook.name not in self._told:
+            self._told.add(hook.name)
+            near, row = nearest(stray[0], [info.column for info in infos]), f"{stray[0]} | formula | range | reading"
+            sentence = f"Hook {hook.name!r} returns a metric {stray[0]!r} that it does not describe.{near}"
+            of = f"metrics in class {type(hook).__name__}"
+            warnings.warn(f"{sentence} Add to {of} a row: {row}", RunNotice, stacklevel=2)
 
     def deliver(self, point: HookPoint, epoch: int, step: int) -> None:
         """Bring the metrics of an epoch-level fire to the host and emit them together."""
@@ -118,6 +135,11 @@ class MetricDispatch:
         if alerts:
             self._each(alerts[-1].step or 0, lambda sink: sink.alert(alerts))
 
+    @property
+    def waits(self) -> bool:
+        """Whether a sink would miss metrics if the run broke off here."""
+        return bool(self._sinks and self._steps)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics that wait for a flush, as host values, and the newest ones."""
         waiting = [
@@ -132,6 +154,7 @@ class MetricDispatch:
                 self._steps.add(Report(hooks[name], HookPoint[point], step), values)
         self._last = [dict(metrics) for _, metrics in zip(HookPoint, state["last"], strict=True)]
         self._newest = dict(state["newest"])
+        self._names = len(self._newest)
 
     # Sinks
 
@@ -144,7 +167,7 @@ class MetricDispatch:
         one that is off now are named. Raises what is ``fatal``, such as the :class:`UsageError` of a sink whose earlier
         files are no longer there.
         """
-        known = positions or {}
+        known, self._infos = positions or {}, run.metric_infos
         self._tell_of_those_off(run, known)
         for sink in list(self._sinks):
             if _known(sink, known)[:1] == [None]:

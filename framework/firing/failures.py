@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import format_exception
 from typing import Any, Literal
 
 from ..errors import (
@@ -13,10 +14,15 @@ from ..errors import (
     UnsuitableError,
     UsageError,
     passed_through_users_code,
+    place_of,
     shortened,
+    told,
+    users_lines,
+    with_lines,
 )
 from ..hooks import HookPoint, InterventionHook, TrainingHook, UndeclaredCommitError
 from ..state import explained
+from .remedies import function_at, remedy
 
 SNAPSHOT = HookPoint.SNAPSHOT.name
 BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
@@ -42,22 +48,27 @@ class HookFailures:
 
     def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
-        told = explained(error)
+        raised = explained(error)
         first = where == SNAPSHOT and hook.name not in self.proven
         unsuited = isinstance(error, UnsuitableError) or (first and not isinstance(error, UndeclaredCommitError))
         if unsuited and hook.name not in self.required:
-            raised = (
-                f"Hook {hook.name!r} raised at its first SNAPSHOT: {type(told).__name__}: {shortened(str(told), 180)}"
-            )
-            self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else raised
+            sentence = shortened(f"Hook {hook.name!r} raised at its first SNAPSHOT: {with_lines(error)}", 290)
+            self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else sentence
             warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
             return
-        message = f"Hook {hook.name!r} raised at {where} of step {step}: {type(told).__name__}: {told}"
-        self.errors.append({"hook": hook.name, "point": where, "step": step, "error": f"{type(told).__name__}: {told}"})
-        if isinstance(error, UndeclaredCommitError) or (where in BEFORE_THE_RUN and isinstance(error, UsageError)):
+        lines = with_lines(raised, place_of(function_at(hook, where)))
+        what_to_do = remedy(hook, where, error)
+        message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (what_to_do and f". {what_to_do}")
+        entry = {"hook": hook.name, "point": where, "step": step, "error": told(raised)}
+        self.errors.append(entry | {"traceback": "".join(format_exception(error))})
+        if isinstance(error, UndeclaredCommitError):
+            error.args = (f"{error} [{users_lines(error)}]",)
+            raise error
+        if where in BEFORE_THE_RUN and isinstance(error, UsageError):
             raise error
         if self.on_error == "skip":
-            warnings.warn(f"{message}. The run goes on without it.", stacklevel=3)
+            stop = "" if what_to_do else "."
+            warnings.warn(f"{message}{stop} The run goes on without it.", stacklevel=3)
             return
         reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, LoopscopeError)
         if reloaded and not passed_through_users_code(error):

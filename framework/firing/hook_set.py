@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, require, shortened, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -18,6 +18,7 @@ from ..hooks import (
     InterventionHook,
     MetricInfo,
     RunInfo,
+    StepSchedule,
     TapSet,
     TrainingHook,
     windows_for,
@@ -26,6 +27,7 @@ from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler
 from .failures import SNAPSHOT, HookFailures
+from .remedies import instead_of
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -40,6 +42,9 @@ class Listener:
         self.rank = 0 if self.intervention is None else 1 + bool(self.intervention.commits)
         """Order at one point: observers, interventions, committing interventions."""
         schedule = hook.point_schedules.get(point, hook.step_schedule)
+        remedy = "it must be a StepSchedule, such as StepSchedule(mode='stride', every_n_steps=10)"
+        is_one = isinstance(schedule, StepSchedule)
+        require(is_one, f"Hook {hook.name!r} has step_schedule = {schedule!r}; {remedy}.")
         thinned = (schedule.mode != "continual" or schedule.warmup > 0) and point in STEP_POINTS
         self._schedule = schedule if thinned else None  # None: every step, or a point between steps
 
@@ -59,7 +64,11 @@ class Listeners:
     def __init__(self, hooks: Iterable[TrainingHook], loop: str) -> None:
         by_point: list[list[Listener]] = [[] for _ in HookPoint]
         for hook in hooks:
-            for point, window in windows_for(hook.hook_points, hook.loop_points, loop).items():
+            try:
+                windows = windows_for(hook.hook_points, hook.loop_points, loop)
+            except UsageError as error:
+                raise UsageError(f"Hook {hook.name!r}: {error}") from error
+            for point, window in windows.items():
                 by_point[point].append(Listener(hook, point, window))
         self.at = [sorted(listeners, key=lambda listener: listener.rank) for listeners in by_point]
         """Indexed by hook point: looking up a point without listeners is all that an empty fire costs."""
@@ -175,8 +184,9 @@ class HookSet:
             return None
         try:
             result = isolated()
-        except StateMutationError:
+        except StateMutationError as error:
             self.abandon()
+            error.args = (" ".join(filter(None, [str(error), instead_of(hook, where, error)])),)
             raise
         except KeyboardInterrupt:
             raise
@@ -318,13 +328,13 @@ class HookSet:
                     raise
                 except BaseException as error:
                     raise UsageError(
-                        f"Hook {hook.name!r} cannot take its state back ({type(error).__name__}: {error}): go on with "
-                        "the options that it had, or without it."
+                        f"Hook {hook.name!r} cannot take its state back ({with_lines(error)}): go on with the options "
+                        "that it had, or without it."
                     ) from error
 
     def _end(self, hook: TrainingHook, status: str) -> None:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
-        if table := self.call(hook, "table", self._state.loop.step, hook.table):
+        if table := self.call(hook, "table", self._state.loop.step, partial(_table, hook)):
             self.tables[hook.name] = table
 
 
@@ -349,7 +359,19 @@ _ALIKE = {"number": (int, float, Tensor), "text": (str,), "list": (list, tuple),
 
 
 def _described(hook: TrainingHook) -> list[MetricInfo]:
-    return list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
+    found = list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
+    if odd := [info for info in found if not isinstance(info, MetricInfo)]:
+        raise TypeError(f"returned {odd[0]!r}; it returns a list of MetricInfo, as metric_table(text) does")
+    return found
+
+
+def _table(hook: TrainingHook) -> Mapping[str, Mapping[str, float]]:
+    table = hook.table()
+    rows = list(table.values()) if isinstance(table, Mapping) else [None]
+    numbers = [number for row in rows if isinstance(row, Mapping) for number in row.values()]
+    if not all(isinstance(row, Mapping) for row in rows) or not all(isinstance(each, (int, float)) for each in numbers):
+        raise TypeError(f"returned {shortened(repr(table))}; a table is a dict of rows, dicts of numbers")
+    return table
 
 
 def _start(hook: TrainingHook, run: RunInfo) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import torch
 
 from ..data import first_batch, lent
-from ..errors import RunNotice, UsageError
+from ..errors import RunNotice, UsageError, require
 from ..hooks import (
     HookPoint,
     InterventionHook,
@@ -58,6 +58,8 @@ class HookManager:
         reference_weights: the weights of a reference solution by parameter name, placed like the model's.
     """
 
+    _started = _ended = False
+
     def __init__(
         self,
         hooks: Iterable[TrainingHook],
@@ -99,7 +101,18 @@ class HookManager:
         """Makes the context of a step's further evaluations, where the optimizer makes several: no tap hears them."""
         self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
         self._reference_weights = reference_weights
-        self._started = self._ended = False
+
+    def __del__(self) -> None:
+        if self._started and not self._ended and self.dispatch.waits:
+            sentence = "A hook manager was not ended: metrics of its last steps are lost, and files may be incomplete."
+            warnings.warn(f"{sentence} Call manager.end('completed') after the loop.", RunNotice, stacklevel=2)
+
+    def refuse_other_loop(self, loop: str) -> None:
+        """Raise :class:`UsageError` in a loop that the hooks were not made for, or after the end."""
+        require(not self._ended, "This hook manager has ended; make a new one for another run.")
+        right = loop == self.hooks.loop or not any(True for _ in self.hooks)
+        made = f"was made for the {self.hooks.loop} loop; make it with HookManager(..., loop={loop!r})"
+        require(right, f"The hook manager of {loop}_loop {made}.")
 
     def start(self, run: RunInfo) -> None:
         """Tell every hook and sink that the strategy starts, and attach the taps."""
@@ -192,7 +205,10 @@ class HookManager:
         hooks, model = self.hooks, self.task.model
 
         def declared(hook: TrainingHook) -> list[Tap]:
-            return list(hook.taps(model)) if hooks.listeners.of(hook) else []  # none if left out of this loop
+            taps = list(hook.taps(model)) if hooks.listeners.of(hook) else []  # none if left out of this loop
+            if odd := [tap for tap in taps if not isinstance(tap, Tap)]:
+                raise TypeError(f"returned {odd[0]!r}; taps are GradientTap(target, kind, function)")
+            return taps
 
         with self.isolation.visit():
             taps = {hook.name: hooks.call(hook, "taps", 0, partial(declared, hook)) for hook in list(hooks)}

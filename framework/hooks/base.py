@@ -151,7 +151,7 @@ class TrainingHook(Remembering, ABC):
     """The hook reports more if there is a reference solution."""
     debug: ClassVar[bool] = False
     always: ClassVar[bool] = False
-    """The hook is on, and comes first, whenever any hook is on."""
+    """The hook is on, and comes first, whenever any hook is on, or a sink that keeps metrics."""
     metrics: ClassVar[str] = ""
     """A table, as :func:`metric_table` reads it, of every metric that ``compute`` or ``intervene`` can return."""
     panels: ClassVar[Sequence[MetricPanel]] = ()

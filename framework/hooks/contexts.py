@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..data import Loader, lent
 from ..errors import UsageError
 from ..training import Profiler
-from .hook_points import HookPoint
+from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 
 @dataclass(frozen=True)
@@ -265,3 +265,23 @@ class RunDataContext:
     def get_last_metrics(self, point: HookPoint | None = None) -> Mapping[str, Any]:
         """Return the newest metrics by full name, of ``point`` or of all points; observers of this fire included."""
         return self.services.last_metrics(point)
+
+
+_STEPS = tuple(sorted(STEP_POINTS))
+_EVALUATED = (HookPoint.PRE_EPOCH, *EPOCH_END), "", "after an evaluation, before the next step, if that reports it"
+SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
+    "batch_idx": (_STEPS, "", ""),
+    "batch_data": (_STEPS, "", ""),
+    "loss": ((*_STEPS[1:], *EPOCH_END), "", "in the step loop after the first log_every steps"),
+    "loss_scale": (_STEPS[1:], "", "in float16 (--amp fp16)"),
+    "train_acc": _EVALUATED,
+    "val_acc": _EVALUATED,
+    "evaluation": _EVALUATED,
+    "accumulated_grads": (EPOCH_END, "needs_grads", "in the step loop after the first log_every steps"),
+    "step_losses": (EPOCH_END, "needs_step_series", ""),
+    "step_grad_norms": (EPOCH_END, "needs_step_series", ""),
+    "prev_step_grads": (_STEPS, "needs_prev_step_grads", "from the second step on"),
+    "target_grad": (tuple(HookPoint), "needs_target_grad", "where the experiment defines target_grad"),
+    "reference_weights": (tuple(HookPoint), "uses_reference_weights", "with --reference PATH"),
+}
+"""Where the fields of a view are set that may be ``None``, the need that asks for them, and on what else it depends."""

@@ -65,6 +65,11 @@ def windows_for(hook_points: Set[HookPoint], loop_points: LoopPoints | None, loo
         if not isinstance(point, HookPoint):
             known = ", ".join(member.name for member in HookPoint)
             raise UsageError(f"Unknown hook point {point!r}. Known members of HookPoint: {known}.")
+        bounds = list(window) if isinstance(window, (tuple, list)) else []
+        if len(bounds) != 2 or any(type(bound) not in (int, type(None)) for bound in bounds):
+            raise UsageError(
+                f"The epoch window at {point.name} is {window!r}; it is two numbers, (first, last), or None."
+            )
         first, last = window
         if (first or 0) < 0 or (last is not None and last < (first or 0)):
             raise UsageError(
@@ -92,6 +97,9 @@ class StepSchedule:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ("every_n_steps", "burst_length", "warmup")}
+        if odd := [name for name, number in numbers.items() if type(number) is not int]:
+            raise UsageError(f"{odd[0]} is {numbers[odd[0]]!r}; it must be an integer.")
         if self.mode not in ("continual", "stride", "burst"):
             raise UsageError(f"Unknown step schedule {self.mode!r}. Known: continual, stride, burst.")
         if self.every_n_steps < 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class MetricSink(ABC):
     """The option of the command line that asks for this sink, such as ``--hook-csv``."""
     option: ClassVar[str | None] = None
     """The argument of the constructor, a text, that this option takes; one without is a switch."""
+    default: ClassVar[bool] = False
+    """Whether the switch is on by itself; ``--no-...`` before its name then switches it off."""
+    keeps: ClassVar[bool] = True
+    """Whether what it is given stays when the run is over; a display keeps nothing."""
     includes: ClassVar[tuple[str, ...]] = ()
     """Names of the sinks whose files this one writes too: the command line makes none of those beside it."""
 
@@ -84,23 +89,37 @@ class MetricSink(ABC):
         """Finish the strategy; ``status`` is "completed", "failed" or "interrupted"."""
 
 
-def _own(value: MetricValue, leaves: list[Tensor]) -> MetricValue:
-    """Copy the containers of a metric value, which its hook may go on using, and add its tensors to ``leaves``."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            raise ValueError(f"returned a tensor of shape {tuple(value.shape)}; metrics are zero-dimensional tensors")
+def _own(value: MetricValue, leaves: list[Tensor], name: object) -> MetricValue:
+    """Copy the containers of a metric value, which its hook may go on using, and add its tensors to ``leaves``.
+
+    Scalars and zero-dimensional arrays of NumPy become numbers.
+    """
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        kind, shape = "a tensor" if isinstance(value, Tensor) else "an array", tuple(value.shape)
+        remedy = "metrics are zero-dimensional tensors: return its mean or norm, or .tolist()"
+        raise ValueError(f"returned {kind} of shape {shape} as {name!r}; {remedy}")
+    if isinstance(value, Tensor) and not (value.is_complex() or value.is_meta):
         leaves.append(value)
         return value
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, Mapping):
-        return {key: _own(item, leaves) for key, item in value.items()}
+        return {_key(key): _own(item, leaves, key) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_own(item, leaves) for item in value]
+        return [_own(item, leaves, name) for item in value]
     if not isinstance(value, (int, float)):
-        raise TypeError(
-            f"returned a {type(value).__name__} as a metric; a metric is a float, int, bool or zero-dimensional "
-            "tensor, or a list or dict of these"
-        )
+        kind = f"tensor of {value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        remedy = "a metric is a float, int, bool or zero-dimensional tensor, or a list or dict of these"
+        raise TypeError(f"returned a {kind} as a metric; {remedy}; its name is {name!r}")
     return value
+
+
+def _key(key: object) -> object:
+    if isinstance(key, np.generic):
+        key = key.item()
+    if not isinstance(key, (str, int, float)):
+        raise TypeError(f"returned a dict with the key {key!r} as a metric; such keys are texts or numbers")
+    return key
 
 
 def _filled(value: MetricValue, numbers: Iterator[Any]) -> Any:
@@ -139,11 +158,12 @@ class PendingMetrics(Generic[Origin]):
         of metric values.
         """
         if not isinstance(metrics, Mapping):
-            raise TypeError(f"returned a {type(metrics).__name__}; a hook returns a dict of metrics")
+            kind = "None" if metrics is None else f"a {type(metrics).__name__}"
+            raise TypeError(f"returned {kind}; a hook returns a dict of metrics, {{}} where it has none")
         if odd := [name for name in metrics if not isinstance(name, str)]:
             raise TypeError(f"returned a metric under the name {odd[0]!r}; names of metrics are texts")
         leaves: list[Tensor] = []
-        own = {name: value if type(value) is float else _own(value, leaves) for name, value in metrics.items()}
+        own = {name: value if type(value) is float else _own(value, leaves, name) for name, value in metrics.items()}
         if not leaves:
             self._entries.append((origin, own, []))
             return own

@@ -1,11 +1,12 @@
 """The registries of hooks, sinks and experiments, what they refuse, and the way from a selection to hook objects."""
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from ..errors import UsageError, unknown
+from ..errors import UsageError, place_of, require, told, unknown, with_lines
 from ..registry import Registry, qualified
 from .base import InterventionHook, TrainingHook
 from .commits import StatePart
@@ -16,6 +17,8 @@ from .metrics import MetricSink
 KEYWORDS = ("all", "observers", "with_debug")
 """Words that ``--hooks`` takes beside the names of hooks."""
 OptionsByHook = Mapping[str, Mapping[str, Any]]
+YIELDING = ("describe_metrics", "taps")
+"""Methods that may be generators."""
 GROUPS = ("none", "minimal", "observers", "interventions", "full")
 
 
@@ -23,62 +26,113 @@ def check_hook_class(hook: type[TrainingHook]) -> None:
     """Refuse a hook class that could not work; raises :class:`UsageError` that says what to change."""
     if not (isinstance(hook, type) and issubclass(hook, TrainingHook)):
         raise UsageError(f"{hook!r} is not a subclass of TrainingHook, so it cannot be a hook.")
-    label = f"Hook class {qualified(hook)}"
-    if not isinstance(getattr(hook, "name", None), str) or not hook.name.replace("_", "").isalnum():
-        raise UsageError(f"{label} needs a name of letters, digits and underscores.")
-    if hook.name in KEYWORDS:
-        raise UsageError(f"{label} is named {hook.name!r}, which is a keyword of --hooks; rename it.")
+    try:
+        _check_declarations(hook)
+    except Exception as error:
+        place = place_of(hook).partition(" in ")[0]
+        label = f"Hook class {qualified(hook)}" + (f" ({place})" if place else "")
+        sentence = str(error) if isinstance(error, UsageError) else f"cannot be used: {told(error)}."
+        raise UsageError(f"{label} {sentence}") from error
+
+
+def _check_declarations(hook: type[TrainingHook]) -> None:
+    name = getattr(hook, "name", None)
+    named = isinstance(name, str) and name.replace("_", "").isalnum()
+    require(named, "needs a name of letters, digits and underscores.")
+    require(name not in KEYWORDS, f"is named {name!r}, which is a keyword of --hooks; rename it.")
+    of_text = isinstance(hook.metrics, str)
+    require(of_text, "has metrics that are no text with a row 'name | formula | range | reading' for each.")
+    _check_methods(hook)
+    by_point = hook.point_schedules
+    require(isinstance(by_point, Mapping), f"has point_schedules = {by_point!r}; they are a dict by hook point.")
+    for name, option in inspect.signature(hook, eval_str=True).parameters.items():
+        if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
+            remedy = f"an option must be keyword-only, annotated, and have a default: (self, *, {name}: int = 1)"
+            raise UsageError(f"takes {name!r}; {remedy}.")
+    points = _points(hook)
+    if issubclass(hook, InterventionHook):
+        _check_intervention_class(hook, points)
+
+
+def _check_methods(hook: type[TrainingHook]) -> None:
+    """Refuse a class that lacks a method, or has one that cannot be called as it will be."""
+    base = InterventionHook if issubclass(hook, InterventionHook) else TrainingHook
+    stray = {"commits", "intervene"} & {*dir(hook)} - {*dir(base)}
+    remedy = "derive it from InterventionHook and define intervene(self, run_ctx, model_ctx)"
+    require(not stray, f"has {' and '.join(sorted(stray))}, but is an observer; {remedy}.")
     missing = set(hook.__abstractmethods__)
     if hook.describe_metrics is TrainingHook.describe_metrics and not metric_table(hook.metrics):
         missing.add("describe_metrics")
-    if missing:
-        raise UsageError(f"{label} must define {', '.join(f'{name}()' for name in sorted(missing))}.")
-    for name, option in inspect.signature(hook).parameters.items():
-        if name not in hook_options(hook) or inspect.Parameter.empty in (option.default, option.annotation):
-            raise UsageError(f"{label} takes {name!r}; an option must be keyword-only, annotated, and have a default.")
-    points = _points(label, hook)
-    if issubclass(hook, InterventionHook):
-        _check_intervention_class(label, hook, points)
+    hint = " (or a text metrics)" if "describe_metrics" in missing else ""
+    require(not missing, f"must define {', '.join(f'{name}()' for name in sorted(missing))}{hint}.")
+    for name in [name for name in dir(base) if not name.startswith("_") and callable(getattr(base, name))]:
+        if getattr(hook, name) is not getattr(base, name):
+            _check_method(name, getattr(base, name), hook)
+
+
+def _check_method(name: str, expected: Callable[..., Any], hook: type[TrainingHook]) -> None:
+    arguments = [argument for argument in inspect.signature(expected).parameters if argument != "self"]
+    own, takes_self = getattr(hook, name), inspect.isfunction(inspect.getattr_static(hook, name)) and name != "leaves"
+    fits = not inspect.iscoroutinefunction(own) and (name in YIELDING or not inspect.isgeneratorfunction(own))
+    try:
+        inspect.signature(own).bind(*[None] * (takes_self + len(arguments)))
+    except (TypeError, ValueError):
+        fits = False
+    form = f"{name}({', '.join(['cls' if name == 'leaves' else 'self', *arguments])})"
+    if not fits:
+        remedy = "it must be a function without yield and async"
+        raise UsageError(f"has a method {name} [{place_of(own) or own}] that cannot be called; {remedy}: {form}.")
 
 
 def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only options of a hook's constructor by name."""
-    parameters = inspect.signature(hook).parameters
+    parameters = inspect.signature(hook, eval_str=True).parameters
     return {name: option for name, option in parameters.items() if option.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _points(label: str, hook: type[TrainingHook]) -> set[HookPoint]:
+def _points(hook: type[TrainingHook]) -> set[HookPoint]:
     """Return every point that the class names, for either loop."""
-    loops: Mapping[str, Any] = hook.loop_points or {}
+    loops: Any = hook.loop_points or {}
+    form = "{'epoch': {HookPoint.POST_EPOCH}}"
+    require(isinstance(loops, Mapping), f"has loop_points = {loops!r}; they are a dict, such as {form}.")
     for loop in loops:
         if loop not in POINTS_OF_LOOP:
-            raise UsageError(f"{label} has loop_points: {unknown('loop', loop, POINTS_OF_LOOP)}")
-    points = set(hook.hook_points).union(*loops.values())
+            raise UsageError(f"has loop_points: {unknown('loop', str(loop), POINTS_OF_LOOP)}")
+    points = _members("hook_points", hook.hook_points, HookPoint)
+    points = points.union(*(_members("loop_points", entry, HookPoint) for entry in loops.values()))
     try:
         windows_for(points, None, "epoch")
         for loop in loops:
             windows_for(points, loops, loop)
     except UsageError as error:
-        raise UsageError(f"{label}: {error}") from error
-    if not points:
-        known = ", ".join(point.name for point in HookPoint)
-        raise UsageError(f"{label} fires nowhere; set hook_points to some of HookPoint: {known}.")
+        raise UsageError(f"cannot be used: {error}") from error
+    known = ", ".join(point.name for point in HookPoint)
+    require(bool(points), f"fires nowhere; set hook_points to some of HookPoint: {known}.")
     return points
 
 
-def _check_intervention_class(label: str, hook: type[InterventionHook], points: set[HookPoint]) -> None:
-    where = points if hook.intervention_points is None else set(hook.intervention_points)
-    if not where <= points:
-        stray = ", ".join(sorted(str(getattr(point, "name", point)) for point in where - points))
-        raise UsageError(f"{label} intervenes at {stray}, which is not among its hook_points.")
-    if HookPoint.PRE_UPDATE in where:
-        raise UsageError(f"{label} intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
-    if where != points and hook.compute is InterventionHook.compute:
-        raise UsageError(f"{label} observes outside its intervention_points, so it must define compute().")
-    for part in hook.commits:
+def _members(attribute: str, value: Any, kind: type[Enum]) -> set[Any]:
+    """Return what a class names as a set; raises :class:`UsageError` for a text, or for one member without a set."""
+    if isinstance(value, (kind, str)) or not isinstance(value, Iterable):
+        name = value.name if isinstance(value, kind) else str(value).upper().rpartition(".")[2]
+        example = f"{kind.__name__}.{name if name in kind.__members__ else next(iter(kind)).name}"
+        raise UsageError(f"has {attribute} = {value!r}; it must be a set: {attribute} = {{{example}}}.")
+    return set(value)
+
+
+def _check_intervention_class(hook: type[InterventionHook], points: set[HookPoint]) -> None:
+    named = hook.intervention_points
+    where = points if named is None else _members("intervention_points", named, HookPoint)
+    stray = ", ".join(sorted(str(getattr(point, "name", point)) for point in where - points))
+    require(not stray, f"intervenes at {stray}, which is not among its hook_points.")
+    forbidden = HookPoint.PRE_UPDATE in where
+    require(not forbidden, "intervenes at PRE_UPDATE, which is for observers; use POST_BACKWARD.")
+    observes = where != points and hook.compute is InterventionHook.compute
+    require(not observes, "observes outside its intervention_points, so it must define compute().")
+    for part in _members("commits", hook.commits, StatePart):
         if not isinstance(part, StatePart):
             known = ", ".join(f"StatePart.{known.name}" for known in StatePart)
-            raise UsageError(f"{label} commits {part!r}; its commits must be some of {known}.")
+            raise UsageError(f"commits {part!r}; its commits must be some of {known}.")
 
 
 def hook_kind(hook: type[TrainingHook]) -> str:
@@ -98,11 +152,20 @@ def check_sink_class(sink: type[MetricSink]) -> None:
         raise UsageError(f"Sink class {qualified(sink)} has the flag {sink.flag!r}; it must begin with two dashes.")
     if sink.option is not None and sink.option not in inspect.signature(sink).parameters:
         raise UsageError(f"Sink class {qualified(sink)} has the option {sink.option!r}, which its constructor lacks.")
+    if sink.default and (sink.flag is None or sink.option is not None):
+        raise UsageError(f"Sink class {qualified(sink)} is on by default, so it needs a flag that is a switch.")
 
 
-HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class)
+def check_experiment_class(experiment: type[Any]) -> None:
+    """Refuse what is no experiment class, or could not work; the rules are its own, since they lie in a higher room."""
+    if not (isinstance(experiment, type) and hasattr(experiment, "check_class")):
+        raise UsageError(f"{experiment!r} is not a subclass of ExperimentRunner, so it cannot be an experiment.")
+    experiment.check_class()
+
+
+HookRegistry: Registry[type[TrainingHook]] = Registry("hook", "loopscope.hooks", check_hook_class, TrainingHook)
 SinkRegistry: Registry[type[MetricSink]] = Registry("sink", "loopscope.sinks", check_sink_class)
-ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", lambda entry: None)
+ExperimentRegistry: Registry[type[Any]] = Registry("experiment", "loopscope.experiments", check_experiment_class)
 
 
 def bulk_hooks(keyword: str) -> list[str]:
@@ -112,7 +175,7 @@ def bulk_hooks(keyword: str) -> list[str]:
 
 
 def always_on() -> list[str]:
-    """Name the hooks that are on whenever any hook is."""
+    """Name the hooks that are on whenever any hook is, or any sink that keeps what it is given."""
     return [hook.name for hook in HookRegistry if hook.always]
 
 
@@ -160,9 +223,13 @@ def _checked_group(group: str, names: Sequence[str], owner: str) -> Sequence[str
 
 
 def without_duplicates(hooks: Iterable[TrainingHook]) -> list[TrainingHook]:
-    """Return the hooks as a list; raises :class:`UsageError` when two share a name."""
+    """Return the hooks as a list; raises :class:`UsageError` for what is no hook, and when two share a name."""
     by_name: dict[str, TrainingHook] = {}
     for hook in hooks:
+        if not isinstance(hook, TrainingHook):
+            name = hook if isinstance(hook, str) else str(getattr(hook, "__name__", "NAME"))
+            remedy = f"make it of its class: {name}(), or HookRegistry.get({name!r})() for a registered one"
+            raise UsageError(f"A hook is an object, but got {hook!r}: {remedy}.")
         if hook.name in by_name:
             raise UsageError(
                 f"Two hooks are named {hook.name!r}: {qualified(type(by_name[hook.name]))} and "
@@ -213,5 +280,8 @@ def _configured(name: str, options: Mapping[str, Any], made: MutableSequence[Con
         configured = ConfiguredHook(hook_class(**options), complete)
     except UsageError as error:
         raise UsageError(f"Hook {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise UsageError(f"Hook {name!r} cannot be made with ({given}): {with_lines(error)}.") from error
     made.append(configured)
     return configured

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..hooks import Series, SinkRegistry
-from ..runs import RecordSink, RunRecord, pass_on
+from ..hooks import HookPoint, HookRegistry, Series, SinkRegistry
+from ..runs import Record, RecordSink, RunRecord, pass_on, read_initial
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
+ACCURACIES = ("train_acc", "val_acc")  # of an evaluation: metrics by themselves, beside the other numbers
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,29 @@ class RecordedRun:
     curves: Mapping[str, Curve]  # the metrics that were wanted, by full name, in the order of the record
     names: Sequence[str]  # all metrics with numbers
     others: Sequence[str]  # all metrics with lists or text, which have no curve
+    epoch_steps: float = 0.0  # steps in an epoch; 0 where no ends of epochs were recorded
+
+    def in_epochs(self) -> "RecordedRun":
+        """Return the run with epochs, whole and broken, for steps."""
+        curves = {name: replace(curve, steps=curve.steps / self.epoch_steps) for name, curve in self.curves.items()}
+        return replace(self, curves=curves)
 
 
-def read_run(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
+def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
-    sink, path = _record(folder, run.strategy)
+    sink, path = record_of(folder, run.strategy)
     points = _Points(wanted)
     pass_on(path, sink.read(path), points.take)
+    points.begin(read_initial(folder))
     curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
-    return RecordedRun(folder, run, curves, list(points.names), [name for name in points.others if name not in curves])
+    others = [name for name in points.others if name not in curves]
+    epoch_steps = min(points.epoch_steps) if len(points.epoch_steps) == 1 else 0.0
+    return RecordedRun(folder, run, curves, list(points.names), others, epoch_steps)
 
 
-def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
-    """Return the best record in a folder and the sink that wrote it."""
+def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
+    """Return the best record in a folder and the sink that wrote it; raises :class:`UsageError` where there is none."""
     readable = [sink for sink in SinkRegistry if issubclass(sink, RecordSink)]
     best_first = sorted(readable, key=lambda sink: not sink.lossless)
     files = {sink: folder / sink.leaves(strategy)[0] for sink in best_first}
@@ -71,8 +81,8 @@ def _record(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
         if path.is_file():
             return sink, path
     names = " nor ".join(path.name for path in files.values())
-    flags = " or ".join(str(sink.flag) for sink in files)
-    raise UsageError(f"{folder} holds neither {names}; a run writes its metrics there with {flags}.")
+    ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
+    raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
 
 
 class _Points:
@@ -83,15 +93,28 @@ class _Points:
         self.found: dict[str, tuple[list[float], list[float]]] = {}
         self.names: dict[str, None] = {}
         self.others: dict[str, None] = {}
+        self.epoch_steps: set[float] = set()  # as each end of an epoch has it
 
-    def take(self, emit: tuple[int, Mapping[str, Any]]) -> None:
-        """Take the metrics of an emit at its step; dicts are curves ``metric/key``."""
-        step, metrics = emit
+    def take(self, record: Record) -> None:
+        """Take the metrics of an emit."""
+        if record.hook_point is HookPoint.POST_EPOCH:
+            self.epoch_steps.add(record.step / (record.epoch + 1))
+        self._take(record.step, record.metrics)
+
+    def begin(self, evaluation: Mapping[str, Any]) -> None:
+        """Take an evaluation at step 0, under the names that hooks which are always on give to later ones."""
+        recorded = {name.partition("/")[0] for name in self.names}
+        for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
+            for key, value in evaluation.items():
+                self._take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
+
+    def _take(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take metrics at a step; dicts are curves ``metric/key``."""
         for name, value in metrics.items():
             if type(value) in NUMBERS:
                 self._extend(name, [step], [value])
             elif isinstance(value, Mapping):
-                self.take((step, {f"{name}/{key}": item for key, item in value.items()}))
+                self._take(step, {f"{name}/{key}": item for key, item in value.items()})
             elif not isinstance(value, Series):
                 self.others[name] = None
             elif len(value.steps) != len(value.values):
@@ -100,7 +123,7 @@ class _Points:
                 self._extend(name, value.steps, value.values)
             else:
                 for at, item in zip(value.steps, value.values, strict=True):
-                    self.take((at, {name: item}))
+                    self._take(at, {name: item})
 
     def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
         if values:

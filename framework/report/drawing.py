@@ -2,34 +2,36 @@
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
 import numpy as np
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogFormatterSciNotation, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator
 
 from ..durable_files import write_whole
+from ..errors import require
 from .curves import Curve, Floats
 from .panels import COLOURS, DASHES, Look, Panel, Picture, Style, Trace, is_logarithmic, remark
 
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
-    "axes.titlesize": 9.5,
+    "axes.titlesize": "medium",
+    "text.parse_math": False,  # names are no formulas
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.formatter.limits": (-4, 6),
     "axes.xmargin": 0.02,
     "grid.color": "#e3e3e3",
     "grid.linewidth": 0.7,
-    "lines.linewidth": 1.5,
     "lines.solid_joinstyle": "round",
     "savefig.dpi": 150,
     "svg.fonttype": "none",
@@ -38,58 +40,77 @@ SETTINGS: dict[str, Any] = {
 }
 STYLE: Sequence[str | dict[str, Any]] = ["default", SETTINGS]
 UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 GREY = "#666666"
 FAINT = 0.25
 FEW_POINTS = 40  # curves of fewer points than this show each
 MANY_POINTS = 1000  # curves of more points than this are drawn thinner
-PLAIN = 1e-3, 1e6  # logarithmic axes within these bounds have plain numbers, not powers of ten
+PLAIN = 1e-3, 1e6  # axes within these bounds have plain numbers, not powers of ten
+DIGITS = 10  # of a tick's number; what is behind them are rounding errors
 NOISE = 1e-9  # values that differ by less than this, relatively, are shown as constant
-CHARACTER = 0.075  # width of a character of the legend, in inches
+CHARACTER = 0.075  # width of a character, in inches
+ROOM = 3.2, 2.1  # inches of a panel that has text of the full size; in smaller ones it shrinks
+SMALLEST, LEAST = 0.5, 0.27  # parts of it to which text and panel may shrink
 # Values that are not finite, with their marks and the heights of these in the panel.
 MARKS = ((np.isnan, "x", 0.02), (np.isposinf, "^", 0.98), (np.isneginf, "v", 0.02))
-MANY_STEPS = 1_000_000
 
 
 def figure_of(picture: Picture, look: Look) -> Figure:
-    """Draw a picture."""
-    with matplotlib.style.context(STYLE):
-        rows, columns = layout(len(picture.panels))
-        width, height = (7.2, 4.0) if columns == 1 else (4.2 * columns, 2.6 * rows)
-        keys = _legend_columns(picture.legend, width)
-        key_rows = math.ceil(len(picture.legend) / max(1, keys))
-        figure = Figure(figsize=(width, height + 0.2 * key_rows + 0.35), layout="constrained")
+    """Draw a picture; raises :class:`UsageError` where the wanted size is too small for its panels."""
+    rows, columns = layout(len(picture.panels), look.size)
+    width, height = look.size or ((7.2, 4.4) if columns == 1 else (4.2 * columns, 2.6 * rows + 0.4))
+    scale = max(SMALLEST, min(1.0, width / columns / ROOM[0], (height - 0.5) / rows / ROOM[1]))
+    text = scale * CHARACTER
+    sizes = {"font.size": 9 * scale, "lines.linewidth": 1.5 * scale, "lines.markersize": 2.5 * scale}
+    with matplotlib.style.context([*STYLE, sizes]):
+        legend = [(wrapped(label, int(width / text / 2) - 8), line) for label, line in _legend(picture, look)]
+        longest = max((len(line) for label, _ in legend for line in label.split("\n")), default=0)
+        keys = min(max(1, int(width / (text * longest + 0.6 * scale))), max(1, len(legend)))
+        height += 0 if look.size else 0.2 * math.ceil(len(legend) / keys)
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten().tolist()
-        remarks = [remark(panel, look) for panel in picture.panels]
-        for index, (panel, text) in enumerate(zip(picture.panels, remarks, strict=True)):
+        room = int((width / columns - 0.6 * scale) / text)  # characters above a panel, right of its axis
+        remarks = [wrapped(remark(panel, look), room) for panel in picture.panels]
+        for index, (panel, below) in enumerate(zip(picture.panels, remarks, strict=True)):
             row = index // columns * columns
             _draw(axes[index], panel, look)
             # What there is to remark stands below the title; the titles of a row stay at one height.
-            pad = 17 if any(remarks[row : row + columns]) else 6
-            axes[index].set_title(wrapped(panel.title, 52), loc="left", parse_math=False, pad=pad)
-            place: dict[str, Any] = {"xytext": (0, 4), "xycoords": "axes fraction", "textcoords": "offset points"}
-            axes[index].annotate(text, (0, 1), **place, fontsize=7.5, color=GREY)
-        _label_steps(axes, len(picture.panels), columns, look)
-        title = [picture.title, f"smoothed over {look.smooth:,} points" if look.smooth > 1 else ""]
-        figure.suptitle(", ".join(filter(None, title)), parse_math=False, fontsize=11)
-        if picture.legend:
-            _add_legend(figure, picture.legend, keys)
+            lines = max(below.count("\n") + bool(below) for below in remarks[row : row + columns])
+            axes[index].set_title(wrapped(panel.title, room), loc="left", pad=(6 + 10.5 * lines) * scale)
+            place: dict[str, Any] = {"xytext": (0, 4 * scale), "xycoords": "axes fraction"}
+            axes[index].annotate(below, (0, 1), **place, textcoords="offset points", fontsize="small", color=GREY)
+            axes[index].tick_params(labelsize=9 * scale)  # ticks are made later, where the style is another
+        _label_steps(axes, len(picture.panels), columns, look, max(2, min(6, room // 9)))
+        figure.suptitle(wrapped(picture.title if look.title is None else look.title, int(width / text / 1.3)))
+        if legend:
+            handles = [Line2D([], [], label=label, **line) for label, line in legend]
+            figure.legend(handles=handles, loc="outside lower center", ncols=keys, frameon=False)
         return figure
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, about: tuple[str, str] = ("", "")) -> None:
     """Write a figure, whole or not at all, in the format that the name's suffix says."""
     kind = path.suffix[1:].lower()
-    with matplotlib.style.context(STYLE):
-        write_whole(path, lambda file: figure.savefig(file, format=kind, metadata=UNDATED[kind]))
+    metadata = UNDATED[kind] | {DESCRIPTION[kind]: about[0], "Keywords": about[1]}
+    with matplotlib.style.context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("once", "Glyph")  # or each draft of the layout warns of a character without a shape
+        write_whole(path, lambda file: figure.savefig(file, format=kind, metadata=metadata))
 
 
-def layout(panels: int) -> tuple[int, int]:
-    """Return rows and columns.
+def layout(panels: int, size: tuple[float, float] | None = None) -> tuple[int, int]:
+    """Return rows and columns, which suit the size in inches if one is given; raises :class:`UsageError` for none.
 
     >>> [layout(panels) for panels in (1, 2, 3, 4, 5, 7, 24)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3), (6, 4)]
+    >>> layout(6, (4, 12)), layout(6, (12, 4))
+    ((6, 1), (2, 3))
     """
     columns = {1: 1, 2: 2, 4: 2}.get(panels, 3 if panels <= 9 else 4)
+    if size is not None:
+        (width, height), counts = size, range(1, panels + 1)
+        rooms = [min(width / n / ROOM[0], (height - 0.5) / math.ceil(panels / n) / ROOM[1]) for n in counts]
+        require(max(rooms) >= LEAST, f"A size of {width:g}x{height:g} inches is too small for {panels} panels.")
+        columns = rooms.index(max(rooms)) + 1
     return math.ceil(panels / columns), columns
 
 
@@ -98,7 +119,7 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
     log_y = is_logarithmic(panel, look)
     if log_y:
         ax.set_yscale("log", nonpositive="mask")
-        _plain_numbers(ax.yaxis)
+    _set_labels(ax.yaxis)
     for curve, style in panel.traces:
         _draw_curve(ax, curve, line_of(style), look.smooth, log_y=log_y)
     _limit(ax, panel.traces, log_y=log_y)
@@ -108,16 +129,16 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
 
 
 def wrapped(name: str, width: int) -> str:
-    r"""Break a long name behind slashes, dots and underscores.
+    r"""Break a long text behind slashes, dots, underscores and spaces, or where it must; "?" is what has no shape.
 
-    >>> wrapped("norms/weight_norm/blocks.0.weight", 20)
-    'norms/weight_norm/\nblocks.0.weight'
+    >>> wrapped("norms/weight_norm/blocks.0.weight", 20), wrapped("a\nbcdefghij", 8)
+    ('norms/weight_norm/\nblocks.0.weight', 'a?bcdefg\nhij')
     """
-    lines = [""]
-    for piece in re.findall(r"[^/._]*[/._]?", name):
-        if lines[-1] and len(lines[-1]) + len(piece) > width:
+    lines, width = [""], max(width, 8)
+    for piece in re.findall(rf"[^/._ ]{{0,{width - 1}}}[/._ ]|[^/._ ]{{1,{width}}}", name):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
-        lines[-1] += piece
+        lines[-1] += "".join(character if character.isprintable() else "?" for character in piece)
     return "\n".join(lines)
 
 
@@ -133,105 +154,130 @@ def _limit(ax: Axes, traces: Sequence[Trace], *, log_y: bool) -> None:
         ax.set_ylim((middle / 2, middle * 2) if log_y else (middle - room, middle + room))
 
 
-class PlainLogFormatter(LogFormatterSciNotation):
-    """Labels those ticks that matplotlib labels, and as plain numbers where all of the axis can have them."""
+class TickLabels(LogFormatterSciNotation):
+    """Labels in the one style of all axes; of a logarithmic axis those ticks that matplotlib would label."""
 
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of a tick."""
-        text = super().__call__(x, pos)
-        low, high = sorted(self.axis.get_view_interval()) if self.axis else (0.0, 0.0)
-        return f"{x:,g}" if text and PLAIN[0] <= low and high < PLAIN[1] else text
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        """Return the labels of all ticks of an axis."""
+        axis: Any = self.axis
+        texts = ["x"] * len(values) if axis.get_scale() == "linear" else super().format_ticks(list(values))
+        low, high = sorted(axis.get_view_interval())
+        seen = [value for value, text in zip(values, texts, strict=True) if text and low <= value <= high]
+        labels = dict(zip(seen, tick_labels(seen, axis.get_scale() == "linear"), strict=True))
+        return [labels.get(value, "") for value in values]
 
 
-def _plain_numbers(axis: Axis) -> None:
-    axis.set_major_formatter(PlainLogFormatter())
-    axis.set_minor_formatter(PlainLogFormatter(labelOnlyBase=False))
+def tick_labels(ticks: Sequence[float], even: bool) -> list[str]:
+    """Write numbers plainly, but very small and large ones in the manner of 1e-5; ``even`` ones all in one manner.
+
+    >>> tick_labels([0, 2500, 5000], True), tick_labels([0, 0.25, 0.5], True), tick_labels([0, 2.5e-5, 5e-5], True)
+    (['0', '2,500', '5,000'], ['0.00', '0.25', '0.50'], ['0', '2.5e-5', '5e-5'])
+    >>> tick_labels([1e-4, 0.01, 1, 1000, 1e6], False)
+    ['1e-4', '0.01', '1', '1,000', '1e6']
+    """
+    if not even:
+        return [text for tick in ticks for text in tick_labels([tick], True)]
+    largest = max(map(abs, ticks), default=0)
+    if largest >= PLAIN[1] or 0 < largest < PLAIN[0]:
+        texts = [np.format_float_scientific(tick, DIGITS - 1, trim="-", exp_digits=1) for tick in ticks]
+        return [text.replace(".e", "e").removesuffix("e+0").replace("e+", "e") for text in texts]
+    texts = [np.format_float_positional(tick, DIGITS, fractional=False, trim="-") for tick in ticks]
+    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
+
+
+def _set_labels(axis: Axis) -> None:
+    axis.set_major_formatter(TickLabels())
+    if axis.get_scale() == "log":
+        axis.set_minor_formatter(TickLabels(labelOnlyBase=False))
 
 
 def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
     """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
-    steps, values = raw.steps, raw.values
+    steps, values, thick = raw.steps, raw.values, rcParams["lines.linewidth"]
     if smooth > 1:
-        ax.plot(steps, values, color=line["color"], linewidth=0.8, alpha=FAINT)
+        ax.plot(steps, values, color=line["color"], linewidth=thick / 2, alpha=FAINT)
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
     # Points that no line would show get a dot: those between gaps, and all of a short curve.
     gaps = np.pad(~curve.finite, 1, constant_values=True)
     lone = np.flatnonzero((gaps[:-2] & ~gaps[1:-1] & gaps[2:]) | (len(values) <= FEW_POINTS)).tolist()
-    width = 0.9 if len(values) > MANY_POINTS else 1.5
+    width = thick * 0.6 if len(values) > MANY_POINTS else thick
     shown = np.where(curve.finite, curve.values, np.nan)
-    ax.plot(steps, shown, **line, linewidth=width, marker="o", markersize=2.5, markevery=lone)
+    ax.plot(steps, shown, **line, linewidth=width, marker="o", markevery=lone)
     for is_marked, marker, height in MARKS:
         at = steps[is_marked(values)]
         if len(at):
             edge = ax.get_xaxis_transform()
-            ax.plot(at, np.full(len(at), height), marker, color=line["color"], markersize=4, transform=edge)
+            ax.plot(
+                at,
+                np.full(len(at), height),
+                marker,
+                color=line["color"],
+                markersize=1.6 * rcParams["lines.markersize"],
+                transform=edge,
+            )
 
 
 def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:
-    """Return the mean of the ``window`` values around each point: of those there are, at the ends and in gaps.
+    """Return the mean of the ``window`` points around each point, of which as many lie before as after it.
 
-    An odd window lies evenly around its point, an even one has one value more before it. Where the value is not
-    finite, there is no mean either. A geometric mean, which lies in the middle of a curve on a logarithmic axis, is
-    of the values above 0.
+    An even window has a point more. Towards both ends it shrinks, so that the first and the last value stay as they
+    are. Values that are not finite count for nothing, and where one is there is no mean either. A geometric mean, which
+    lies in the middle of a curve on a logarithmic axis, is of the values above 0.
 
-    >>> running_mean(Curve.of_points([1, 2, 3, 4], [1.0, 3.0, float("nan"), 5.0]), 3).values
-    array([ 2.,  2., nan,  5.])
+    >>> running_mean(Curve.of_points([1, 2, 3, 4, 5], [1.0, 3.0, 5.0, float("nan"), 8.0]), 3).values
+    array([ 1.,  3.,  4., nan,  8.])
     """
     shown = curve.finite & (curve.values > 0) if geometric else curve.finite
     logs = np.log(curve.values, where=shown, out=np.zeros_like(curve.values)) if geometric else curve.values
-    values = np.where(shown, logs, 0.0)
-    window = min(window, 2 * len(shown) + 1)
-    sums, counts = _window_sums(values, window), _window_sums(shown.astype(np.float64), window)
+    half = min(window // 2, (len(shown) - 1) // 2)
+    sums, counts = _window_sums(np.where(shown, logs, 0.0), half), _window_sums(shown.astype(np.float64), half)
     means = np.full_like(sums, np.nan)
     np.divide(sums, counts, out=means, where=curve.finite & (counts > 0))
     return Curve(curve.steps, np.exp(means) if geometric else means)
 
 
-def _window_sums(values: Floats, window: int) -> Floats:
-    """Return the sum of the ``window`` values around each one."""
+def _window_sums(values: Floats, half: int) -> Floats:
+    """Return the sums of each value and the ``half`` values on either side, at the ends as many as both sides have."""
     # Sums run from both ends of blocks as long as the window, each window being the end of a block and the beginning
     # of the next: the time does not depend on the window, and nothing is subtracted, so that a spike leaves no rounding
     # error behind (van Herk, Pattern Recognition Letters 13, 1992, does this for maxima).
-    before, first = window // 2, np.arange(len(values))
-    after = -(len(values) + before) % window + window
-    blocks = np.pad(values, (before, after)).reshape(-1, window)
+    window, first = 2 * half + 1, np.arange(len(values) - 2 * half)
+    blocks = np.pad(values, (0, -len(values) % window)).reshape(-1, window)
     from_left, from_right = blocks.cumsum(axis=1).ravel(), blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
-    return from_left[first + window - 1] + np.where(first % window, from_right[first], 0.0)
+    inner = from_left[first + window - 1] + np.where(first % window, from_right[first], 0.0)
+    return np.concatenate([values.cumsum()[: 2 * half : 2], inner, values[::-1].cumsum()[: 2 * half : 2][::-1]])
 
 
-def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look) -> None:
+def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, most: int) -> None:
     """Label the horizontal axes, at the lowest panel of each column, and remove the axes without a panel."""
     for index, ax in enumerate(axes):
         if index >= panels:
             ax.remove()
         elif index + columns >= panels:
-            ax.set_xlabel("step")
+            ax.set_xlabel(look.x)
             ax.tick_params(labelbottom=True)
     first = axes[0]
     if look.log_x:
         first.set_xscale("log", nonpositive="mask")
-        _plain_numbers(first.xaxis)
-        return
-    last = first.get_xlim()[1]
-    first.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    first.xaxis.set_major_formatter(EngFormatter(sep="") if last >= MANY_STEPS else StrMethodFormatter("{x:,.0f}"))
+        first.xaxis.set_major_locator(LogLocator(numticks=most + 1))
+    else:
+        whole = look.x == "step" or np.ptp(first.get_xlim()) > 3
+        first.xaxis.set_major_locator(MaxNLocator(nbins=most, integer=whole))
+    _set_labels(first.xaxis)
 
 
-def _add_legend(figure: Figure, entries: Sequence[tuple[str, Style]], columns: int) -> None:
-    """Explain the styles below the panels."""
-    handles = [Line2D([], [], **line_of(style)) for _, style in entries]
-    legend = figure.legend(
-        handles, [label for label, _ in entries], loc="outside lower center", ncols=columns, frameon=False
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
-def _legend_columns(entries: Sequence[tuple[str, Style]], width: float) -> int:
-    """Return how many even columns of a legend fit into a width in inches."""
-    longest = max((len(label) for label, _ in entries), default=1)
-    rows = math.ceil(len(entries) / max(1, int(width / (CHARACTER * longest + 0.6))))
-    return math.ceil(len(entries) / max(1, rows))
+def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
+    """List what the legend explains, with arguments of the lines: the styles, and what smoothing is."""
+    entries = [(label, line_of(style)) for label, style in picture.legend]
+    if look.smooth > 1:
+        kinds = {is_logarithmic(panel, look) for panel in picture.panels}
+        kind = "geometric mean" if kinds == {True} else "mean"
+        mean = f"{kind} of {look.smooth // 2 * 2 + 1:,} points, fewer towards the ends"
+        mean += "; geometric on logarithmic axes" if len(kinds) > 1 else ""
+        faint = {"color": GREY, "alpha": 2 * FAINT, "linewidth": 0.8}
+        entries += [(mean, {"color": GREY}), ("as recorded", faint)]
+    return entries
 
 
 def line_of(style: Style) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
     (0, (6, 1.5, 1, 1.5)),
 )
 NEAREST = 4
+FEW = 3  # so many runs, or patterns, are named in the name of a file
 MOST_PANELS = 24
 MOST_CURVES = len(COLOURS) * len(DASHES)
 DECADES = 3  # a vertical axis is logarithmic by itself where positive values span more decades than this
@@ -37,6 +38,9 @@ class Look:
     smooth: int = 1  # points of the running mean; 1 leaves the curves as they are
     log_x: bool = False
     log_y: bool | None = None  # logarithmic vertical axes: yes, no, or wherever the values span many decades
+    x: str = "step"  # what the horizontal axes show
+    size: tuple[float, float] | None = None  # inches; by default as much as the panels need
+    title: str | None = None  # instead of the picture's own
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Panel:
 class Picture:
     """All that is drawn, and in sentences what is not."""
 
-    subject: str  # what is drawn, in a word
+    words: Sequence[str]  # what is drawn of which runs, for the name of a file
     title: str  # of what it is drawn
     panels: Sequence[Panel]
     legend: Sequence[tuple[str, Style]]
@@ -79,12 +83,27 @@ class Picture:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that is true for metrics asked for by full name or by pattern; ``*`` matches slashes, too.
+    """Return a function that is true for metrics asked for by full name or by pattern.
 
-    >>> list(map(matcher(["norms/*", "a[0]"]), ["norms/grad_norm/weight", "a[0]", "b"]))
-    [True, True, False]
+    ``*``, ``?`` and ``[...]`` stop at slashes, ``**`` does not, and ``**/`` may stand for nothing.
+
+    >>> [name for name in ("a/x", "a/b/x", "x", "a[0]") if matcher(["*/x", "a[0]"])(name)]
+    ['a/x', 'a[0]']
+    >>> [name for name in ("a/x", "a/b/x", "x", "a") if matcher(["**/x"])(name)]
+    ['a/x', 'a/b/x', 'x']
     """
-    return lambda name: name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    shapes = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns]
+    return lambda name: name in patterns or any(shape.fullmatch(name) for shape in shapes)
+
+
+def _expression(pattern: str) -> str:
+    """Return a pattern as a regular expression; brackets as :mod:`fnmatch` reads them."""
+    texts = re.split(r"((?<![^/])\*\*/|\*\*?|\?|\[!?\]?[^\]]*\])", pattern)
+    texts[::2] = map(re.escape, texts[::2])
+    stars = {"*": "[^/]*", "**": ".*", "**/": "(?:.*/)?"}
+    # What fnmatch makes of one character is taken out of the group and the end around it.
+    texts[1::2] = [stars.get(wild) or f"(?!/){translate(wild)[4:-3]}" for wild in texts[1::2]]
+    return "".join(texts)
 
 
 def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overlay: bool) -> Picture:
@@ -110,8 +129,9 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
         )
         panels = [Panel(metric, styled(runs, [metric], lambda run, _: Style.numbered(run))) for metric in metrics]
         legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
-    subject = metrics[0].rpartition("/")[2] if len(metrics) == 1 else "metrics"
-    return Picture(subject, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
+    subjects = [(re.findall(r"[\w.-]+", pattern) or ["all"])[-1].strip("_.-") for pattern in patterns]
+    words = [*_words(runs, labels), *(subjects if len(subjects) <= FEW else [f"{len(subjects)}_metrics"])]
+    return Picture(words, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
@@ -142,6 +162,12 @@ def common_title(runs: Sequence[RecordedRun]) -> str:
     return "/".join([*experiments, *(names if len(names) == 1 else ())]) if len(experiments) == 1 else ""
 
 
+def _words(runs: Sequence[RecordedRun], labels: Sequence[str]) -> list[str]:
+    """Return what names the runs in the name of a file."""
+    several = labels if len(labels) <= FEW else [f"{len(labels)}_runs"]
+    return [*common_title(runs).split("/"), *(several if len(labels) > 1 else ())]
+
+
 def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
     """List the metrics that match, in the order of the patterns and of the records."""
     known = list(dict.fromkeys(name for run in runs for name in run.names))
@@ -161,13 +187,18 @@ def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
 def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> UsageError:
     if others:
         return UsageError(f"{listed(others)} cannot be drawn as curves: the values are lists or texts, not numbers.")
+    for deep in (re.sub(r"\*+", "**", pattern), f"**/{pattern}") if "*" in pattern else ():
+        if found := list(filter(matcher([deep]), known)):
+            hint = f"* stops at slashes, ** does not, and {deep!r} matches {listed(found)}"
+            return UsageError(f"No metric matches {pattern!r}; {hint}.")
     near = near_names(pattern, known)
-    hint = f"the nearest are {', '.join(near)}" if near else f"there are {listed(known)}"
+    verb = "is" if len(near) == 1 else "are"
+    hint = f"the nearest {verb} {', '.join(near)}" if near else f"there are {listed(known)}"
     return UsageError(f"No metric matches {pattern!r}; {hint}.")
 
 
 def near_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names nearest to a pattern, by their whole or by their last part.
+    """Return the names nearest to a pattern, by their whole or by one of their parts.
 
     >>> near_names("los", ["norms/total_grad_norm", "training_metrics/loss"])
     ['training_metrics/loss']
@@ -175,7 +206,7 @@ def near_names(pattern: str, names: Iterable[str]) -> list[str]:
     word = re.sub(r"[*?\[\]]", "", pattern)
 
     def nearness(name: str) -> float:
-        parts = (name, name.rpartition("/")[2], name.partition("/")[0])
+        parts = (name, *name.split("/"))
         inside = 0.9 if word and word in name else 0.0
         return max(inside, *(SequenceMatcher(None, word, part).ratio() for part in parts))
 
@@ -258,7 +289,8 @@ def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
     shown = {text for panel in drawn for text in panel.curves.values()}
     legend = legend_of(list(by_label), {text: (Style(n), n) for n, text in enumerate(texts) if text in shown})
     figure = [_panel(panel, by_label, {text: number for number, text in enumerate(texts)}) for panel in drawn]
-    return Picture(picture, common_title(runs), figure, legend, _missing(panels, by_label))
+    words = [*_words(runs, list(by_label)), picture]
+    return Picture(words, common_title(runs), figure, legend, _missing(panels, by_label))
 
 
 def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping[str, int]) -> Panel:

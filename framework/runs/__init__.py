@@ -3,15 +3,17 @@
 from ..errors import require
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
 from .display import Display
-from .records import CONFIG, SUMMARY, RunRecord, differences, read_status, run_folders
-from .replay import RecordSink, ReplaySink, pass_on
+from .records import (
+    CONFIG, SUMMARY, Completed, RunRecord, checked, differences, read_initial, read_status, run_folders,
+)
+from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .session import Session, build_run, check_device
 
 __all__ = [
-    "CONFIG", "SUMMARY", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner",
-    "OptionsByHook", "RecordSink", "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session",
-    "alternatives", "build_run", "check_device", "choices", "differences", "field_names", "in_words", "pass_on",
-    "read_status", "require", "run_folders",
+    "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
+    "GrokkingRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder", "RunOptions",
+    "RunRecord", "Session", "alternatives", "build_run", "check_device", "checked", "choices", "differences",
+    "field_names", "in_words", "pass_on", "read_initial", "read_status", "require", "run_folders",
 ]

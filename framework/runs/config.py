@@ -185,11 +185,25 @@ def fits(value: Any, annotation: Any) -> bool:
         entries = get_type_hints(annotation).items()
         return isinstance(value, Mapping) and all(fits(value.get(name), of) for name, of in entries)
     if origin in (Mapping, dict) and get_args(annotation):
-        return isinstance(value, origin) and all(fits(item, get_args(annotation)[1]) for item in value.values())
+        key, of = get_args(annotation)
+        return isinstance(value, origin) and all(fits(name, key) and fits(value[name], of) for name in value)
     if origin is Sequence:
         return isinstance(value, (list, tuple)) and all(fits(item, get_args(annotation)[0]) for item in value)
     kinds = (int, float) if origin is float else origin
     return origin is Any or not isinstance(origin, type) or isinstance(value, kinds)
+
+
+def is_parsed(annotation: Any) -> bool:
+    """Return whether the command line and files can give a value of the type.
+
+    >>> is_parsed(Mapping[str, list[int | None]]), is_parsed(bytes), is_parsed(list[object])
+    (True, False, False)
+    """
+    if is_typeddict(annotation):
+        return all(map(is_parsed, get_type_hints(annotation).values()))
+    if get_origin(annotation) in (Union, types.UnionType, Sequence, list, Mapping, dict):
+        return all(map(is_parsed, get_args(annotation)))
+    return get_origin(annotation) is Literal or annotation in (*WORDS, list, dict)
 
 
 def in_words(annotation: Any) -> str:

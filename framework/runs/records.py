@@ -143,6 +143,13 @@ def read_status(folder: Path) -> str | None:
     return str(checked(read_json(path), {"status": str}, path)["status"]) if is_there(path) else None
 
 
+def read_initial(folder: Path) -> Mapping[str, Any]:
+    """Return the evaluation before the first step, which a run without a summary lacks, as :func:`read_status` does."""
+    path = folder / SUMMARY
+    summary = {"initial": {}} | (read_json(path) if is_there(path) else {})
+    return dict(checked(summary, {"initial": Mapping[str, Any]}, path)["initial"])
+
+
 def read_completed(folder: Path) -> dict[str, Any] | None:
     """Return the summary of the run in ``folder``, or ``None`` unless that run is completed.
 

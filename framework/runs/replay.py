@@ -3,12 +3,21 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..errors import UsageError, shortened
-from ..hooks import MetricSink
+from ..hooks import HookPoint, MetricSink
 
 Emit = TypeVar("Emit")
+
+
+class Record(NamedTuple):
+    """What one call of :meth:`MetricSink.emit` was given."""
+
+    epoch: int
+    step: int
+    hook_point: HookPoint
+    metrics: Mapping[str, Any]
 
 
 class ReplaySink(MetricSink):
@@ -36,8 +45,8 @@ class RecordSink(MetricSink):
 
     @classmethod
     @abstractmethod
-    def read(cls, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield the step and the metrics of each emit, in order; series are :class:`Series`, as they were emitted.
+    def read(cls, path: Path) -> Iterator[Record]:
+        """Yield each emit, in order; series are :class:`Series`, as they were emitted.
 
         Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for what the sink has not written.
         """

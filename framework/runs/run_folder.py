@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checkpoints import checkpoints_in
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
-from ..errors import UsageError, listed
+from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status
 
@@ -150,7 +150,12 @@ class RunFolder:
     def _left_by_a_run(self) -> Iterator[Path]:
         """Yield every path that a run may write here; a run is recognised by the last one, which is removed last."""
         for entry in (*SinkRegistry, *HookRegistry):
-            yield from (self.path / name for name in entry.leaves(self.strategy))
+            names: Any = entry.leaves(self.strategy)
+            named = isinstance(names, (list, tuple)) and all(Path(str(name)).name == name for name in names)
+            if not named:
+                remedy = "leaves(cls, strategy) returns a list of names of files"
+                raise UsageError(f"{place_of(entry)} leaves {names!r}; {remedy}.")
+            yield from (self.path / name for name in names)
         yield self.weights
         yield self.checkpoints
         yield self.path / SUMMARY

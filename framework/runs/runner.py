@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from ..data import Batch, Loader
 from ..errors import require
-from ..hooks import GROUPS, LoopType, always_on, bulk_hooks
+from ..hooks import GROUPS, ExperimentRegistry, LoopType, always_on, bulk_hooks
+from .checks import check_experiment
 from .config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
@@ -54,6 +55,11 @@ class ExperimentRunner(ABC, Generic[Config]):
     def __init__(self, config: Config, device: torch.device | None = None) -> None:
         self.config: Config = config
         self.device = device or torch.device("cpu")
+
+    @classmethod
+    def check_class(cls) -> None:
+        """Raise :class:`UsageError` for a class that could not work; called where it is registered."""
+        check_experiment(cls, ExperimentRunner)
 
     @property
     def hook_sets(self) -> Mapping[str, Sequence[str]]:
@@ -123,6 +129,9 @@ class ExperimentRunner(ABC, Generic[Config]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+
+
+ExperimentRegistry.base = ExperimentRunner  # among whose subclasses one that nobody registered is found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from ..hooks import (
     MetricSink,
     RunInfo,
     TrainingHook,
+    always_on,
     build_hooks,
     refuse_idle_options,
     select_hooks,
@@ -27,6 +29,7 @@ from ..hooks import (
 )
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
 from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
+from .checks import asked, check_experiment, plain
 from .config import RunOptions
 from .display import Display
 from .records import RunRecord, environment, versions
@@ -101,8 +104,9 @@ class Session:
             return {run.folder.strategy: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
 
     def _setups(self) -> list[Setup]:
-        """Check strategies, hooks and devices."""
+        """Check the experiment, strategies, hooks and devices."""
         options = self.options
+        check_experiment(self.runner, ExperimentRunner)
         strategies = chosen_strategies(self.runner, options.strategies)
         hooks = self._hooks(strategies)
         device = check_device(options.guardian_device) if options.guardian_device else None
@@ -139,9 +143,10 @@ class Session:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
         options, runner = self.options, self.runner
         group = options.with_hooks or runner.default_group
-        own = {strategy: runner.strategy_hooks(strategy) for strategy in strategies}
+        own = {strategy: asked(runner, "strategy_hooks", strategy) for strategy in strategies}
+        least = always_on() if any(sink.keeps for sink in self.make_sinks()) else []
         names = {
-            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name)
+            strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name) or least
             for strategy in strategies
         }
         refuse_idle_options(options.hook_options, {name for active in names.values() for name in active})
@@ -189,7 +194,7 @@ class Session:
 
     def _runs(self, setups: Sequence[Setup]) -> Iterator[StrategyRun]:
         """Build one run after the other: from the same state of the experiment, with hooks that remember no other."""
-        fresh = deepcopy(self.runner.state_dict())
+        fresh = deepcopy(asked(self.runner, "state_dict"))
         for index, setup in enumerate(setups):
             self.runner.load_state_dict(deepcopy(fresh))
             run = self._built(setup)
@@ -269,10 +274,10 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
     """Seed, then build what one strategy trains; the same weights for every strategy of a seed."""
     config = runner.config
     seed_everything(config.seed)
-    model = runner.prepare_model(runner.build_model().to(runner.device), strategy)
-    optimizer = runner.build_optimizer(model)
-    scheduler = runner.build_scheduler(optimizer)
-    loader = runner.build_loader(strategy)
+    model = asked(runner, "prepare_model", asked(runner, "build_model").to(runner.device), strategy)
+    optimizer = asked(runner, "build_optimizer", model)
+    scheduler = asked(runner, "build_scheduler", optimizer)
+    loader = asked(runner, "build_loader", strategy)
     if config.with_compile:
         compile_model(model)
     precision = Precision.of(config.amp, runner.device)
@@ -280,10 +285,10 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         model,
         optimizer,
         loader,
-        precision.autocast(runner.compute_loss),
-        evaluate=precision.autocast(runner.evaluate),
+        precision.autocast(partial(asked, runner, "compute_loss")),
+        evaluate=precision.autocast(lambda model: plain(asked(runner, "evaluate", model))),
         scaler=precision.scaler(),
-        should_stop=runner.should_stop,
+        should_stop=lambda numbers: plain(asked(runner, "should_stop", numbers)),
         target_grad=runner.target_grad,
         scheduler=scheduler,
         scheduler_interval=runner.scheduler_interval,
@@ -299,7 +304,6 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
     state = TrainingState(
         model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras={"experiment": runner}
     )
-    require(len(loader) > 0, f"Strategy {strategy!r} has no training batches.")
     return task, state
 
 

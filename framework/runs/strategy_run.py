@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
+from traceback import format_exception
 from typing import Any, TypeVar
 
 from torch import nn
@@ -23,13 +24,14 @@ from ..checkpoints import (
 )
 from ..data import Batch, first_batch
 from ..durable_files import plain_json
-from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError
+from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo
 from ..isolation import borrowed_extras, borrowed_for_evaluation
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
+from .checks import blamed, check_numbers
 from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
@@ -85,6 +87,7 @@ class StrategyRun:
                 if self.resumed is None:
                     self.manager.dispatch.start(self.run_info)
                     self._initial = self._evaluate()
+                    check_numbers(self.runner, self._initial)
                 self._train()
                 self.manager.end("completed")
                 final = self._evaluate()
@@ -92,7 +95,7 @@ class StrategyRun:
                 self._write_weights()
             except StateMutationError as error:
                 self.manager.hooks.abandon()
-                fatal = StateMutationError(f"{error} {self._last_checkpoint()}")
+                fatal = StateMutationError(f"{error} {self._last_checkpoint()}").with_traceback(error.__traceback__)
                 self._fail("failed", fatal)
                 raise fatal from error
             except HookError as error:
@@ -101,11 +104,16 @@ class StrategyRun:
                 self._fail("failed", error)
                 raise
             except BaseException as error:
+                if (fault := blamed(error)) and self._is_unjudged():
+                    self._take_back(held)
+                    raise fault from error.__cause__ if fault is error else error
                 stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
                 self._fail("interrupted" if stopped else "failed", error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
                     sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
-                    raise LoopscopeError(f"{sentence}; to end a run early return True from should_stop.") from error
+                    raise LoopscopeError(
+                        f"{sentence} ({with_lines(error)}); to end a run early return True from should_stop."
+                    ) from error
                 raise
             return self._summarise("completed", None, final, sample)
 
@@ -199,6 +207,18 @@ class StrategyRun:
 
         return self.manager.isolated(name, looking)
 
+    def _is_unjudged(self) -> bool:
+        """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""
+        done = self.state.loop.epoch + 1 if self.run_info.loop == "epoch" else self.state.loop.step
+        return done <= max(1, self.task.eval_every) and self.folder.newest_checkpoint() is None
+
+    def _take_back(self, held: ExitStack) -> None:
+        """Remove what was written of a run that has just begun, since its experiment turns out to be unfit."""
+        _attempt(lambda: self.manager.end("failed"))
+        _attempt(lambda: self.folder.claim(self.folder.reference))
+        held.close()
+        self.folder.give_back()
+
     def _write_weights(self) -> None:
         """Write the final weights; raises :class:`LoopscopeError` that says what is lost where the disk is full."""
         try:
@@ -226,7 +246,8 @@ class StrategyRun:
             "experiment": self.record.experiment,
             "strategy": self.record.strategy,
             "status": status,
-            "error": None if error is None else " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":"),
+            "error": None if error is None else with_lines(error),
+            "traceback": None if error is None else "".join(format_exception(error)),
             "seed": self.run_info.seed,
             "epochs": loop.epoch,
             "steps": loop.step,
@@ -240,7 +261,7 @@ class StrategyRun:
             "final": final,
             "deltas": deltas(self._initial, final),
             "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
-            "sample": sample,
+            "sample": None if sample is None else str(sample),
             "treatments": self.run_info.treatments,
             "hook_errors": manager.hooks.failures.errors,
             "hooks_left_out": manager.hooks.failures.left_out,
@@ -257,7 +278,9 @@ class StrategyRun:
     def _way_on(self) -> str:
         if self.folder.newest_checkpoint() is None:
             return "The run has to begin anew: with --overwrite, or in another --output-dir."
-        return f"Go on from it with: loopscope resume {self.folder.path}"
+        if not self.record.options:
+            return "Go on from it with the program that began it, and resume=True in its RunOptions."
+        return f"Go on from it with: {this_command('resume', str(self.folder.path))}"
 
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()

@@ -15,7 +15,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _device as default_device
 from torch.utils import _python_dispatch
 
-from ..errors import LoopscopeError
+from ..errors import LoopscopeError, text_of
 from .random_streams import accelerator_devices
 
 # Any, since the stubs of torch._C lack most of the functions that are used here.
@@ -377,13 +377,13 @@ def deterministic(*, on: bool) -> Iterator[None]:
 
 def explained(error: BaseException) -> BaseException:
     """Return the error that names the remedy, if torch refused an operation in deterministic mode; else the same."""
-    operation, refused, _ = str(error).partition(MISSING)
+    operation, refused, _ = text_of(error).partition(MISSING)
     if not refused or not isinstance(error, RuntimeError):
         return error
     return NotDeterministicError(
         f"{operation} has no deterministic implementation here, so its results may differ from run to run: use another "
         "operation, or start the run with --no-determinism."
-    )
+    ).with_traceback(error.__traceback__)
 
 
 def settings() -> Mapping[str, Any]:

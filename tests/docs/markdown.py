@@ -7,16 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^(?:<!-- file: (?P<file>\S+) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?:<!-- (?P<use>file|shown): (?P<file>\S+) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``file`` is the name under which the page tells the reader to save it."""
+    """A fenced block; ``file`` is the name to save it under, ``shown`` that of a file that has this text already."""
 
     language: str
     text: str
     file: str | None
+    shown: str | None
 
     def commands(self) -> list[str]:
         """Return the commands of a console block, lines continued by a backslash joined."""
@@ -27,7 +30,15 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page, in order."""
     found = FENCE.finditer(page.read_text(encoding="utf-8"))
-    return [Block(match["language"], match["text"], match["file"]) for match in found]
+    return [
+        Block(
+            match["language"],
+            match["text"],
+            match["file"] if match["use"] == "file" else None,
+            match["file"] if match["use"] == "shown" else None,
+        )
+        for match in found
+    ]
 
 
 def prose(page: Path) -> str:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from loopscope import experiments, sinks, training_hooks
 from loopscope.cli import main
+from loopscope.cli.options import config_of, parse_run, run_options
 from loopscope.hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from loopscope.lowbit.casts import FormatRegistry, RuleRegistry
 
@@ -23,14 +24,15 @@ FILLED = (experiments, sinks, training_hooks)
 REGISTRIES = (ExperimentRegistry, HookRegistry, SinkRegistry, FormatRegistry, RuleRegistry)
 SMALL = {
     "mod_arithmetic": "--p 11 --train-size 60 --test-size 40 --batch-size 16 --embed-dim 8 --num-heads 2 --layers 1"
-    " --ff-dim 8 --epochs 2 --max-epochs 2 --snapshot-every 1 --overwrite",
+    " --ff-dim 8 --epochs 2 --max-epochs 2 --snapshot-every 1",
     "tied_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 8 --warmup-steps 1"
-    " --evaluation-windows 4 --sample-tokens 5 --overwrite",
+    " --evaluation-windows 4 --sample-tokens 5",
     "lowbit_lm": "--vocabulary 300 --context 16 --width 16 --layers 1 --heads 2 --batch-size 4 --steps 4"
-    " --warmup-steps 1 --evaluation-windows 4 --sample-tokens 5 --rank 0.25 --forward-warmup-steps 1 --merge-steps 2"
-    " --overwrite",
+    " --warmup-steps 1 --evaluation-windows 4 --sample-tokens 5 --rank 0.25 --forward-warmup-steps 1 --merge-steps 2",
 }
 """How an experiment that a page runs is made small."""
+PARSED = {"make test": "is what runs this, and takes minutes"}
+"""Commands of the pages that are not run, but only looked up or parsed, each with the reason."""
 LANGUAGES = {"python", "console", "yaml", "toml", "json", "text"}
 
 
@@ -55,28 +57,55 @@ def status_of(command: Callable[[], Any]) -> int:
 
 
 def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a command of a console block and return its exit status; runs of experiments that are here are made small."""
+    """Run a command of a console block and return its exit status; runs of experiments that are here are made small.
+
+    They are parsed as the page has them first: what makes them small would hide a value that is refused.
+    """
     program, *words = shlex.split(command)
-    after = words[words.index("run") + 1 :][:1] if "run" in words[:2] else []
+    after = words[words.index("run") + 1 :] if "run" in words[:2] else []
     if after and after[0] in ExperimentRegistry.names():
+        if program == "loopscope" and "--help" not in after:
+            options = parse_run(ExperimentRegistry.get(after[0]), after[1:])
+            config_of(ExperimentRegistry.get(after[0]), options), run_options(options)
         words += SMALL[after[0]].split()
     if program == "loopscope":
         return status_of(lambda: main(words))
+    if program == "python" and words[:2] == ["-m", "pytest"]:
+        return run_pytest(*words[2:])
     if program == "python" and words[0].endswith(".py"):
         monkeypatch.setattr(sys, "argv", words)
         with registries_put_back():
             return status_of(lambda: runpy.run_path(words[0], run_name="__main__"))
     if program == "make":
         return status_of(lambda: run_recipe(words[0], monkeypatch))
+    if program == "source":
+        return 0 if words == [f"{variables()['VENV']}/bin/activate"] else 1
     raise AssertionError(f"No page shows commands of {program}: {command}")
 
 
+def run_pytest(*words: str) -> int:
+    """Run pytest on files of the present folder, in this process: another one would import torch again."""
+    before = {*sys.modules}
+    settings = ["-q", "-p", "no:cacheprovider", "--rootdir", ".", "-c", str(ROOT / "pyproject.toml")]
+    with registries_put_back():
+        status = pytest.main([*settings, *words])
+    for name in {*sys.modules} - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(Path.cwd())):
+            del sys.modules[name]
+    return int(status)
+
+
 def run_recipe(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a target in the Makefile, and run what it does with loopscope."""
-    recipe = recipes()[target]
-    for line in recipe:
-        if "/loopscope " in line:
-            assert run_command("loopscope " + line.split("/loopscope ")[1], monkeypatch) == 0
+    """Find a target in the Makefile, and run what it does with loopscope; there is nothing else that it may do."""
+    lines = [line for line in recipes()[target] if not line.startswith("test -x")]
+    for line in lines if f"make {target}" not in PARSED else ():
+        assert "/loopscope " in line, line
+        assert run_command("loopscope " + line.split("/loopscope ")[1], monkeypatch) == 0
+
+
+def variables() -> dict[str, str]:
+    """Return what the Makefile calls its folders."""
+    return dict(re.findall(r"^(\w+) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
 
 
 def recipes() -> dict[str, list[str]]:
@@ -102,6 +131,8 @@ def run_block(block: Block, namespace: dict[str, Any], monkeypatch: pytest.Monke
     if block.file:
         with Path(block.file).open("a", encoding="utf-8") as file:
             file.write(block.text)
+    elif block.shown:
+        assert Path(block.shown).read_text(encoding="utf-8") == block.text, block.shown
     elif block.language == "python":
         exec(compile(block.text, "a block of the page", "exec"), namespace)
     if block.language == "yaml":

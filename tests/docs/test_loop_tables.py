@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.hooks import HookPoint, RunDataContext
+from loopscope.hooks import SET_AT, HookPoint, RunDataContext
 from loopscope.hooks.hook_points import POINTS_OF_LOOP
 
 from tests.docs.markdown import ROOT, code, tables
@@ -77,6 +77,14 @@ def test_fields_are_set_where_the_table_says(loop: str, wanted: bool) -> None:
         for field, is_there in fields.items():
             condition = table[field][point.name]
             assert is_there == CONDITIONS[condition](loop, wanted, step), f"{field} at {point.name} of step {step}"
+
+
+def test_errors_about_a_field_name_the_points_of_the_table() -> None:
+    table = table_of("epoch")
+    assert SET_AT.keys() == {name for name, row in table.items() if set(row.values()) - {row["field"], "yes"}}
+    for name, (points, _, _) in SET_AT.items():
+        there = {point for point, cell in table[name].items() if point != "field" and cell != "-"}
+        assert {point.name for point in points} == there, name
 
 
 @pytest.mark.parametrize("loop", LOOPS)

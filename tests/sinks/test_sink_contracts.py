@@ -255,6 +255,8 @@ def test_a_class_without_a_name_of_its_own_or_with_a_bad_flag_is_refused(sink_cl
         registry.register(type("Flagged", (sink_class,), {"flag": "csv"}))
     with pytest.raises(UsageError, match="'nowhere', which its constructor lacks"):
         registry.register(type("Lost", (sink_class,), {"option": "nowhere"}))
+    with pytest.raises(UsageError, match="on by default, so it needs a flag that is a switch"):
+        registry.register(type("Always", (sink_class,), {"default": True, "flag": None, "option": None}))
 
 
 def test_it_names_all_that_it_leaves_in_the_folder(sink_class, tmp_path, capsys):

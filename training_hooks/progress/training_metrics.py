@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 from loopscope import HookPoint, HookRegistry, RunDataContext, TrainingHook
 from loopscope.hooks import STEP_POINTS, Metrics
+from torch import Tensor
 
 
 def present(**values: Any) -> dict[str, Any]:
@@ -17,7 +19,7 @@ def present(**values: Any) -> dict[str, Any]:
 
 @HookRegistry.register
 class TrainingMetrics(TrainingHook):
-    """Report loss, train and validation accuracy, learning rate; on whenever any hook is on.
+    """Report loss, train and validation accuracy, learning rate; on whenever any hook or record is.
 
     In the epoch loop everything is reported at POST_EPOCH; in the step loop loss and learning rate at POST_STEP, and
     the newest evaluation at SNAPSHOT, if there was one since the last step.
@@ -49,7 +51,11 @@ class TrainingMetrics(TrainingHook):
         """Return those of the metrics that exist at this point."""
         if ctx.hook_point in STEP_POINTS:
             return present(loss=ctx.loss, lr=ctx.step_lr)
-        others = {name: value for name, value in ctx.evaluation.items() if name not in ("train_acc", "val_acc")}
+        others = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in ctx.evaluation.items()
+            if name not in ("train_acc", "val_acc") and isinstance(value, (int, float, np.generic, Tensor))
+        }
         evaluation = present(train_acc=ctx.train_acc, val_acc=ctx.val_acc, evaluation=others or None)
         if ctx.hook_point is HookPoint.SNAPSHOT:
             return evaluation

@@ -1,8 +1,12 @@
 """``loopscope plot``: the files it writes, and the sentences with which it refuses."""
 
+import html
+import math
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -57,7 +61,7 @@ def test_lists_are_left_out_with_a_sentence(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {CURVE: 1.0, "m/top": [1, 2]}), (2, {CURVE: 2.0, "m/top": [3]})])
     assert plotted(folder, "--metrics", "m/*") == 0
-    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nexp_only_loss.png is written.\n"
+    assert capfd.readouterr().out == "Left out, being lists or texts: m/top.\nexp_only_m.png is written.\n"
     assert "m/top cannot be drawn" in refused(capfd, folder, "--metrics", "m/top")
 
 
@@ -72,8 +76,8 @@ def test_an_svg_holds_titles_labels_and_legend_as_text(finished, tmp_path):
     path = tmp_path / "loss.svg"
     assert plotted(finished, "--metrics", "training_metrics/loss", "norms/total*", "--smooth=2", "--out", path) == 0
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
-    assert {"training_metrics/loss", "norms/total_grad_norm", "step", "plain", "clipped"} <= set(texts)
-    assert "small, smoothed over 2 points" in texts
+    assert {"training_metrics/loss", "norms/total_grad_norm", "epoch", "plain", "clipped"} <= set(texts)
+    assert {"small", "mean of 3 points, fewer towards the ends", "as recorded"} <= set(texts)
     assert COLOURS[0].lower() in path.read_text()
 
 
@@ -88,6 +92,108 @@ def test_the_same_command_writes_the_same_bytes_whatever_the_user_s_settings(fin
     found = (tmp_path / f"a.{suffix}").read_bytes()
     assert found == (tmp_path / f"b.{suffix}").read_bytes()
     assert found.startswith(beginning)
+
+
+def test_commands_never_write_over_each_other_s_pictures_but_over_their_own(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, "elsewhere/small")
+    loss = ["--metrics", "training_metrics/loss"]
+    commands: list[list[str | Path]] = [
+        [finished, *loss],
+        [finished / "plain", *loss],
+        [finished / "clipped", *loss],
+        ["elsewhere/small/plain", *loss],
+        [finished, "elsewhere/small", *loss],
+        [finished / "plain", "--metrics", "norms/total_*"],
+        [finished / "plain", "--metrics", "norms/tot*"],
+        [finished / "plain", "--metrics", "norms/total*"],
+        [finished / "plain", "--metrics", *(f"norms/grad_norm/{name}" for name in ("0.weight", "0.bias", "1.weight"))],
+        [finished / "plain", "--metrics", "**", "--overlay", "--smooth=3"],
+        *([finished, *loss, word] for word in ("--log-x", "--log-y", "--linear-y", "--smooth=2", "--smooth=3")),
+        *([finished, *loss, word] for word in ("--x=step", "--size=5x4", "--size=5x4.5", "--title=a", "--title=b")),
+        [finished, *loss, "--format", "svg"],
+        [
+            finished,
+            "--metrics",
+            "norms/**",
+            "--overlay",
+            "--log-x",
+            "--log-y",
+            "--smooth=12345",
+            "--x=step",
+            "--size=5.25x5",
+        ],
+    ]
+    for number, command in enumerate(commands, 1):
+        if "--overlay" in command:
+            command[0] = finished / "plain"
+            command[2] = "norms/grad_norm/*"
+        before = contents(Path())
+        assert plotted(*command) == 0
+        after = contents(Path())
+        assert {name: after[name] for name in before} == before
+        assert len(list(Path().iterdir())) == number + 1, command
+    for command in commands:
+        assert plotted(*command) == 0
+    assert contents(Path()) == after
+
+
+def test_a_file_that_another_wrote_is_left_alone_unless_told(finished, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    loss = [finished / "plain", "--metrics", "training_metrics/loss"]
+    for name in ("mine.svg", "small_plain_loss.png", "a.pdf", "b.png"):
+        Path(name).write_bytes(b"loopscope plot, my own")
+    assert plotted(*loss) == 0
+    (written,) = Path().glob("small_plain_loss_????????.png")
+    capfd.readouterr()
+    assert "mine.svg is not what this command drew before; --overwrite" in refused(capfd, *loss, "--out", "mine.svg")
+    assert plotted(*loss, "--out", "mine.svg", "--overwrite") == 0
+    assert plotted(*loss, "--out", "mine.svg") == 0
+    capfd.readouterr()
+    written.write_bytes(b"replaced")
+    assert f"{written} is not what this command drew" in refused(capfd, *loss)
+    for name in ("a.pdf", "b.png", "mine.svg"):
+        assert f"{name} is not what" in refused(capfd, *loss, "--smooth", "9", "--out", name)
+    assert Path("small_plain_loss.png").read_bytes() == b"loopscope plot, my own"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_carries_its_command_whatever_is_in_it(finished, tmp_path, monkeypatch, suffix):
+    monkeypatch.chdir(tmp_path)
+    words = [finished / "plain", "--metrics", "training_metrics/loss", "--title", "d’été <$1_2$> \x1b \n(学) \\"]
+    path = tmp_path / f"a.{suffix}"
+    with warnings.catch_warnings(action="ignore"):
+        assert plotted(*words, "--out", path) == 0
+        assert plotted(*words, "--out", path) == 0
+        assert plotted(*words[:3], "--out", path) == 2
+        assert plotted(*words[:3], "--out", f"plain.{suffix}") == 0
+    assert (
+        f"loopscope plot {finished}/plain --metrics training_metrics/loss".encode()
+        in Path(f"plain.{suffix}").read_bytes()
+    )
+
+
+def test_a_run_that_is_still_going_is_drawn_up_to_its_last_whole_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = curve_record(Path(), SLOPE)
+    with (folder / "only.jsonl").open("a") as file:
+        file.write('{"epoch":0,"step":6,"hook_point":"POST_EP')
+    assert plotted(folder, "--metrics", "m/loss") == 0
+    assert capfd.readouterr() == ("exp_only_loss.png is written.\n", "")
+    assert everything(folder).curves[CURVE].values.tolist() == SLOPE
+
+
+def test_odd_names_are_drawn_as_text_in_all_places(tmp_path):
+    odd = ["$a_1^2$", "_b\n{c}", "$x^", "\\frac{1}", "\x1b[31m", "%s {} <b>"]
+    folders = []
+    for number, name in enumerate(odd):
+        folder = record(tmp_path / str(number), [(1, {"m/$y_": math.nan}), (2, {"m/$y_": 2.0})])
+        folders.append(folder.rename(folder.with_name(name)))
+    path = tmp_path / "a.svg"
+    assert plotted(*folders, "--metrics", "m/$y_", "--title", "$t_", "--out", path, "--smooth=3") == 0
+    texts = {html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())}
+    assert {"m/$y_", "$t_", *(re.sub("[\x1b\n]", "?", name) for name in odd)} <= texts
+    assert plotted(*folders, "--metrics", "m/$y_", "--out", tmp_path / "a.png") == 0
 
 
 def test_drawing_needs_no_pyplot_and_no_screen_and_other_commands_no_matplotlib(finished, tmp_path):
@@ -113,9 +219,9 @@ def test_more_than_24_panels_are_refused_with_their_number(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     folder = record(tmp_path, [(1, {f"m/{index}": 1.0 for index in range(25)})])
     assert "--metrics matches 25 metrics, and a picture has at most 24 panels" in refused(
-        capfd, folder, "--metrics", "*"
+        capfd, folder, "--metrics", "**"
     )
-    assert plotted(folder, "--metrics", "*", "--overlay") == 0
+    assert plotted(folder, "--metrics", "**", "--overlay") == 0
     assert len(figure(folder, patterns=["m/?", "m/1?", "m/20", "m/21", "m/22", "m/23"]).axes) == 24
 
 
@@ -123,7 +229,7 @@ def test_more_runs_and_metrics_than_can_be_told_apart_are_refused(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     metrics = {f"m/{index}": 1.0 for index in range(29)}
     one, two = (record(tmp_path, [(1, metrics)], strategy=name) for name in ("one", "two"))
-    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "*", "--overlay")
+    assert "at most 28 can be told apart" in refused(capfd, one, "--metrics", "**", "--overlay")
     sentence = refused(capfd, one, two, "--metrics", *(f"m/{index}" for index in range(5)), "--overlay")
     assert f"{len(DASHES)} metrics by dashes, but these are 2 runs and 5 metrics" in sentence
 
@@ -157,7 +263,7 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         (["empty", "--metrics", "a"], "empty is not the folder of a run"),
         (
             ["bare", "--metrics", "a"],
-            "bare holds neither s.jsonl nor s.csv; a run writes its metrics there with --hook-",
+            "bare holds neither s.jsonl nor s.csv; a run that is started without --no-hook-jsonl or with --hook-csv",
         ),
         (["broken", "--metrics", "a"], "broken/s.jsonl cannot be read after 1 emits (JSONDecodeError"),
         (
@@ -166,20 +272,40 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         ),
         (["silent", "--metrics", "a"], "There is nothing to draw: silent holds no metric yet."),
         (["headless", "--metrics", "a"], "There is nothing to draw: headless holds no metric yet."),
-        (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest are m/loss."),
+        (["run/exp/only", "--metrics", "los"], "No metric matches 'los'; the nearest is m/loss."),
+        (
+            ["run/exp/only", "--metrics", "*"],
+            "No metric matches '*'; * stops at slashes, ** does not, and '**' matches m/",
+        ),
+        (["run/exp/only", "--metrics", "l*"], "** does not, and '**/l*' matches m/loss."),
+        (["run/exp/only", "--metrics", "l[o"], "No metric matches 'l[o'; the nearest is m/loss."),
         (["run/exp/only", "--metrics", "m/*", "qqq"], "No metric matches 'qqq'; there are m/loss."),
         (["run/exp/only", "--metrics"], "--metrics needs a value."),
         (["run/exp/only", "--metrics", "m/*", "--smooth", "0"], "--smooth is 0; it must be a whole number"),
         (["run/exp/only", "--metrics", "m/*", "--smooth=few"], "--smooth is 'few'; it must be an integer."),
         (
             ["run/exp/only", "--metrics", "m/*", "--out", "a.jpg"],
-            "--out is 'a.jpg'; it must end in .png, .svg or .pdf.",
+            "--out is 'a.jpg'; it must end in .png or .svg or .pdf.",
         ),
         (["run/exp/only", "--metrics", "m/*", "--out", "a-file/a.png"], "a-file/a.png cannot be written: "),
         (["run/exp/only", "--metrics", "m/*", "--out", "folder.png"], "folder.png is a folder"),
         (["run/exp/only", "--metrics", "m/*", "--log-y", "--linear_y"], "--log-y and --linear-y exclude each other."),
         (["run/exp/only", "--metrics", "m/*", "--log-z"], "Unknown option '--log-z'. Did you mean '--log-"),
         (["run/exp/only", "--metrics", "m/*", "--log-x=1"], "--log-x takes no value."),
+        (
+            ["run/exp/only", "--metrics", "m/*", "--x", "epoch"],
+            "--x epoch needs the ends of epochs, which run/exp/only la",
+        ),
+        (["run/exp/only", "--metrics", "m/*", "--x", "hour"], "Unknown value of --x: 'hour'."),
+        (["run/exp/only", "--metrics", "m/*", "--format", "jpg"], "Unknown value of --format: 'jpg'."),
+        (["run/exp/only", "--metrics", "m/*", "--format=svg", "--out=a.png"], "--out is 'a.png'; it must end in .svg."),
+        *(
+            (["run/exp/only", "--metrics", "m/*", "--size", size], f"--size is '{size}'; it must be WIDTHxHEIGHT, each")
+            for size in ("4", "4x", "4x3x2", "4 x 3", "1x4", "4x41", "0x0", "4x1e1", "nanx4", "-4x3", "４x3", "infx4")
+        ),
+        (["run/exp/only", "--metrics", "m/*", "--out", f"{'a' * 300}.png"], "cannot be read: File name too long."),
+        (["summaries/exp/only", "--metrics", "m/*"], "summaries/exp/only/summary.json cannot be read: it is not JSON"),
+        (["listed/exp/only", "--metrics", "m/*"], "its field 'initial' must be an object"),
         (["run/exp/only", "--provenance", "--metrics", "a"], "goes with neither --metrics nor --overlay."),
         (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
     ],
@@ -187,6 +313,8 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
 def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(words, sentence, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     curve_record(Path("run"), SLOPE)
+    for name, text in {"summaries": "{", "listed": '{"initial": [1]}'}.items():
+        (curve_record(Path(name), SLOPE) / "summary.json").write_text(text)
     emit = '{"epoch":0,"step":1,"hook_point":"POST_STEP","m/a":{"steps":[1],"values":[1]}}\n'
     files = {"broken": emit + "no json\n", "uneven": emit.replace("[1]", "[1,2]", 1), "silent": ""}
     for name in ("empty", "folder.png", "bare", "headless", *files):

@@ -29,8 +29,10 @@ def made(*words):
 
 
 def test_every_sink_is_made_that_was_asked_for_and_no_other():
-    assert made() == []
-    assert made("--hook-csv", "--hook-tensorboard") == ["csv", "tensorboard"]
+    assert made() == ["jsonl"]
+    assert made("--no-hook-jsonl") == made("--hook-jsonl=false") == made("--hook-jsonl", "--no_hook_jsonl") == []
+    assert made("--no-hook-jsonl", "--hook-jsonl") == ["jsonl"]
+    assert made("--hook-csv", "--hook-tensorboard", "--no-hook-jsonl") == ["csv", "tensorboard"]
 
 
 def test_a_sink_whose_file_another_writes_too_is_left_out():
@@ -48,13 +50,18 @@ def test_a_sink_gets_the_value_of_its_option(tmp_path):
 def test_a_config_file_asks_for_sinks_too(tmp_path):
     (tmp_path / "a.yaml").write_text("hook_wandb: demo\nhook_tensorboard: true\n")
     assert made("--config", str(tmp_path / "a.yaml")) == ["tensorboard", "wandb"]
-    assert made("--config", str(tmp_path / "a.yaml"), "--hook-wandb", "null", "--hook-tensorboard=false") == []
+    assert made("--config", str(tmp_path / "a.yaml"), "--hook-wandb", "null", "--hook-tensorboard=false") == ["jsonl"]
+    (tmp_path / "none.yaml").write_text("hook_jsonl: false\n")
+    assert made("--config", str(tmp_path / "none.yaml")) == []
+    assert made("--config", str(tmp_path / "none.yaml"), "--hook-jsonl") == ["jsonl"]
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--hook-wandb"], "--hook-wandb needs a value."),
+        (["--no-hook-jsonl=1"], "--no-hook-jsonl takes no value."),
+        (["--no-hook-csv"], "Unknown option '--no-hook-csv'. Did you mean '--"),
         (["--hook-wandb", "a/b"], "'a/b' cannot be the name of a W&B project"),
         (["--hook-wandb="], "'' cannot be the name of a W&B project"),
         (["--hook-tensorboard=perhaps"], "--hook-tensorboard is 'perhaps'; it must be true or false."),
@@ -81,5 +88,5 @@ def test_overwriting_removes_what_the_sinks_left(tmp_path):
     assert main([*words, "--hook-wandb", "demo", "--hook-tensorboard"]) == 0
     folder = tmp_path / "small/plain"
     (folder / "wandb").mkdir()
-    assert main(words) == 0
+    assert main([*words, "--no-hook-jsonl"]) == 0
     assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}

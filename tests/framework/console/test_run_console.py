@@ -153,7 +153,8 @@ def test_the_end_compares_the_strategies_and_names_the_folder():
     assert "Results: output/mod_arithmetic/ with stride, fixed-random\n" in text
 
 
-def test_a_single_strategy_is_not_compared():
+def test_a_single_strategy_is_not_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run lies in output/
     console = captured(terminal=False)
     RunConsole(console=console).ended([SUMMARY])
     assert console.file.getvalue() == (

@@ -257,11 +257,12 @@ def test_a_point_at_which_nobody_is_due_is_not_even_entered():
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
 def test_a_hook_that_raises_is_named_with_its_point_and_step_and_changes_nothing(hook_class):
     run = train(Case(), [at(hook_class, HookPoint.POST_STEP)(raising)], steps=3, raises=HookError)
-    assert str(run.error) == f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told"
+    assert str(run.error).startswith(f"Hook {hook_class.name!r} raised at POST_STEP of step 1: Mishap: as told [")
+    assert 'in raising: raise Mishap("as told")]' in str(run.error)
     assert isinstance(run.error.__cause__, Mishap)
-    assert run.manager.hooks.failures.errors == [
-        {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: as told"}
-    ]
+    (error,) = run.manager.hooks.failures.errors
+    assert error.pop("traceback").endswith(".Mishap: as told\n")
+    assert error == {"hook": hook_class.name, "point": "POST_STEP", "step": 1, "error": "Mishap: as told"}
 
 
 @pytest.mark.parametrize("hook_class", [SpyHook, ActingHook, ReadOnlyHook])
@@ -292,7 +293,7 @@ def test_a_metric_that_is_no_scalar_is_refused_naming_hook_point_and_step(return
         raise run.error
 
 
-@pytest.mark.parametrize("value", [None, "text", np.float32(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
+@pytest.mark.parametrize("value", [None, "text", np.complex64(1.0), 1j, [1.0, None], {"deep": {"er": "text"}}])
 def test_a_value_that_is_no_metric_is_refused_naming_hook_point_and_step(value):
     run = train(Case(), [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"good": 1.0, "bad": value})], raises=HookError)
     assert "'spy' raised at POST_STEP of step 1: TypeError: returned a " in str(run.error)
@@ -392,7 +393,7 @@ def test_every_hook_is_ended_and_every_sink_closed_even_if_one_of_them_raises():
 def test_the_values_that_made_a_check_raise_are_in_the_sinks():
     log: list[str] = []
     run = train(Case(), [Clocked(log, check=True)], sinks=[Closing(log)], raises=HookError)
-    assert str(run.error) == "Hook 'spy' raised at check of step 3: Mishap: in check"
+    assert str(run.error).startswith("Hook 'spy' raised at check of step 3: Mishap: in check [")
     assert log[1:] == ["compute", "emit ['spy/n']", "check {'n': 1.0} at 3", "end failed", "close failed"]
 
 
@@ -449,7 +450,7 @@ def test_a_hook_that_changes_the_run_when_it_is_given_its_state_back_is_named():
 
 def test_a_hook_that_leaves_when_it_is_given_its_state_back_is_refused():
     manager = HookManager([Loading(partial(raising_exit, 0))], *build(Case()))
-    with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0\\)"):
+    with pytest.raises(UsageError, match="Hook 'spy' cannot take its state back \\(SystemExit: 0 \\["):
         manager.hooks.load_state_dict({"spy": {}})
 
 

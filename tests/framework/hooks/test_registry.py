@@ -225,8 +225,14 @@ def test_a_package_that_cannot_be_imported_is_left_out_with_a_warning_and_refuse
     hooks.register(Watcher)
     with pytest.warns(UserWarning, match=r"hook 'plugged' of plugin_two:Plugin cannot be used\. ModuleNotFoundError"):
         assert hooks.names() == ["watcher"]
-    with pytest.raises(UsageError, match="no_such_package_anywhere"):
+    with pytest.raises(UsageError, match=r"anywhere' \[/.*plugin_two\.py:1: import no_such_package_anywhere\]"):
         hooks.get("plugged")
+
+
+def test_a_package_that_is_no_python_is_named_with_its_line(install):
+    install("plugin_typo", "\nimport")
+    with pytest.warns(UserWarning, match=r"plugin_typo:Plugin cannot be used\. SyntaxError: .*plugin_typo\.py, line 2"):
+        registry().discover()
 
 
 @pytest.mark.parametrize("source", ["import sys; sys.exit()", "raise KeyboardInterrupt", "raise SystemExit('x')"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from loopscope.hooks import HookPoint
-from loopscope.report import Look, metric_picture, read_run
+from loopscope.report import Look, metric_picture, read_curves
 from loopscope.report.curves import RecordedRun
 from loopscope.report.drawing import figure_of
 from loopscope.runs import CONFIG
@@ -57,7 +57,7 @@ def curve_record(root: Path, values: list[float], *, strategy: str = "only") -> 
 
 def everything(folder: Path) -> RecordedRun:
     """Read all curves of a record."""
-    return read_run(folder, lambda name: True)
+    return read_curves(folder, lambda name: True)
 
 
 def tied_record(folder: Path, *, clip: bool = True) -> Path:
@@ -76,7 +76,7 @@ def pixels(path: Path, colour: str) -> int:
         return int((np.asarray(image.convert("RGB")) == wanted).all(axis=2).sum())
 
 
-def figure(*folders: Path, patterns: Sequence[str] = ("*",), overlay: bool = False, **look: Any) -> Figure:
+def figure(*folders: Path, patterns: Sequence[str] = ("**",), overlay: bool = False, **look: Any) -> Figure:
     """Draw metrics of runs, all by default; ``look`` are fields of :class:`Look`."""
     runs = [everything(folder) for folder in folders]
     return figure_of(metric_picture(runs, patterns, overlay=overlay), Look(**look))

@@ -2,15 +2,19 @@
 
 import json
 import math
+import re
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from loopscope import experiments, sinks, training_hooks
 from loopscope.errors import UsageError
 from loopscope.hooks import HookPoint, HookRegistry, MetricPanel, Series
-from loopscope.report import Look, hook_picture, metric_picture
+from loopscope.report import Look, hook_picture, matcher, metric_picture
 from loopscope.report.curves import Curve
 from loopscope.report.drawing import figure_of, running_mean
 from loopscope.report.panels import COLOURS
@@ -74,6 +78,37 @@ def test_a_csv_record_has_the_curves_of_the_jsonl_record(finished, tmp_path):
         np.testing.assert_array_equal(table.curves[name].values, curve.values)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("norms/*", ["norms/total"]),
+        ("norms/**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]"]),
+        ("**", ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]),
+        ("**/loss", ["m/loss"]),
+        ("norms/**/a.weight", ["norms/grad/a.weight"]),
+        ("norms/**/total", ["norms/total"]),
+        ("**t*", ["norms/total", "norms/grad/a.weight"]),
+        ("*/*/a?weight", ["norms/grad/a.weight"]),
+        ("norms?total", []),
+        ("norms[!x]total", []),
+        ("*/[l-t]o*", ["norms/total", "m/loss"]),
+        ("norms/grad/a[0]", ["norms/grad/a[0]"]),
+        ("norms/grad/a[[]*", ["norms/grad/a[0]"]),
+        ("m/loss[", []),
+    ],
+)
+def test_wildcards_stop_at_slashes_but_for_two_stars(pattern, matched):
+    names = ["norms/total", "norms/grad/a.weight", "norms/grad/a[0]", "m/loss"]
+    assert list(filter(matcher([pattern]), names)) == matched
+
+
+@given(st.text("ab/.*?[]!-", max_size=8), st.text("ab/.", max_size=8))
+def test_without_slashes_patterns_match_as_those_of_the_shell_and_no_pattern_breaks(pattern, name):
+    found = matcher([pattern])(name)
+    if "/" not in name + pattern:
+        assert found == (name == pattern or fnmatchcase(name, pattern))
+
+
 @pytest.mark.parametrize("sink_class", [sinks.JSONLSink, CSVSink])
 def test_series_are_drawn_at_their_own_steps_and_dicts_as_curves_of_their_keys(tmp_path, sink_class):
     def emit(steps, values):
@@ -91,7 +126,7 @@ def test_smoothing_is_the_mean_of_the_values_around_with_the_curve_faintly_behin
     (axes,) = figure(curve_record(tmp_path, SLOPE), smooth=3, log_y=False).axes
     (_, steps, raw), (_, _, smooth) = drawn(axes)
     assert (steps, raw) == ([1, 2, 3, 4, 5], SLOPE)
-    np.testing.assert_allclose(smooth, [0.75, 3.5 / 3, 1.5, 6.5 / 3, 2.25])
+    np.testing.assert_allclose(smooth, [0.5, 3.5 / 3, 1.5, 6.5 / 3, 3.0])
     assert [line.get_alpha() for line in axes.lines] == [0.25, None]
 
 
@@ -99,13 +134,23 @@ def test_smoothing_is_the_mean_of_the_values_around_with_the_curve_faintly_behin
 @pytest.mark.parametrize("geometric", [False, True])
 def test_running_means_are_those_of_brute_force(window, geometric):
     values = np.random.default_rng(0).normal(size=100)
-    values[[3, 4, 50, 99]] = NAN, INF, -INF, NAN
+    values[[3, 4, 50, 97]] = NAN, INF, -INF, NAN
     found = running_mean(Curve(np.arange(100.0), values), window, geometric=geometric).values
     for index, value in enumerate(found):
-        around = values[max(0, index - window // 2) : index - window // 2 + window]
+        half = min(window // 2, index, 99 - index)
+        around = values[index - half : index + half + 1]
         around = around[np.isfinite(around) & ((around > 0) | (not geometric))]
         mean = np.exp(np.log(around).mean()) if geometric and len(around) else around.mean() if len(around) else NAN
         np.testing.assert_allclose(value, mean if np.isfinite(values[index]) else NAN, atol=1e-12)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.integers(1, 12))
+def test_smoothing_keeps_both_ends_and_curves_of_any_length(values, window):
+    found = running_mean(Curve(np.arange(float(len(values))), np.array(values)), window).values
+    assert (len(found), found[0], found[-1]) == (len(values), values[0], values[-1])
+    halves = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
+    means = [np.mean(values[index - half : index + half + 1]) for index, half in enumerate(halves)]
+    np.testing.assert_allclose(found, means, rtol=1e-9, atol=1e-6)
 
 
 def test_a_spike_leaves_no_rounding_error_in_the_mean_behind_it():
@@ -115,8 +160,22 @@ def test_a_spike_leaves_no_rounding_error_in_the_mean_behind_it():
 
 
 def test_on_a_logarithmic_axis_the_mean_is_geometric(tmp_path):
-    (axes,) = figure(curve_record(tmp_path, [1.0, 100.0, 1e4]), smooth=3).axes
-    np.testing.assert_allclose(drawn(axes)[1][2], [10, 100, 1000])
+    (axes,) = figure(curve_record(tmp_path, [1.0, 10.0, 1e5]), smooth=3).axes
+    np.testing.assert_allclose(drawn(axes)[1][2], [1, 100, 1e5])
+
+
+def legend(whole) -> list[str]:
+    return [text.get_text().replace("\n", "") for text in whole.legends[0].get_texts()]
+
+
+def test_the_legend_says_what_smoothing_is(tmp_path):
+    emits = [(step, {"m/a": 10.0 ** (2 * step), "m/b": step}) for step in (1, 2, 3)]
+    folder = record(tmp_path, emits)
+    said = "mean of 5 points, fewer towards the ends"
+    assert legend(figure(folder, patterns=["m/b"], smooth=5)) == [said, "as recorded"]
+    assert legend(figure(folder, patterns=["m/a"], smooth=4)) == [f"geometric {said}", "as recorded"]
+    assert legend(figure(folder, smooth=5))[0] == f"{said}; geometric on logarithmic axes"
+    assert figure(folder).legends == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +253,7 @@ def test_an_overlay_of_several_runs_tells_runs_apart_by_colour_and_metrics_by_da
 def test_a_run_has_the_same_colour_in_all_panels_also_where_another_lacks_the_metric(tmp_path):
     one = record(tmp_path, [(1, {"a": 1.0}), (2, {"a": 2.0})], strategy="one")
     two = record(tmp_path, [(1, {"a": 1.0, "b": 5.0})], strategy="two")
-    picture = metric_picture([everything(one), everything(two)], ["*"], overlay=False)
+    picture = metric_picture([everything(one), everything(two)], ["**"], overlay=False)
     assert picture.sentences == ["one has no b."]
     shared, alone = figure_of(picture, Look()).axes
     assert [line[0] for line in drawn(shared)] == [COLOURS[0], COLOURS[1]]
@@ -224,6 +283,74 @@ def test_the_provenance_of_several_runs_is_told_apart_by_colour(tmp_path, monkey
     assert [line[0] for line in drawn(whole.axes[0])] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
     assert {line[0] for line in drawn(whole.axes[2])} == {COLOURS[1]}
     assert "clipped: clipped 92%" in whole.axes[2].texts[0].get_text()
+
+
+def test_the_evaluation_before_the_first_step_is_drawn_at_step_0(finished, tmp_path):
+    initial = json.loads((finished / "plain/summary.json").read_text())["initial"]
+    curves = everything(finished / "plain").curves
+    for name in ("val_acc", "evaluation/val_loss"):
+        curve = curves[f"training_metrics/{name}"]
+        assert (curve.steps[0], curve.values[0]) == (0, initial[name.rpartition("/")[2]])
+    assert curves["training_metrics/loss"].steps[0] > 0
+    running = shutil.copytree(finished / "plain", tmp_path / "plain", ignore=shutil.ignore_patterns("summary.json"))
+    assert everything(running).curves["training_metrics/val_acc"].steps[0] > 0
+
+
+def test_epochs_are_steps_divided_by_those_of_an_epoch_whole_at_their_ends(finished):
+    run = everything(finished / "plain")
+    assert run.in_epochs().curves["training_metrics/loss"].steps.tolist() == [1, 2, 3, 4, 5]
+    assert run.in_epochs().curves["training_metrics/val_acc"].steps[0] == 0
+    at, steps = (found.curves["norms/total_grad_norm"].steps for found in (run.in_epochs(), run))
+    np.testing.assert_allclose(at * run.epoch_steps, steps)
+
+
+def test_records_whose_ends_of_epochs_disagree_or_are_missing_have_no_epochs(tmp_path):
+    assert everything(curve_record(tmp_path, SLOPE)).epoch_steps == 0
+    emits = [(8, {CURVE: Series([2, 8], [1.0, 2.0])})]
+    steps = record(tmp_path, emits, strategy="steps", point=HookPoint.POST_STEP)
+    assert everything(steps).epoch_steps == 0
+    with (steps / "steps.jsonl").open("a") as file:
+        file.write('{"epoch":1,"step":8,"hook_point":"POST_EPOCH","m/loss":3.0}\n')
+    run = everything(steps)
+    assert (run.epoch_steps, run.in_epochs().curves[CURVE].steps.tolist()) == (4, [0.5, 2])
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+@pytest.mark.parametrize("scale", [1e-300, 1e-4, 1e-3, 0.07, 123.0, 1e5, 1e6, 1e300])
+def test_ticks_of_all_axes_are_labelled_with_their_numbers_and_no_offset(tmp_path, scale, log_y):
+    metrics = {"m/wide": [scale, 50 * scale], "m/narrow": [scale, 1.00001 * scale]}
+    emits = [(step, {name: values[index] for name, values in metrics.items()}) for index, step in ((0, 1), (1, 900))]
+    whole = figure(record(tmp_path, emits), log_y=log_y, log_x=log_y)
+    whole.draw_without_rendering()
+    for axis in [axis for axes in whole.axes for axis in (axes.xaxis, axes.yaxis)]:
+        labels = [(tick.get_loc(), tick.label1.get_text()) for tick in axis.get_major_ticks() + axis.get_minor_ticks()]
+        texts = {text: at for at, text in labels if text}
+        assert len(texts) >= 2 or axis.get_scale() == "log"
+        for text, at in texts.items():
+            assert re.fullmatch(r"-?\d{1,3}(,\d{3})*(\.\d+)?|-?\d(\.\d+)?e-?\d+", text)
+            assert float(text.replace(",", "")) == pytest.approx(at, rel=1e-8)
+            assert ("e" in text) <= (abs(at) < 1e-3 or abs(at) >= 1e6)
+        assert axis.get_offset_text().get_text() == ""
+
+
+@pytest.mark.parametrize("size", [(4, 3), (12, 8), (3, 12)])
+@pytest.mark.parametrize("panels", [1, 5, 12, 24])
+def test_a_picture_of_any_size_shows_all_panels_or_is_refused(tmp_path, size, panels):
+    names = [f"m/{'quite_a_long_name/' * 2}{index}" for index in range(panels)]
+    folders = [
+        record(tmp_path, [(1, dict.fromkeys(names, 1.0)), (2, dict.fromkeys(names, NAN))], strategy=name)
+        for name in "ab"
+    ]
+    if panels == 24 and size == (4, 3):
+        with pytest.raises(UsageError, match="A size of 4x3 inches is too small for 24 panels"):
+            figure(*folders, size=size)
+        return
+    whole = figure(*folders, size=size)
+    whole.draw_without_rendering()
+    assert (tuple(whole.get_size_inches()), len(whole.axes)) == (size, panels)
+    for axes in whole.axes:
+        assert min(axes.get_position().size * size) > 0.2  # inches
+        assert axes.title.get_fontsize() >= 4.5
 
 
 class Drawn(SpyHook):

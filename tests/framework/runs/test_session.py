@@ -84,10 +84,18 @@ class Watched(Small):
     default_group = "minimal"
 
 
-@pytest.mark.parametrize(("group", "active"), [(None, {"training_metrics", "norms"}), ("none", set())])
-def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group: str | None, active: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("group", "sinks", "active"),
+    [
+        (None, True, {"training_metrics", "norms"}),
+        ("none", True, {"training_metrics"}),
+        ("none", False, set()),
+        (None, False, {"training_metrics", "norms"}),
+    ],
+)
+def test_an_experiment_chooses_what_is_on_by_default(tmp_path: Path, group, sinks: bool, active: set[str]) -> None:
     with registered(Watched):
-        session(tmp_path, Watched, strategies=["plain"], epochs=1, with_hooks=group).run()
+        session(tmp_path, Watched, sinks=sinks, strategies=["plain"], epochs=1, with_hooks=group).run()
     config = read_json(tmp_path / "watched/plain/experiment_config.json")
     assert config["hooks"].keys() == active
 
@@ -322,10 +330,10 @@ def test_both_loops_run_in_a_session(tmp_path: Path) -> None:
 
 
 class Talking(Small):
-    """An experiment that tells of its data, shows what its model does, and compares a metric."""
+    """An experiment that tells of its data, shows what its model does, and compares metrics; one hook is off."""
 
     name = "talking"
-    compared_metrics = ("norms/total_weight_norm", "norms/unknown")
+    compared_metrics = ("norms/total_weight_norm", "parameter_delta/total_relative_delta")
 
     def describe_data(self) -> dict[str, Any]:
         return {"source": "noise"}

@@ -484,7 +484,7 @@ def told(hook: GradientOverflow, factors: list[float]) -> list[tuple[bool, str]]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train()
-    sentences = [(item.category is RunNotice, str(item.message)) for item in caught]
+    sentences = [(issubclass(item.category, RunNotice), str(item.message)) for item in caught]
     return [(notice, sentence) for notice, sentence in sentences if sentence.startswith("Step")]
 
 

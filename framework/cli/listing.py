@@ -1,0 +1,149 @@
+"""``loopscope ls`` and ``loopscope show``: the runs in a folder, and one of them with its metrics."""
+
+import os
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..console import (
+    duration_text,
+    final_numbers,
+    in_columns,
+    make_console,
+    number_text,
+    printable,
+    result_line,
+    shortened,
+    value_text,
+)
+from ..errors import UsageError
+from ..hooks import ExperimentRegistry
+from ..report import FoundRun, find_runs, look_at
+from ..runs import RunRecord, require, run_folders
+from .options import plain, run_parser
+from .parser import NAMES, CommandParser, write_line
+
+UNBOUNDED = 10_000  # columns of what is no terminal, so that programs find whole names there
+WIDE = 100  # columns from which dates are whole, and the longest line of text
+ALIKE = 3  # so many metrics of one family are shown one by one
+
+
+def ls(words: Sequence[str]) -> None:
+    """List the runs in a folder; raises :class:`UsageError` where there are none."""
+    parser = CommandParser("ls [FOLDER]", "List the runs in FOLDER, however deep, one a line.")
+    parser.add_argument("FOLDER", nargs="*", default=["output"], help="where to look; output by default")
+    given = parser.parse(words)["FOLDER"]
+    require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
+    folder = Path(given[0])
+    found = find_runs(folder) if folder.is_dir() else []
+    problem = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists runs, which lie in output by default.")
+    width = _width()
+    for line in in_columns([_row(run, width) for run in found], width, flexible=("run", "final")):
+        write_line(line)
+
+
+def _width() -> int:
+    console = make_console()
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUNDED
+
+
+def _row(run: FoundRun, width: int) -> dict[str, str]:
+    """Return the texts of a run by column."""
+    length, began = run.length, time.localtime(run.began)
+    date = "%Y-%m-%d %H:%M" if width >= WIDE else "%H:%M" if began[:3] == time.localtime()[:3] else "%m-%d"
+    seconds = run.summary["seconds"]["training"] if run.summary else max(0.0, time.time() - run.began)
+    numbers = {**final_numbers(run.summary), **run.summary["metrics"]} if run.summary else {}
+    val_first = sorted(numbers.items(), key=lambda item: not item[0].startswith("val_"))
+    row = {
+        "run": str(run.path),
+        "state": shortened(run.state, len("interrupted")),
+        "ep/steps": f"{length[0]:,}/{length[1]:,}" if length else "",
+        "time": duration_text(seconds) if run.summary or run.state == "running" else "",
+        "began": time.strftime(date, began),
+        "treatments": ", ".join(run.record.treatments) if run.record else "",
+        "final": run.problem.replace(f"{run.path}/", "")
+        or _listed({name.rpartition("/")[2]: value for name, value in val_first}),
+    }
+    return {name: printable(text) for name, text in row.items()}
+
+
+def _listed(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {number_text(value)}" for name, value in numbers.items())
+
+
+def show(words: Sequence[str]) -> None:
+    """Show a run with its metrics, or in short all those of an experiment."""
+    parser = CommandParser("show RUN [--metrics PATTERN...]", "Show what was run, how it ended, and its metrics.")
+    about = "the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY, or of an experiment: all its strategies in short"
+    parser.add_argument("RUN", nargs="*", help=about)
+    metrics = "only these metrics, by full names or by patterns in quotes, each on a line of its own"
+    parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
+    given = parser.defaults | parser.parse(words)
+    require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
+    folder, patterns, width = Path(given["RUN"][0]), given["metrics"], _width()
+    lines: list[str] = []
+    for path in run_folders(folder, "show"):
+        run = look_at(path)
+        require(run.record is not None or path != folder, run.problem)
+        ended = result_line(run.summary).plain.partition(": ")[2] if run.summary else run.state
+        for label, text in [("", f"{path}: {ended}"), *(() if patterns else _fields(run, short=path != folder))]:
+            indent = f"  {label:12} " if label else ""
+            after = " " * (len(indent) or 4)
+            lines += textwrap.wrap(text, min(width, WIDE), initial_indent=indent, subsequent_indent=after)
+        lines += _metrics(run, patterns) if patterns or path == folder else ()
+    for line in lines:
+        write_line(shortened(line, width, keep_end=False))
+
+
+def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is to be said of a run, each with its label; in short what went wrong, and the treatments."""
+    record, summary = run.record, run.summary
+    failed = [f"{each['hook']}: {each.get('error')}" for each in summary.get("hook_errors", ())]
+    said = {"problem": run.problem, "error": summary.get("error"), "failed hooks": "; ".join(failed)}
+    if record is not None:
+        said["treatments"] = record.treatments_text if record.treatments else ""
+    if record is not None and not short:
+        said["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
+        said["options"] = ", ".join(_changed_options(record)) or "the defaults"
+        said["hooks"] = ", ".join(record.hooks) or "none"
+        said["so far"] = f"epoch {run.length[0]:,}, step {run.length[1]:,}" if run.length and not summary else ""
+        said |= {part: _listed(summary[part]) for part in ("initial", "final") if summary}
+    yield from ((label, text) for label, text in said.items() if text)
+
+
+def _changed_options(record: RunRecord) -> Iterator[str]:
+    """Yield the options that are not the defaults, of the preset if there is one; all where these are not known."""
+    given, defaults = record.options or record.config, {}
+    with suppress(UsageError):
+        defaults = plain(run_parser(ExperimentRegistry.get(record.experiment), given.get("preset")).defaults)
+    for name, value in given.items():
+        if name != "strategy" and value != defaults.get(name):
+            yield f"{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def _metrics(run: FoundRun, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the metrics by hook: how many points each has, the first and the last; of many alike only how many."""
+    values: dict[str, list[Any]] = {}
+    try:
+        wanted = run.matching(patterns)
+        alike = Counter("/".join(name.split("/")[:2]) for name in wanted)
+        many = {family: f"in {count:,} metrics" for family, count in alike.items() if count > ALIKE and not patterns}
+        shown = {name: family if (family := "/".join(name.split("/")[:2])) in many else name for name in wanted}
+        for *_, name, value in run.points:
+            if name in shown:
+                values.setdefault(shown[name], []).append(value)
+    except UsageError as error:
+        require(not patterns, str(error))
+        yield f"  metrics      {error}"
+        return
+    yield f"  metrics      {len(wanted):,}, with their points, first and last value:"
+    hooks = list(dict.fromkeys(name.partition("/")[0] for name in values))
+    longest = max(map(len, values), default=0) + len("/**")
+    for name in sorted(values, key=lambda name: hooks.index(name.partition("/")[0])):
+        ends = many.get(name, " → ".join(map(value_text, (values[name][0], values[name][-1]))))
+        yield f"    {f'{name}/**' if name in many else name:{longest}} {len(values[name]):>7,}  {ends}"

@@ -1,0 +1,192 @@
+"""The runs in a folder: what each was, how it ended or that it goes on, and its metrics as data frames of pandas."""
+
+import operator
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+from ..checkpoints import is_locked
+from ..durable_files import is_there, read_json
+from ..errors import UsageError, listed, require, require_package
+from ..hooks import Series
+from ..runs import CONFIG, SUMMARY, Completed, Record, RunRecord, checked, pass_on
+from .curves import record_of
+from .panels import matcher, near_names
+
+if TYPE_CHECKING:
+    import pandas
+
+COLUMNS = ["epoch", "step", "hook_point", "metric", "value"]
+Point = tuple[int, int, str, str, Any]  # what stands in these columns
+
+
+TOLD = {
+    **get_type_hints(Completed),
+    **{"status": str, "error": str | None, "steps": int, "training_loss": float | None},
+    **dict.fromkeys(("initial", "final"), Mapping[str, Any]),
+}
+"""What is read of a summary."""
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """What the folder of a run holds; its metrics are read when they are first asked for, as far as they are there.
+
+    ``state`` is completed, failed or interrupted; running (a process holds the lock), killed (neither lock nor summary)
+    or damaged, with a sentence in ``problem``. ``summary`` is empty before the end.
+    """
+
+    path: Path
+    state: str
+    record: RunRecord | None = field(default=None, repr=False)
+    summary: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    problem: str = ""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The options of the experiment, by name."""
+        return {} if self.record is None else self.record.config
+
+    @property
+    def began(self) -> float:
+        """When its options were written, in seconds since the epoch; 0 where they cannot be found."""
+        path = self.path / CONFIG
+        return path.stat().st_mtime if path.is_file() else 0.0
+
+    @property
+    def length(self) -> tuple[int, int] | None:
+        """Epochs and steps that are done; before the end those of the last emit, if there is any."""
+        if self.summary:
+            return self.summary["epochs"], self.summary["steps"]
+        last = deque[Record](maxlen=1)
+        try:
+            self._read(last)
+        except UsageError:
+            return None
+        return (last[0].epoch, last[0].step) if last else None
+
+    def _read(self, emits: deque[Record]) -> deque[Record]:
+        strategy = (self.record or RunRecord.read(self.path)).strategy
+        sink, path = record_of(self.path, strategy)
+        pass_on(path, sink.read(path), emits.append)
+        return emits
+
+    @cached_property
+    def points(self) -> Sequence[Point]:
+        """Every value with its epoch, step, hook point and name, as they came; :class:`UsageError` without a record."""
+        return [point for emit in self._read(deque()) for point in _flat(emit)]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The metrics in the order of the record; what stands in a dict is named ``metric/key``."""
+        return list(dict.fromkeys(name for *_, name, _ in self.points))
+
+    def matching(self, patterns: Sequence[str]) -> list[str]:
+        """Return the metrics that match patterns as ``loopscope plot`` takes them; without any, all of them.
+
+        Raises :class:`UsageError`, with the nearest names, for a pattern that matches none.
+        """
+        found = {pattern: list(filter(matcher([pattern]), self.names)) for pattern in patterns}
+        for pattern in [pattern for pattern, names in found.items() if not names]:
+            near = near_names(pattern, self.names)
+            hint = f"the nearest: {', '.join(near)}" if near else f"it has {listed(self.names) or 'none'}"
+            raise UsageError(f"{self.path} has no metric {pattern!r}; {hint}.")
+        return list(dict.fromkeys(name for names in found.values() for name in names)) if patterns else self.names
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """Every value as a row of ``epoch``, ``step``, ``hook_point``, ``metric`` and ``value``, as they came."""
+        import pandas
+
+        return pandas.DataFrame(self.points, columns=COLUMNS)
+
+    def frame(self, *patterns: str, by: Literal["step", "epoch"] = "step") -> "pandas.DataFrame":
+        """Return the metrics that match, a column for each, with a row for each step at which any of them has a value.
+
+        Of several values in one row the last counts; a metric without one is missing there. Lists and texts are
+        objects. With ``by="epoch"`` there is a row for each epoch, counted from 0.
+        """
+        import pandas
+
+        require(by in ("step", "epoch"), f"by is {by!r}; it must be step or epoch.")
+        values: dict[str, dict[int, Any]] = {name: {} for name in self.matching(patterns)}
+        for epoch, step, _, name, value in self.points:
+            if name in values:
+                values[name][epoch if by == "epoch" else step] = value
+        columns = {name: pandas.Series(found) for name, found in values.items()}
+        return pandas.DataFrame(columns).sort_index().rename_axis(index=by)
+
+
+def _flat(emit: Record) -> Iterator[Point]:
+    for metric, value in emit.metrics.items():
+        for step, name, item in _leaves(emit.step, metric, value):
+            yield emit.epoch, operator.index(step), emit.hook_point.name, name, item
+
+
+def _leaves(step: int, name: str, value: Any) -> Iterator[tuple[int, str, Any]]:
+    """Yield each value of a series at its step, each entry of a dict by itself."""
+    if isinstance(value, Series):
+        for at, item in zip(value.steps, value.values, strict=True):
+            yield from _leaves(at, name, item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(step, f"{name}/{key}", item)
+    else:
+        yield step, name, value
+
+
+def read_run(path: str | os.PathLike[str]) -> FoundRun:
+    """Read the folder of a run, ``OUTPUT_DIR/EXPERIMENT/STRATEGY``, for pandas.
+
+    Raises :class:`UsageError` for a folder without a run that can be read, and where pandas is not installed.
+    """
+    require_package("pandas", "loopscope.read_run", "frames")
+    found = look_at(Path(path))
+    require(found.record is not None, found.problem)
+    return found
+
+
+def look_at(folder: Path) -> FoundRun:
+    """Read what lies in the folder of a run; nothing that lies there raises."""
+    record, path = None, folder / SUMMARY
+    try:
+        record = RunRecord.read(folder)
+        if is_locked(folder) or not is_there(path):
+            return FoundRun(folder, "running" if is_locked(folder) else "killed", record)
+        summary = checked(read_json(path), TOLD, path)
+    except UsageError as error:
+        return FoundRun(folder, "damaged", record, problem=str(error))
+    for name in ("initial", "final"):
+        summary[name] = {key: value for key, value in summary[name].items() if isinstance(value, (int, float))}
+    return FoundRun(folder, summary["status"], record, summary)
+
+
+def find_runs(folder: Path) -> list[FoundRun]:
+    """Return all runs under a folder, however deep, by path; what cannot be read is among them with its problem.
+
+    Links are followed after all else, and no folder is looked at twice.
+    """
+    found: list[FoundRun] = []
+    seen: set[tuple[int, int]] = set()
+    waiting = [str(folder)]
+    while waiting:
+        here = waiting.pop()
+        try:
+            stat = os.stat(here)
+            if (stat.st_dev, stat.st_ino) in seen:
+                continue
+            seen.add((stat.st_dev, stat.st_ino))
+            entries = list(os.scandir(here))
+        except OSError as error:
+            found.append(FoundRun(Path(here), "damaged", problem=f"{here} cannot be read: {error.strerror}."))
+            continue
+        if any(entry.name == CONFIG for entry in entries):
+            found.append(look_at(Path(here)))
+        folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
+        waiting[:0] = [path for is_link, path in folders if is_link]
+        waiting += [path for is_link, path in folders if not is_link]
+    return sorted(found, key=lambda run: run.path.parts)

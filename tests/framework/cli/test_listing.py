@@ -1,0 +1,264 @@
+"""``loopscope ls`` and ``loopscope show``: every run has its line, whatever lies in its folder."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.checkpoints import is_locked, run_lock
+from loopscope.cli import main
+from loopscope.runs import CONFIG, SUMMARY
+from rich.cells import cell_len
+
+from tests.framework.runs.small_experiment import Small, SmallSteps, read_json, registered
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Train three runs and return their output directory."""
+    folder = tmp_path_factory.mktemp("runs") / "output"
+    words = ["--no-console-output", "--output-dir", str(folder), "--epochs", "2"]
+    with registered(Small, SmallSteps):
+        assert main(["run", "small", "--strategy", "plain", "clipped", "--hooks", "norms", *words]) == 0
+        assert main(["run", "small_steps", *words]) == 0
+    return folder
+
+
+@pytest.fixture
+def runs(finished: Path, tmp_path: Path, monkeypatch) -> Path:
+    """Go where a copy of the runs lies in ``output``; lines have 120 columns."""
+    subprocess.run(["cp", "-r", str(finished), str(tmp_path)], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return Path("output")
+
+
+def said(capsys, *words: str) -> list[str]:
+    assert main(list(words)) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out.splitlines()
+
+
+def row(lines: list[str], name: str) -> str:
+    (found,) = [line for line in lines if name in line.split("  ")[0]]
+    return found
+
+
+def test_every_run_has_a_line_with_state_length_numbers_and_treatments(runs: Path, capsys) -> None:
+    lines = said(capsys, "ls")
+    assert lines[0].split() == ["run", "state", "ep/steps", "time", "began", "treatments", "final"]
+    assert len(lines) == 4
+    final = read_json(runs / "small/plain" / SUMMARY)["final"]
+    plain = row(lines, "output/small/plain")
+    assert [word in plain for word in ("completed", "2/6", f"val_acc {final['val_acc']:.4g}")] == [True] * 3
+    assert "grad_clip" not in plain
+    assert "grad_clip" in row(lines, "small/clipped")
+    assert "/6 " in row(lines, "small_steps/plain")
+    assert said(capsys, "ls", "output/small_steps")[1:] == [
+        row(said(capsys, "ls", "output/small_steps"), "small_steps")
+    ]
+
+
+@pytest.mark.parametrize("columns", [20, 80, 120])
+def test_lines_fit_and_a_pipe_gets_whole_names(runs: Path, columns: int, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    deep = runs / ("a" * 60) / ("模型" * 20) / "plain"
+    deep.parent.mkdir(parents=True)
+    (runs / "small/plain").rename(deep)
+    for words in (["ls"], ["show", str(deep)]):
+        assert [line for line in said(capsys, *words) if cell_len(line) > columns] == []
+    monkeypatch.delenv("COLUMNS")
+    assert any(line.startswith(f"{deep}  completed  ") for line in said(capsys, "ls"))
+
+
+def broken_json(folder: Path) -> None:
+    (folder / CONFIG).write_text("{\x1b[2J")
+
+
+def no_summary(folder: Path) -> None:
+    (folder / SUMMARY).unlink()
+
+
+def odd_summary(folder: Path) -> None:
+    (folder / SUMMARY).write_text('{"status": 3}')
+
+
+def summary_is_a_folder(folder: Path) -> None:
+    (folder / SUMMARY).unlink()
+    (folder / SUMMARY).mkdir()
+
+
+def config_is_a_pipe(folder: Path) -> None:
+    (folder / CONFIG).unlink()
+    os.mkfifo(folder / CONFIG)
+
+
+def config_leads_nowhere(folder: Path) -> None:
+    (folder / CONFIG).unlink()
+    (folder / CONFIG).symlink_to("nowhere")
+
+
+def numbers_beyond_belief(folder: Path) -> None:
+    content = read_json(folder / SUMMARY)
+    content |= {"seconds": {"training": math.inf}, "final": {"loss": 10**400, "nan": math.nan, "word": "a"}}
+    (folder / SUMMARY).write_text(json.dumps(content | {"status": "odd \x1b]0;title\x07"}))
+
+
+def failed(folder: Path) -> None:
+    content = read_json(folder / SUMMARY) | {"status": "failed", "error": "HookError: Hook 'norms' raised at \x1b[1m."}
+    (folder / SUMMARY).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "state", "told"),
+    [
+        (broken_json, "damaged", "experiment_config.json cannot be read: it is not JSON"),
+        (no_summary, "killed", ""),
+        (odd_summary, "damaged", "summary.json cannot be used"),
+        (summary_is_a_folder, "damaged", "summary.json cannot be read"),
+        (config_is_a_pipe, "damaged", "it is a pipe"),
+        (config_leads_nowhere, "damaged", "there is no experiment_config.json"),
+        (numbers_beyond_belief, "odd ", "inf"),
+        (failed, "failed", "val_acc"),
+    ],
+)
+def test_a_damaged_record_is_a_line_that_says_so_and_hides_no_other(
+    runs: Path, damage, state, told, capsys, monkeypatch
+) -> None:
+    damage(runs / "small/plain")
+    (runs.parent / "output/not/a/run").mkdir(parents=True)
+    monkeypatch.setenv("COLUMNS", "300")
+    lines = said(capsys, "ls")
+    assert len(lines) == 4
+    assert f"  {state}" in row(lines, "small/plain")
+    assert told in row(lines, "small/plain")
+    assert all(line.isprintable() for line in lines)
+    status = main(["show", "output/small/plain"])
+    printed = capsys.readouterr()
+    assert status == (2 if damage in (broken_json, config_is_a_pipe, config_leads_nowhere) else 0)
+    assert all(line.isprintable() for line in (printed.out + printed.err).splitlines())
+    assert "Traceback" not in printed.err
+    assert len(said(capsys, "show", "output/small")) >= 3 or damage is config_leads_nowhere
+
+
+def test_a_run_whose_lock_is_held_is_running_and_asking_harms_nobody(runs: Path, capsys) -> None:
+    folder = runs / "small/plain"
+    assert not is_locked(folder)
+    with run_lock(folder):
+        assert is_locked(folder)
+        assert "  running  " in row(said(capsys, "ls"), "small/plain")
+        shown = said(capsys, "show", str(folder))
+        assert shown[0] == "output/small/plain: running"
+        assert "  so far       epoch 1, step 6" in shown
+    (folder / "run.lock").write_text("{}")  # as a process leaves it that was killed
+    assert not is_locked(folder)
+    assert "  completed  " in row(said(capsys, "ls"), "small/plain")
+
+
+def test_links_are_followed_once_and_never_in_circles(runs: Path, tmp_path: Path, capsys) -> None:
+    (runs / "latest").symlink_to("small/plain")
+    (runs / "a_circle").symlink_to(".")
+    (runs / "small/up").symlink_to("../..")
+    (runs / "nowhere").symlink_to("nowhere")
+    elsewhere = tmp_path / "elsewhere"
+    (runs / "small_steps").rename(elsewhere)
+    (runs / "linked").symlink_to(elsewhere)
+    names = [line.split()[0] for line in said(capsys, "ls")[1:]]
+    assert names == ["output/linked/plain", "output/small/clipped", "output/small/plain"]
+
+
+def test_runs_lie_however_deep(runs: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    here = os.open(".", os.O_RDONLY)
+    try:
+        for _ in range(1200):  # deeper than Python recurses
+            os.mkdir("d")
+            os.chdir("d")
+        os.rename(tmp_path / "output/small_steps", "moved")
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    assert len(said(capsys, "ls", "d")) == 2
+    subprocess.run(["rm", "-rf", "d"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ls", "empty"], "empty holds no run; loopscope ls FOLDER lists runs, which lie in output by default."),
+        (["ls", "nowhere"], "nowhere does not exist"),
+        (["ls", "a_file"], "a_file is no folder"),
+        (["ls", "empty", "nowhere"], "loopscope ls takes one folder, but got 2: empty, nowhere."),
+        (["ls", "--all"], "Unknown option '--all'"),
+        (["show"], "loopscope show takes the folder of one run, but got 0."),
+        (["show", "empty"], "holds none"),
+        (["show", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "the nearest: norms/total_grad_norm"),
+        (["show", "output/small/plain", "--metrics"], "--metrics needs a value."),
+        (["plot", "output/small/plain", "--metrics", "norms/total_grad_nrm"], "norms/total_grad_norm"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(runs: Path, words, sentence, capsys) -> None:
+    Path("empty").mkdir()
+    Path("a_file").touch()
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_run_is_shown_with_what_was_asked_for_and_each_metric(runs: Path, capsys) -> None:
+    with registered(Small):
+        lines = said(capsys, "show", "output/small/clipped")
+    text = "\n".join(lines)
+    assert lines[0].startswith("output/small/clipped: ran to the cap after 2 epochs, 6 steps, ")
+    assert "  treatments   grad_clip (gradients)" in lines
+    assert "  hooks        training_metrics, norms, grad_clip" in lines
+    (options,) = [line for line in lines if line.startswith("  options")]
+    assert "hooks norms" in options
+    assert "no_console_output True" in options
+    assert "lr" not in options
+    summary = read_json(runs / "small/clipped" / SUMMARY)
+    assert f"  final        val_acc {summary['final']['val_acc']:.4g}" in text
+    points = [line.split() for line in lines if line.startswith("    training_metrics/val_acc ")]
+    assert points[0][1] == "2"
+    assert points[0][-1] == f"{summary['final']['val_acc']:.4g}"
+    grads = [line for line in lines if line.startswith("    norms/grad_norm/** ")]
+    assert grads[0].split()[1:] == ["12", "in", "6", "metrics"]
+    alone = said(capsys, "show", "output/small/clipped", "--metrics", "norms/grad_norm/*")
+    assert len(alone) == 1 + 1 + 6
+
+
+def test_an_experiment_shows_its_strategies_in_short(runs: Path, capsys) -> None:
+    failed(runs / "small/plain")
+    lines = said(capsys, "show", "output/small")
+    assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == [
+        "output/small/clipped",
+        "output/small/plain",
+    ]
+    assert "  error        HookError: Hook 'norms' raised at ?[1m." in lines
+
+
+def test_a_run_of_an_experiment_that_is_not_here_shows_all_its_options(runs: Path, capsys) -> None:
+    assert "  options      " in "\n".join(said(capsys, "show", "output/small_steps/plain"))
+
+
+def test_a_run_that_kept_nothing_is_shown_and_says_so(runs: Path, capsys) -> None:
+    (runs / "small/plain/plain.jsonl").unlink()
+    assert said(capsys, "show", "output/small/plain")[-1].startswith("  metrics      output/small/plain holds neither")
+
+
+def test_a_reader_that_has_had_enough_is_no_error(runs: Path) -> None:
+    for command in ("ls", "show output/small/plain"):
+        line = f"{sys.executable} -m loopscope {command} | head -1"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)

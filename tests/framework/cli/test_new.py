@@ -1,0 +1,105 @@
+"""``loopscope new``: what it writes runs, passes its own tests, and is never half there."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+
+from tests.docs.markdown import ROOT
+from tests.docs.running import run_command, run_pytest
+from tests.framework.cli.test_cli_bad_input import refused
+
+FILLED = (experiments, sinks, training_hooks)
+KINDS = {"observer": ["hook"], "intervention": ["hook", "--intervention"], "experiment": ["experiment"]}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+HIDING = {"hook": ["hook_point", "kept", "true"], "experiment": ["experiment", "true"]}
+"""Names whose class would hide what the file imports or defines, or be no name, were it not named otherwise."""
+HOOK, EXPERIMENT = ["new", "hook"], ["new", "experiment"]
+REFUSED = [
+    (["new"], "two words"),
+    (HOOK, "two words"),
+    ([*HOOK, "a", "b"], "two words"),
+    (["new", "hok", "a"], "Did you mean 'hook'?"),
+    ([*EXPERIMENT, "a", "--intervention"], "--intervention goes with hook"),
+    ([*HOOK, "a", "--outputdir", "b"], "--outputdir"),
+    ([*HOOK, "a", "--output-dir"], "needs a value"),
+    ([*HOOK, "2nd"], "'2nd'"),
+    ([*HOOK, "_"], "'_'"),
+    ([*HOOK, ""], "''"),
+    ([*HOOK, "a b"], "'a b'"),
+    ([*HOOK, "a.b"], "'a.b'"),
+    ([*HOOK, "../a"], "'../a'"),
+    ([*HOOK, "größe"], "'größe'"),
+    ([*HOOK, "a\x1b[31m"], "it must be a letter"),
+    ([*HOOK, "a" * 31], "at most 30"),
+    ([*HOOK, "class"], "no word of Python."),
+    ([*EXPERIMENT, "None"], "no word of Python."),
+    *(
+        ([*HOOK, name], "a module")
+        for name in ("torch", "random", "loopscope", "numpy", "winreg", "conftest", "pytest")
+    ),
+    ([*HOOK, "norms"], "'norms_2' is free"),
+    ([*HOOK, "observers"], "'observers_2' is free"),
+    ([*EXPERIMENT, "mod-arithmetic"], "'mod_arithmetic_2' is free"),
+    ([*HOOK, "here"], "here.py exists"),
+    ([*HOOK, "tested"], "test_tested.py exists"),
+    ([*HOOK, "package"], "package/__init__.py exists"),
+    ([*HOOK, "a", "--output-dir", "package"], "package/__init__.py exists"),
+    ([*HOOK, "a", "--output-dir", "here.py"], "'here.py', which is no folder"),
+    ([*HOOK, "a", "--output-dir", "here.py/b"], "Not a directory"),
+    ([*HOOK, "half"], "test_half.py cannot be written"),
+    ([*HOOK, "a", "--output-dir", "b\0c"], "zero byte"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@EACH_KIND
+def test_the_commands_that_are_printed_run_it_and_test_it(kind: list[str], folder: Path, monkeypatch, capfd) -> None:
+    assert main(["new", *kind, "spread"]) == 0
+    said, run, test = capfd.readouterr().out.splitlines()
+    assert said == "spread.py and test_spread.py are written. Run it, then test it:"
+    assert run_command(shlex.join(["python", *shlex.split(run)[1:]]), monkeypatch) == 0
+    assert list(folder.glob("output/**/*_final.pt"))
+    assert test.endswith(" -m pytest test_spread.py")
+    assert run_pytest("test_spread.py") == 0
+
+
+@EACH_KIND
+def test_what_is_written_keeps_the_rules_of_format(kind: list[str], folder: Path, capfd) -> None:
+    for name in ("a", "my-own", "b" * 30):
+        assert main(["new", *kind, name, "--output-dir", "deep/er"]) == 0
+    (folder / "deep/er/pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    for check in (["format", "--check"], ["check", "--ignore", "ANN,D"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *check, "deep/er"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    assert "class MyOwn(" in (folder / "deep/er/my_own.py").read_text("utf-8")
+
+
+@pytest.mark.parametrize("kind", HIDING)
+def test_no_name_hides_what_the_file_itself_needs(kind: str, folder: Path) -> None:
+    for name in HIDING[kind]:
+        assert main(["new", kind, name]) == 0
+    assert run_pytest(*(f"test_{name}.py" for name in HIDING[kind])) == 0
+
+
+@pytest.mark.parametrize(("words", "fragment"), REFUSED, ids=lambda value: " ".join(value).strip()[:40])
+def test_a_refusal_is_a_sentence_and_leaves_nothing(
+    words: list[str], fragment: str, tmp_path, monkeypatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("here.py", "test_tested.py", "package/__init__.py"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("mine\n")
+    Path("test_half.py").symlink_to("nowhere")  # looks free, and cannot be written
+    assert fragment in refused(words, tmp_path, capfd)

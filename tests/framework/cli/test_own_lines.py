@@ -1,0 +1,171 @@
+"""What an experiment's own code raises is told with its own lines, and the way to go on that is printed works."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from loopscope.cli import command, main
+from loopscope.data import TorchLoader
+from loopscope.errors import this_command, users_lines
+from torch.utils.data import DataLoader
+
+from tests.framework.runs.small_experiment import Small, read_json, registered
+
+FILE = re.escape(Path(__file__).name)
+
+
+def broken(name: str, method: str) -> type[Small]:
+    def fail(*arguments, **options):
+        return [][3]
+
+    return type("Broken", (Small,), {"name": name, method: fail})
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "evaluate", "build_model", "build_loader", "should_stop"])
+def test_an_error_of_the_experiment_is_one_line_with_its_own_lines(method, tmp_path: Path, capfd) -> None:
+    words = ["run", "broken", "--strategy", "plain", "--output-dir", str(tmp_path), "--no-console-output"]
+    with registered(broken("broken", method)):
+        assert main(words) == 1
+        told = capfd.readouterr().err
+        assert main([*words, "--traceback", "--overwrite"]) == 1
+        whole = capfd.readouterr().err
+    where = rf"\[.*{FILE}:\d+ in fail: return \[\]\[3\]\]\."
+    line = f"Code of the experiment raised IndexError: list index out of range {where}"
+    assert re.fullmatch(rf"loopscope: {line} --traceback shows the whole traceback\.\n", told)
+    assert whole.startswith("Traceback (most recent call last):\n")
+    assert re.search(line, whole.splitlines()[-1])
+    if method in ("compute_loss", "should_stop"):
+        summary = read_json(tmp_path / "broken/plain/summary.json")
+        assert re.search(rf"IndexError: list index out of range \[.*{FILE}:\d+ in fail", summary["error"])
+        assert summary["traceback"].endswith("IndexError: list index out of range\n")
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 13:
+            raise OSError("row 13 is damaged")
+        return torch.zeros(4), 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_data_set_is_told_with_its_line_from_a_worker_too(workers, tmp_path: Path, capfd) -> None:
+    load = lambda self, strategy: TorchLoader(DataLoader(Rows(), 4, num_workers=workers), 0)
+    with registered(type("Loading", (Small,), {"name": "loading", "build_loader": load})):
+        assert main(["run", "loading", "--strategy", "plain", "--output-dir", str(tmp_path)]) == 1
+    told = capfd.readouterr().err
+    assert re.search(rf"OSError: .*{FILE}:\d+ in __getitem__: raise OSError", told), told
+    assert told.count("\n") == 1
+
+
+def test_an_error_within_loopscope_alone_is_raised_as_it_is(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(command, "check_device", json.loads)
+    with registered(Small), pytest.raises(TypeError, match="the JSON object must be"):
+        main(["run", "small", "--output-dir", str(tmp_path)])
+
+
+def test_of_many_lines_the_first_and_the_last_are_told() -> None:
+    def down(depth: int) -> int:
+        return 1 // depth + down(depth - 1)
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        down(50)
+    told = users_lines(raised.value).split("; ")
+    assert len(told) == 5
+    assert told[2] == "48 more lines"
+    assert told[-1].endswith("in down: return 1 // depth + down(depth - 1)")
+
+
+SCRIPT = '''
+import sys
+
+from loopscope import HookPoint, HookRegistry, TrainingHook, ExperimentRegistry
+from loopscope.__main__ import main
+from tests.framework.runs.small_experiment import Small
+
+ExperimentRegistry.register(Small)
+
+
+@HookRegistry.register
+class Late(TrainingHook):
+    """Fails once."""
+
+    name = "late"
+    hook_points = {HookPoint.POST_STEP}
+    metrics = "x | x | x | x"
+
+    def compute(self, ctx):
+        if ctx.step == 2 and "resume" not in sys.argv:
+            raise ValueError("two")
+        return {"x": 1.0}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+ROOT = str(Path(__file__).parents[3])
+
+
+@pytest.mark.parametrize("start", [["late hook.py"], ["-m", "late_hook"]], ids=["script", "module"])
+def test_the_printed_way_to_go_on_works_for_a_hook_in_a_script(start, tmp_path: Path) -> None:
+    (tmp_path / "late hook.py").write_text(SCRIPT)
+    (tmp_path / "late_hook.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
+    words = ["run", "small", "--strategy", "plain", "--epochs", "1", "--hooks", "late", "--output-dir", "my $results"]
+    run = subprocess.run(
+        [sys.executable, *start, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "Hook 'late' raised at POST_STEP of step 2: ValueError: two [late" in run.stderr
+    (command,) = re.findall(r"Go on from it with: (.*)", run.stdout + run.stderr)
+    assert command.endswith("resume 'my $results/small/plain'")
+    on = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert on.returncode == 0, on.stdout + on.stderr
+    assert read_json(tmp_path / "my $results/small/plain/summary.json")["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["spread.py", "run", "x"], "{python} spread.py"),
+        (["my spread.py", "resume", "x"], "{python} 'my spread.py'"),
+        (["/odd place/loopscope", "run"], "'/odd place/loopscope'"),
+        (["pytest", "tests"], "loopscope"),
+        ([""], "loopscope"),
+        (["/odd place/loopscope", "hooks"], "loopscope"),
+    ],
+)
+def test_how_the_program_was_started(argv, expected, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    found = shutil.which("python")
+    python = "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
+    assert this_command() == expected.format(python=python)
+
+
+@pytest.mark.parametrize("name", ["plain", "two  spaces", "a\nb", "it's $HOME", "ü\t%s", "\x1b[31m", "-x"])
+def test_a_shell_reads_the_words_as_they_were(name) -> None:
+    command = this_command(name)
+    assert command.isprintable()
+    assert command == " ".join(command.split())
+    read = subprocess.run(command.replace("loopscope ", "printf %s ./", 1), shell=True, capture_output=True)
+    assert os.fsdecode(read.stdout) == f"./{name}"
+
+
+def test_the_installed_command_is_named_by_its_name(tmp_path: Path, monkeypatch) -> None:
+    program = tmp_path / "loopscope"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(program), "run"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert this_command() == "loopscope"

@@ -1,0 +1,149 @@
+"""A run leaves a record though nobody asked for one, is the run without it, and can be told to leave none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.checkpoints import differing, moments_of, open_checkpoint
+from loopscope.cli import main
+from loopscope.cli.parser import CommandParser
+from loopscope.hooks import MetricSink, SinkRegistry
+
+from tests.framework.runs.small_experiment import Small, SmallSteps, read_json, registered
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+BARE = ["--no-hook-jsonl"]
+EVERY_STEP = ["--checkpoint-every-steps", "1", "--keep-checkpoints", "99", "--snapshot-every", "2", "--log-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def small():
+    with registered(Small, SmallSteps):
+        yield
+
+
+def run(folder: Path, experiment: type[Small], *words: str) -> Path:
+    command = ["run", experiment.name, "--strategy", "plain", "--no-console-output", "--output-dir", str(folder)]
+    assert main([*command, *words]) == 0
+    return folder / experiment.name / "plain"
+
+
+def recorded(folder: Path) -> dict[str, list[str]]:
+    """Return the names of what was recorded, by hook point."""
+    found: dict[str, list[str]] = {}
+    for line in (folder / "plain.jsonl").read_text().splitlines():
+        fields = json.loads(line)
+        found[fields["hook_point"]] = sorted(fields.keys() - {"epoch", "step", "hook_point"})
+    return found
+
+
+LOSS = ["training_metrics/loss", "training_metrics/lr"]
+EVALUATION = ["training_metrics/evaluation", "training_metrics/val_acc"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "points"),
+    [(Small, {"POST_EPOCH": sorted(LOSS + EVALUATION)}), (SmallSteps, {"POST_STEP": LOSS, "SNAPSHOT": EVALUATION})],
+)
+def test_a_run_without_hooks_records_loss_and_evaluation_and_is_the_bare_run_bit_for_bit(
+    tmp_path, monkeypatch, experiment, points
+):
+    seen: list[bytes] = []
+    compute_loss = experiment.compute_loss
+
+    def seeing(self, model, batch):
+        parts = [*model.state_dict().values(), torch.get_rng_state(), *batch]
+        seen.append(b"".join(part.numpy().tobytes() for part in parts))
+        return compute_loss(self, model, batch)
+
+    monkeypatch.setattr(experiment, "compute_loss", seeing)
+    kept = run(tmp_path / "kept", experiment, *EVERY_STEP)
+    of_kept, seen[:] = list(seen), []
+    bare = run(tmp_path / "bare", experiment, *EVERY_STEP, *BARE)
+    assert seen == of_kept
+    assert len(seen) == 6
+    assert recorded(kept) == points
+    assert read_json(kept / "experiment_config.json")["hooks"].keys() == {"training_metrics"}
+    paths = moments_of(kept / "checkpoints"), moments_of(bare / "checkpoints")
+    ends = [open_checkpoint(moments[max(moments)]).content()["state"] for moments in paths]
+    assert max(paths[0]) == max(paths[1])
+    assert differing({"state": ends[0]}, {"state": ends[1]}) == []
+    assert (kept / "plain_final.pt").read_bytes() == (bare / "plain_final.pt").read_bytes()
+
+
+def test_its_checkpoints_are_compared_without_a_word_about_hooks(tmp_path: Path, capfd) -> None:
+    folder = run(tmp_path, Small, "--save-checkpoints", "1")
+    words = ["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path), "--validate-checkpoints"]
+    before = read_json(folder / "summary.json")
+    assert main(words) == 0
+    printed = capfd.readouterr()
+    assert "plain: the same bit for bit" in printed.out
+    assert printed.err == ""
+    assert read_json(folder / "summary.json") == before
+
+
+def test_a_run_that_is_to_keep_nothing_and_has_no_hooks_is_truly_bare(tmp_path: Path) -> None:
+    folder = run(tmp_path, Small, *BARE)
+    assert {path.name for path in folder.iterdir()} == {"experiment_config.json", "summary.json", "plain_final.pt"}
+    assert read_json(folder / "experiment_config.json")["hooks"] == {}
+    assert read_json(folder / "experiment_config.json")["options"]["hook_jsonl"] is False
+
+
+def test_any_sink_that_keeps_metrics_brings_them_and_a_display_does_not(tmp_path: Path) -> None:
+    folder = run(tmp_path / "csv", Small, *BARE, "--hook-csv")
+    assert "training_metrics/val_acc" in (folder / "plain.csv").read_text()
+    assert main(["run", "small", "--strategy", "plain", "--output-dir", str(tmp_path / "shown"), *BARE]) == 0
+    assert read_json(tmp_path / "shown/small/plain/experiment_config.json")["hooks"] == {}
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_run_from_before_goes_on_with_what_it_was_started_with(tmp_path: Path, said: bool) -> None:
+    """Where it does not say, a sink begins at the resume, as with every sink that is new."""
+    folder = run(tmp_path, Small, *BARE, "--save-checkpoints", "1", "--keep-checkpoints", "1")
+    (folder / "plain_final.pt").unlink()
+    config = read_json(folder / "experiment_config.json")
+    if not said:
+        del config["options"]["hook_jsonl"]
+    (folder / "experiment_config.json").write_text(json.dumps(config))
+    assert main(["resume", str(folder)]) == 0
+    assert (folder / "plain.jsonl").exists() == (not said)
+    assert (folder / "plain_final.pt").exists()
+
+
+def test_a_plugins_sink_may_be_on_by_default_too(tmp_path: Path, capsys) -> None:
+    class Counting(MetricSink):
+        """Count what comes."""
+
+        name = "counting"
+        flag = "--count-metrics"
+        default = True
+        made = 0
+
+        def __init__(self):
+            type(self).made += 1
+
+        def emit(self, metrics, epoch, hook_point, *, step):
+            pass
+
+    SinkRegistry.register(Counting)
+    try:
+        assert main(["run", "small", "--help"]) == 0
+        assert "--no-count-metrics" in capsys.readouterr().out
+        run(tmp_path / "on", Small)
+        made, Counting.made = Counting.made, 0
+        run(tmp_path / "off", Small, "--no-count-metrics")
+        assert made > Counting.made == 0
+    finally:
+        SinkRegistry.unregister("counting")
+
+
+def test_an_option_that_is_called_as_the_negation_of_another_stays_what_it_is() -> None:
+    parser = CommandParser("test", "")
+    for name in ("bright", "no_bright", "loud"):
+        parser.add(name, bool, "", default=True)
+    parser.add_negations()
+    assert parser.parse(["--no-bright", "--no-loud"]) == {"no_bright": True, "loud": False}

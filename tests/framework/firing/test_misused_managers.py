@@ -1,0 +1,92 @@
+"""A hook manager that is used in another way than it was made for says so."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+from loopscope.errors import RunNotice, UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint
+from loopscope.loops import epoch_loop, step_loop
+from loopscope.training_hooks import Norms
+
+from tests.support import LOOPS, Case, RecordingSink, SpyHook, at, build
+
+
+@pytest.mark.parametrize(
+    ("hook", "sentence"),
+    [
+        ("norms", r"but got 'norms': make it of its class: norms\(\), or HookRegistry.get\('norms'\)\(\)"),
+        (Norms, r"A hook is an object, but got <class .*Norms'>: make it of its class: Norms\(\)"),
+        (None, "A hook is an object, but got None"),
+        (print, "A hook is an object, but got <built-in function print>"),
+    ],
+)
+def test_what_is_no_hook_is_refused_with_the_way_to_make_one(hook, sentence) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        HookManager([hook], *build(Case()))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_refuses_hooks_that_were_made_for_the_other(loop) -> None:
+    task, state = build(Case(loop=loop))
+    manager = HookManager([SpyHook()], task, state, loop=loop)
+    other = step_loop if loop == "epoch" else epoch_loop
+    with pytest.raises(UsageError, match=rf"was made for the {loop} loop; make it with HookManager\(\.\.\., loop='"):
+        other(task, manager)
+    assert state.loop.step == 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_manager_without_hooks_serves_either_loop(loop) -> None:
+    task, state = build(Case(loop=loop))
+    (epoch_loop if loop == "epoch" else step_loop)(task, HookManager([], task, state))
+    assert state.loop.step > 0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_manager_that_has_ended_is_refused(loop) -> None:
+    task, state = build(Case(loop=loop))
+    manager = HookManager([SpyHook()], task, state, loop=loop)
+    run = epoch_loop if loop == "epoch" else step_loop
+    run(task, manager)
+    manager.end("completed")
+    with pytest.raises(UsageError, match="has ended; make a new one"):
+        run(task, manager)
+
+
+def forget(*, end: bool, sinks: bool = True) -> None:
+    """Let go of a manager whose last step has metrics that no sink has seen."""
+    spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})
+    task, state = build(Case(loop="step"))
+    manager = HookManager([spy], task, state, loop="step", sinks=[RecordingSink()] if sinks else [])
+    manager.fire(HookPoint.POST_STEP)
+    if end:
+        manager.end("completed")
+    del manager, task, state
+    gc.collect()
+
+
+def test_a_manager_that_was_not_ended_says_what_is_lost() -> None:
+    with pytest.warns(RunNotice, match=r"was not ended: metrics of its last steps are lost.*manager\.end"):
+        forget(end=False)
+
+
+@pytest.mark.parametrize("options", [{"end": True}, {"end": False, "sinks": False}])
+def test_a_manager_that_loses_nothing_says_nothing(options, recwarn) -> None:
+    forget(**options)
+    assert not [each for each in recwarn if "was not ended" in str(each.message)]
+
+
+def test_it_is_said_at_the_end_of_the_program_too() -> None:
+    program = """
+from tests.framework.firing.test_misused_managers import *
+spy = at(SpyHook, HookPoint.POST_STEP)(lambda ctx: {"x": 1.0})
+task, state = build(Case(loop="step"))
+manager = HookManager([spy], task, state, loop="step", sinks=[RecordingSink()])
+manager.fire(HookPoint.POST_STEP)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "RunNotice: A hook manager was not ended" in done.stderr

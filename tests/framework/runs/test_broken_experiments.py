@@ -1,0 +1,593 @@
+"""Mistakes of an experiment's author: each told in one line with file and remedy, status 2, and nothing is written."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main, without_traceback
+from loopscope.errors import UnfitError
+from loopscope.hooks import ExperimentRegistry
+from loopscope.runs import ExperimentRunner
+
+from tests.docs.markdown import ROOT, blocks
+from tests.framework.runs.small_experiment import Small, SmallConfig, contents, read_json, registered, session
+
+FILLED = (experiments, sinks, training_hooks)
+GOOD = '''"""An experiment that works."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from loopscope import (
+    ExperimentConfig, ExperimentRegistry, ExperimentRunner, GrokkingRunner, Loader, TensorLoader, fixed_order
+)
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenConfig(ExperimentConfig):
+    """Options of broken."""
+
+    epochs: int = 2
+    width: int = 3
+    rates: list[float] = field(default_factory=list)
+
+
+@ExperimentRegistry.register
+class Broken(ExperimentRunner[BrokenConfig]):
+    """An experiment that a test breaks."""
+
+    name = "broken"
+    config_class = BrokenConfig
+    strategies = ("plain", "other-order")
+    presets = {"tiny": {"epochs": 1}}
+    loop = "epoch"
+    live_metrics = {"loss": ["training_metrics/loss"]}
+
+    @property
+    def length(self):
+        return self.config.epochs
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(2, self.config.width), nn.Linear(self.config.width, 1))
+
+    def build_loader(self, strategy):
+        return TensorLoader((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))
+
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def compute_loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def evaluate(self, model):
+        return {"val_loss": 0.5, "numpy": np.float32(0.5), "tensor": torch.tensor(2.0)}
+'''
+REGISTER = "@ExperimentRegistry.register\n"
+DATACLASS = "@dataclass(frozen=True, kw_only=True)\n"
+NAME = '    name = "broken"\n'
+CONFIG = "    config_class = BrokenConfig\n"
+STRATEGIES = '("plain", "other-order")'
+OPTION = "    width: int = 3\n"
+PRESET = '{"tiny": {"epochs": 1}}'
+LIVE = '{"loss": ["training_metrics/loss"]}'
+LENGTH = "        return self.config.epochs\n"
+MODEL = "return nn.Sequential(nn.Linear(2, self.config.width), nn.Linear(self.config.width, 1))"
+LOADER = "return TensorLoader((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))"
+OPTIMIZER = "return torch.optim.SGD(model.parameters(), lr=0.1)"
+LOSS = "return nn.functional.mse_loss(model(batch[0]), batch[1])"
+EVALUATION = 'return {"val_loss": 0.5, "numpy": np.float32(0.5), "tensor": torch.tensor(2.0)}'
+ABSTRACT = GOOD[GOOD.index("    def build_model") : GOOD.index("    def evaluate")]
+
+
+def method(text: str) -> str:
+    """Return what adds a method, or anything else, to the end of the class."""
+    return f"{EVALUATION}\n\n{text.rstrip()}"
+
+
+CASES: dict[str, tuple[str, str, list[str]]] = {
+    # The class
+    "no name": (NAME, "", ["needs a name", "name = 'my_experiment'"]),
+    "a number as a name": (NAME, "    name = 3\n", ["it has 3", "letters, digits and underscores"]),
+    "a name with a space": (NAME, '    name = "two words"\n', ["'two words'", "underscores"]),
+    "a name with a dash": (NAME, '    name = "two-words"\n', ["it has 'two-words'"]),
+    "a taken name": (NAME, '    name = "mod_arithmetic"\n', ["Two experiments", "ModArithmeticRunner", "rename one"]),
+    "no strategies": (f"    strategies = {STRATEGIES}\n", "", ["strategies = None", "a list", "('one', 'two')"]),
+    "strategies as one text": (STRATEGIES, '"plain"', ["strategies = 'plain'", "('one', 'two')"]),
+    "empty strategies": (STRATEGIES, "()", ["has no strategies", "('plain',)"]),
+    "a set of strategies": (STRATEGIES, '{"plain", "other"}', ["strategies = {", "a list"]),
+    "numbers as strategies": (STRATEGIES, "(1, 2)", ["strategies = (1, 2)", "each item text"]),
+    "a strategy twice": (STRATEGIES, '("a-b", "a_b")', ["'a_b' twice", "rename"]),
+    "a strategy with a slash": (STRATEGIES, '("a/b",)', ["'a/b'", "folder"]),
+    "a strategy that leads up": (STRATEGIES, '("..",)', ["'..'", "folder"]),
+    "a strategy called all": (STRATEGIES, '("all",)', ["'all'", "word of the command line"]),
+    "a strategy that is empty": (STRATEGIES, '("",)', ["strategy ''"]),
+    "another __init__": (
+        EVALUATION,
+        method("    def __init__(self, width=3):\n        self.width = width\n"),
+        ["__init__(self, width)", "def __init__(self, config, device)", "config_class"],
+    ),
+    "an __init__ that does not call its base": (
+        EVALUATION,
+        method("    def __init__(self, config, device=None):\n        self.width = config.width\n"),
+        ["super().__init__(config, device)"],
+    ),
+    "abstract methods": (
+        ABSTRACT,
+        "",
+        ["must define build_loader(self, strategy), build_model(self), build_optimizer(self, model), compute_loss("],
+    ),
+    "a method with another signature": (
+        "evaluate(self, model)",
+        "evaluate(self)",
+        ["evaluate(self)", "def evaluate(self, model)"],
+    ),
+    "a method without self": ("def build_model(self)", "def build_model()", ["build_model()", "def build_model(self)"]),
+    "a method with more arguments": (
+        "(self, model, batch)",
+        "(self, model, batch, epoch)",
+        ["epoch", "(self, model, batch)"],
+    ),
+    "a method that is a number": (
+        EVALUATION,
+        method("    build_scheduler = 3\n"),
+        ["build_scheduler = 3", "def build_scheduler("],
+    ),
+    "length as a method": ("    @property\n", "", ["length as a method", "@property"]),
+    "a misspelt loop": (
+        'loop = "epoch"',
+        'loop = "epochs"',
+        ["loop = 'epochs'", "epoch or step", "Did you mean 'epoch'"],
+    ),
+    "a misspelt interval": ('loop = "epoch"', 'scheduler_interval = "steps"', ["'steps'", "Did you mean 'step'"]),
+    "metrics as one text": (LIVE, '"training_metrics/loss"', ["live_metrics = 'training_metrics/loss'", "{'loss': ["]),
+    "metrics without a list": (
+        LIVE,
+        '{"loss": "training_metrics/loss"}',
+        ["live_metrics", "['training_metrics/loss']"],
+    ),
+    "hooks as one text": (EVALUATION, method('    minimal_hooks = "norms"\n'), ["minimal_hooks = 'norms'", "('one',"]),
+    "no experiment": ("class Broken(ExperimentRunner[BrokenConfig])", "class Broken", ["ExperimentRunner"]),
+    # Its options
+    "no config class": (
+        CONFIG,
+        "",
+        ["config_class", "@dataclass(frozen=True, kw_only=True)", "MyConfig(ExperimentConfig)"],
+    ),
+    "a config class that is no config": (CONFIG, "    config_class = dict\n", ["'dict'", "MyConfig(ExperimentConfig)"]),
+    "a config instead of its class": (
+        CONFIG,
+        "    config_class = BrokenConfig()\n",
+        ["BrokenConfig(", "a class of options"],
+    ),
+    "a config without @dataclass": (DATACLASS, "", ["BrokenConfig", DATACLASS.strip()]),
+    "a config of another base": (
+        "class Broken(ExperimentRunner",
+        "class Broken(GrokkingRunner",
+        ["MyConfig(GrokkingConfig)"],
+    ),
+    "an option without a type": (OPTION, "    width = 3\n", ["width = 3", "without a type", "width: TYPE = 3"]),
+    "a default without a type": (OPTION, f"{OPTION}    seed = 3\n", ["seed = 3", "seed: TYPE = 3"]),
+    "an option of a type that no line can give": (
+        OPTION,
+        f"{OPTION}    act: nn.Module = None\n",
+        ["'act'", "Module", "Literal"],
+    ),
+    "an option of a class that is not there": (OPTION, f'{OPTION}    act: "Nowhere" = 3\n', ["'Nowhere'", "import"]),
+    "a default of another type": (OPTION, '    width: int = "3"\n', ["width = '3'", "an integer"]),
+    "an option that is a run's": (OPTION, f"{OPTION}    overwrite: bool = True\n", ["'overwrite'", "rename"]),
+    "an option that is a sink's": (
+        OPTION,
+        f"{OPTION}    hook_csv: bool = True\n",
+        ["loopscope run broken has an option --hook-csv already", "rename"],
+    ),
+    "an option that is a command's": (OPTION, f"{OPTION}    strategy: str = 'x'\n", ["strategy", "rename"]),
+    "an option that is a method": (OPTION, f"{OPTION}    above: float = 0.0\n", ["'above'", "rename"]),
+    "a preset with an unknown option": (
+        PRESET,
+        '{"tiny": {"epoch": 1}}',
+        ["'epoch'", "'tiny'", "Did you mean 'epochs'"],
+    ),
+    "a preset with a bad value": (PRESET, '{"tiny": {"epochs": "1"}}', ["epochs to '1'", "'tiny'", "an integer"]),
+    "presets as a list": (PRESET, '["tiny"]', ["presets = ['tiny']", "{'quick':"]),
+    # What it names
+    "a misspelt hook": (
+        LIVE,
+        '{"loss": ["training_metric/loss"]}',
+        ["'training_metric'", "Did you mean 'training_metrics'"],
+    ),
+    "a misspelt metric": (LIVE, '{"loss": ["training_metrics/losss"]}', ["losss", "Did you mean 'loss'"]),
+    "a comparison with no strategy": (
+        EVALUATION,
+        method('    compared_to = {"val_loss": "plane"}\n'),
+        ["'plane'", "Did you mean 'plain'"],
+    ),
+    "a best metric that is not evaluated": (
+        EVALUATION,
+        method('    best_metric = "val_los"\n'),
+        ["'val_los', which best_metric", "Did you mean 'val_loss'"],
+    ),
+    "a strategy's hook that does not exist": (
+        EVALUATION,
+        method('    def strategy_hooks(self, strategy):\n        return {"norm": {}}\n'),
+        ["broken", "'norm'", "Did you mean 'norms'"],
+    ),
+    "an option of a strategy's hook that does not exist": (
+        EVALUATION,
+        method('    def strategy_hooks(self, strategy):\n        return {"grad_clip": {"max_nrm": 1.0}}\n'),
+        ["broken", "'max_nrm'", "Did you mean 'max_norm'"],
+    ),
+    "strategy hooks as a list": (
+        EVALUATION,
+        method('    def strategy_hooks(self, strategy):\n        return ["norms"]\n'),
+        ["['norms']", "{'grad_clip': {'max_norm': 1.0}}"],
+    ),
+    "a default group that does not exist": (
+        EVALUATION,
+        method('    default_group = "minimum"\n'),
+        ["'minimum'", "'minimal'"],
+    ),
+    # What it builds
+    "a length that is no integer": (LENGTH, "        return 2.0\n", ["length = 2.0", "an int of 1 or more"]),
+    "a length of nothing": (LENGTH, "        return 0\n", ["length = 0", "1 or more"]),
+    "a model of nothing": (MODEL, "return None", ["build_model()", "returned None", "an nn.Module"]),
+    "a model that is a class": (MODEL, "return nn.Linear", ["torch.nn.modules.linear.Linear'>", "nn.Module"]),
+    "a model that is a list": (MODEL, "return [nn.Linear(2, 1)]", ["[Linear(", "nn.Module"]),
+    "a model without parameters": (MODEL, "return nn.ReLU()", ["ReLU", "parameters to train"]),
+    "a prepared model of nothing": (
+        EVALUATION,
+        method("    def prepare_model(self, model, strategy):\n        model.eval()\n"),
+        ["prepare_model()", "returned None"],
+    ),
+    "a DataLoader": (
+        LOADER,
+        "return DataLoader([1, 2])",
+        ["DataLoader object", "TorchLoader(dataloader, self.config.seed)"],
+    ),
+    "a list of batches": (
+        LOADER,
+        "return [torch.ones(2, 2)]",
+        ["[tensor(", "TensorLoader(tensors, batch_size, order)"],
+    ),
+    "a loader without batches": (
+        LOADER,
+        """
+        class Empty(TensorLoader):
+            def __len__(self):
+                return 0
+        return Empty((torch.ones(4, 2),), 2, fixed_order(torch.arange(4)))""",
+        ["Empty", "batches"],
+    ),
+    "an optimizer of nothing": (OPTIMIZER, "torch.optim.SGD(model.parameters())", ["returned None", "an optimizer"]),
+    "an optimizer that is a class": (OPTIMIZER, "return torch.optim.SGD", ["sgd.SGD'>", "(model.parameters())"]),
+    "an optimizer of another model": (
+        OPTIMIZER,
+        "return torch.optim.SGD(self.build_model().parameters())",
+        ["SGD", "model.parameters()"],
+    ),
+    "a scheduler that is a class": (
+        EVALUATION,
+        method("    def build_scheduler(self, optimizer):\n        return StepLR\n"),
+        ["StepLR'>", "a scheduler"],
+    ),
+    "a scheduler that is a function": (
+        EVALUATION,
+        method("    def build_scheduler(self, optimizer):\n        return lambda step: 0.1\n"),
+        ["<function", "a scheduler"],
+    ),
+    "a scheduler of another optimizer": (
+        EVALUATION,
+        method(
+            "    def build_scheduler(self, optimizer):\n"
+            "        return StepLR(torch.optim.SGD(self.build_model().parameters()), 1)\n"
+        ),
+        ["StepLR", "one of the optimizer"],
+    ),
+    # What it computes
+    "a loss that is a float": (LOSS, f"{LOSS}.item()", ["returned 0.", "without .item()"]),
+    "a loss of nothing": (LOSS, LOSS.removeprefix("return "), ["returned None", "the loss"]),
+    "a loss for each row": (LOSS, "return (model(batch[0]) - batch[1]).squeeze()", ["tensor([", "mean()"]),
+    "a loss with more": (LOSS, LOSS.replace("return ", "return 0, "), ["returned (0,", "the loss alone"]),
+    "a loss without a graph": (LOSS, f"{LOSS}.detach()", ["returned tensor(", "detach()"]),
+    "an evaluation of nothing": (EVALUATION, "{}", ["evaluate()", "returned None", "a dict"]),
+    "an evaluation that is a float": (EVALUATION, "return 0.5", ["returned 0.5", "{'val_loss': 0.5}"]),
+    "an evaluation by number": (EVALUATION, "return {1: 0.5}", ["{1: 0.5}", "each name, a text"]),
+    "an evaluation of a vector": (
+        EVALUATION,
+        'return {"val_loss": torch.ones(2)}',
+        ["val_loss", "one number for each name"],
+    ),
+    "an evaluation of a text": (EVALUATION, 'return {"val_loss": "low"}', ["'low'", "one number for each name"]),
+    "an evaluation without the scheduler's number": (
+        EVALUATION,
+        method(
+            '    best_metric = "acc"\n\n    def build_scheduler(self, optimizer):\n'
+            "        return ReduceLROnPlateau(optimizer)\n"
+        ),
+        ["'acc'", "best_metric"],
+    ),
+    "a decision of nothing": (
+        EVALUATION,
+        method('    def should_stop(self, evaluation):\n        evaluation["val_loss"] < 0.1\n'),
+        ["should_stop()", "returned None", "True or False"],
+    ),
+    # What was found when others were tried
+    "strategies as a property": (
+        f"    strategies = {STRATEGIES}\n",
+        "    @property\n    def strategies(self):\n        return ('plain',)\n",
+        ["strategies = <property", "a list"],
+    ),
+    "a preset with a number as a name": (
+        PRESET,
+        '{1: {"epochs": 1}}',
+        ["presets = {1: ", "{'quick': {'batch_size': 8}}"],
+    ),
+    "a preset without options": (
+        PRESET,
+        '{"tiny": None}',
+        ["presets = {'tiny': None}", "{'quick': {'batch_size': 8}}"],
+    ),
+    "a strategy with a comma": (STRATEGIES, '("a,b",)', ["'a,b'", "a word of the command line"]),
+    "a strategy with a line break": (STRATEGIES, '("a\\nb",)', ["'a\\nb'", "a word of the command line"]),
+    "an __init__ without a device": (
+        EVALUATION,
+        method("    def __init__(self, config):\n        super().__init__(config)\n"),
+        ["__init__(self, config)", "def __init__(self, config, device)"],
+    ),
+    "an __init__ with both the other way round": (
+        EVALUATION,
+        method("    def __init__(self, device, config=None):\n        super().__init__(config, device)\n"),
+        ["no config once it is made", "super().__init__(config, device)"],
+    ),
+    "a method as a property": (
+        EVALUATION,
+        method("    @property\n    def build_scheduler(self):\n        return None\n"),
+        ["build_scheduler = <property", "def build_scheduler(self, optimizer)"],
+    ),
+    "a field that is no option": (
+        OPTION,
+        f"{OPTION}    x: int = field(default=1, init=False)\n",
+        ["the field 'x'", "make it a property"],
+    ),
+    "an option that is the help": (OPTION, f"{OPTION}    help: int = 1\n", ["has an option --help already", "'help'"]),
+    "an option of a type of its own": (
+        OPTION,
+        f"{OPTION}    size: torch.Size = torch.Size([1])\n",
+        ["'size'", "of type Size", "lists and dicts"],
+    ),
+    "an option that is a tuple": (
+        OPTION,
+        f"{OPTION}    sizes: tuple[int, ...] = (1, 2)\n",
+        ["'sizes'", "tuple[int, ...]", "lists and dicts"],
+    ),
+    "groups of hooks as a list": (
+        EVALUATION,
+        method("    @property\n    def hook_sets(self):\n        return ['norms']\n"),
+        ["hook_sets ['norms']", "{'mine': ['norms']}"],
+    ),
+    "a value of a strategy's hook": (
+        EVALUATION,
+        method("    def strategy_hooks(self, strategy):\n        return {'grad_clip': {'max_norm': 'x'}}\n"),
+        ["'grad_clip' max_norm = 'x'", "a number"],
+    ),
+    "a number for a strategy's hook": (
+        EVALUATION,
+        method("    def strategy_hooks(self, strategy):\n        return {1: {}}\n"),
+        ["returned {1: {}}", "a dict of options by hook"],
+    ),
+    "a state that is a list": (
+        EVALUATION,
+        method("    def state_dict(self):\n        return [1]\n"),
+        ["[1]", "a dict"],
+    ),
+    "a stream without a length": (
+        LOADER,
+        """
+        from loopscope.data import TorchLoader
+        from torch.utils.data import IterableDataset
+
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(())
+        return TorchLoader(DataLoader(Stream()), 0)""",
+        ["TorchLoader", "len() says"],
+    ),
+    "a loader that yields nothing": (
+        LOADER,
+        """
+        class Empty(TensorLoader):
+            def batches(self, epoch, start=0):
+                return iter(())
+        return Empty((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))""",
+        ["Empty yielded 0 batches in epoch 0", "its length is 2"],
+    ),
+    "a loader that yields less than it says": (
+        LOADER,
+        """
+        class Short(TensorLoader):
+            def __len__(self):
+                return 3
+        return Short((torch.ones(4, 2), torch.zeros(4, 1)), 2, fixed_order(torch.arange(4)))""",
+        ["Short yielded 2 batches in epoch 0", "its length is 3"],
+    ),
+    "an order that is a list": (
+        LOADER,
+        LOADER.replace("fixed_order(torch.arange(4))", "[0, 1]"),
+        ["The order is a list", "fixed_order(permutation)"],
+    ),
+    "an order of fewer rows": (
+        LOADER,
+        LOADER.replace("arange(4)", "arange(3)"),
+        ["has 3 rows", "a permutation of all"],
+    ),
+    "a loss that is complex": (LOSS, LOSS.replace("return ", "return 1j * "), ["0.", "j", "one real number"]),
+    "a loss that is a coroutine's": (
+        "    def compute_loss",
+        "    async def compute_loss",
+        ["must be def compute_loss(self, model, batch)"],
+    ),
+    "an evaluation of None": (
+        EVALUATION,
+        'return {"val_loss": None}',
+        ["{'val_loss': None}", "one number for each name"],
+    ),
+    "a decision that is a text": (
+        EVALUATION,
+        method("    def should_stop(self, evaluation):\n        return 'no'\n"),
+        ["should_stop()", "returned 'no'", "True or False"],
+    ),
+    # What is not there
+    "no decorator": (REGISTER, "", ["@ExperimentRegistry.register", "broken_module.py:"]),
+}
+
+
+def told(text: str, folder: Path, monkeypatch: Any, capfd: Any) -> str:
+    """Save an experiment as a module, run it, check what holds for every mistake, and return the line."""
+    (folder / "broken_module.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "broken_module", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = contents(folder)
+    words = ["run", "broken", "--hook-jsonl", "--hook-csv", "--no-console-output"]
+    try:
+        status = main(words, packages=["broken_module"])
+    finally:
+        for name in ("broken", "two words"):
+            ExperimentRegistry.unregister(name)
+    output, errors = capfd.readouterr()
+    assert (status, output, errors.count("\n")) == (2, "", 1), errors
+    assert errors.startswith("loopscope: ")
+    assert "Traceback" not in errors
+    assert contents(folder) == before
+    return errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broken_experiment_is_refused_in_a_line_and_nothing_is_written(case, tmp_path, monkeypatch, capfd) -> None:
+    before, after, fragments = CASES[case]
+    assert before in GOOD
+    sentence = told(GOOD.replace(before, after, 1), tmp_path, monkeypatch, capfd)
+    assert all(fragment in sentence for fragment in fragments), sentence
+
+
+SPIRALS = {
+    (
+        "nn.Linear(2, 32)",
+        "nn.Linear(3, 32)",
+    ): "evaluate() of experiment 'broken' (broken_module.py:31) raised RuntimeError: mat1",
+    ("nn.Linear(32, 2))", "nn.Linear(32, 1))"): "raised IndexError: Target 1 is out of bounds.\n",
+    (
+        '("train", "val")',
+        '("train", "test")',
+    ): "should_stop() of experiment 'broken' (broken_module.py:31) raised KeyError: 'val_acc'",
+    ("TensorLoader((points, labels),", "TensorLoader((points,),"): "compute_loss() of experiment 'broken' (broken",
+}
+"""Mistakes in the example of the documentation that show in code of the framework alone, with what is told."""
+
+
+@pytest.mark.parametrize("case", SPIRALS, ids=lambda case: case[1])
+def test_an_error_in_a_method_of_the_base_class_is_told_as_the_experiment_s(case, tmp_path, monkeypatch, capfd) -> None:
+    (text,) = [block.text for block in blocks(ROOT / "docs/writing-an-experiment.md") if block.file]
+    assert case[0] in text
+    text = text.replace('name = "spirals"', 'name = "broken"').replace("epochs: int = 60", "epochs: int = 1")
+    assert SPIRALS[case] in told(text.replace(*case), tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("loop", ["epoch", "step"])
+@pytest.mark.parametrize("case", ["a loss that is a float", "a loader that yields nothing", "an evaluation of None"])
+def test_what_shows_late_is_taken_back_in_both_loops(case, loop, tmp_path, monkeypatch, capfd) -> None:
+    before, after, fragments = CASES[case]
+    text = GOOD.replace('loop = "epoch"', f'loop = "{loop}"').replace(before, after, 1)
+    sentence = told(text, tmp_path, monkeypatch, capfd)
+    assert all(fragment in sentence for fragment in fragments), sentence
+
+
+@pytest.mark.parametrize("method", ["build_model", "build_loader", "build_optimizer", "strategy_hooks"])
+def test_an_earlier_run_is_not_written_over_by_a_broken_one(method: str, tmp_path: Path, monkeypatch) -> None:
+    session(tmp_path, strategies=["plain"]).run()
+    before = contents(tmp_path)
+    monkeypatch.setattr(Small, method, lambda self, *arguments: None)
+    with pytest.raises(UnfitError, match=rf"{method}\(\) of experiment 'small' .*returned None; it must be "):
+        session(tmp_path, strategies=["plain"], overwrite=True).run()
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_is_under_way_keeps_what_it_has_when_its_loss_fails(tmp_path: Path) -> None:
+    losses: list[Any] = []
+
+    class Tiring(Small):
+        name = "tiring"
+
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            losses.append(super().compute_loss(model, batch))
+            return losses[-1] if len(losses) <= 4 else None
+
+    with pytest.raises(UnfitError, match="returned None"):
+        session(tmp_path, Tiring, strategies=["plain"]).run()
+    summary = read_json(tmp_path / "tiring/plain/summary.json")
+    assert (summary["status"], summary["epochs"]) == ("failed", 1)
+
+
+def test_numbers_of_any_kind_become_plain_ones(tmp_path: Path, monkeypatch) -> None:
+    numbers = {"a": np.float32(0.5), "b": torch.tensor(2), "c": np.array(1.5), "d": True, "e": 10**400}
+    monkeypatch.setattr(Small, "evaluate", lambda self, model: numbers)
+    monkeypatch.setattr(Small, "should_stop", lambda self, evaluation: torch.tensor(evaluation["b"] == 2))
+    (summary,) = session(tmp_path, strategies=["plain"], epochs=3).run()
+    assert summary["final"] == {"a": 0.5, "b": 2, "c": 1.5, "d": True, "e": 10**400}
+    assert {type(value) for value in summary["final"].values()} == {float, int, bool}
+    assert summary["target_reached"] == {"epoch": 0, "step": 3}
+
+
+def test_a_base_without_a_name_is_no_experiment_and_what_extends_it_is(tmp_path: Path) -> None:
+    class Base(ExperimentRunner[SmallConfig]):
+        loop = "epoch"
+        build_model, build_loader, build_optimizer = Small.build_model, Small.build_loader, Small.build_optimizer
+        compute_loss, data = Small.compute_loss, Small.data
+
+        @property
+        def length(self) -> int:
+            return 1
+
+    class Leaf(Base):
+        name = "leaf"
+        config_class = SmallConfig
+        strategies = ("plain",)
+
+        def evaluate(self, model: Any) -> dict[str, float]:
+            return {"val_loss": 1.0}
+
+    with pytest.raises(
+        UnfitError, match=r"Experiment \(class .*Base, tests/framework/runs/test_broken_exp.*needs a name"
+    ):
+        ExperimentRegistry.register(Base)
+    with registered(Leaf):
+        words = ["run", "leaf", "--epochs", "1", "--output-dir", str(tmp_path), "--no-console-output"]
+        assert main(words) == 0
+    assert "leaf" not in ExperimentRegistry.names()
+
+
+def test_a_script_with_a_broken_experiment_ends_in_a_line(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(GOOD.replace(STRATEGIES, '"plain"'))
+    with pytest.raises(UnfitError) as refused:
+        runpy.run_path("script.py", run_name="__main__")
+    with pytest.raises(SystemExit, match="2"):  # as the interpreter does with what a script raises
+        without_traceback(sys.__excepthook__)(refused.type, refused.value, refused.tb)
+    assert capfd.readouterr().err.startswith("loopscope: Experiment 'broken' (class Broken, ")
+
+
+def test_the_experiment_that_these_tests_break_works(tmp_path: Path, monkeypatch, capfd) -> None:
+    with pytest.raises(AssertionError, match="assert \\(0, "):
+        told(GOOD, tmp_path, monkeypatch, capfd)
+    assert (tmp_path / "output/broken/plain/summary.json").exists()
