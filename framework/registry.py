@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from threading import current_thread, main_thread
-from traceback import extract_tb
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from .errors import UsageError, place_of, unknown
+from .errors import UsageError, place_of, unknown, with_lines
 
 Entry = TypeVar("Entry", bound=type[Any])
 
@@ -69,9 +68,7 @@ class Registry(Generic[Entry]):
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 if isinstance(error, _PressedError):
                     raise
-                lines = [line for line in extract_tb(error.__traceback__) if line.name == "<module>"]
-                own = "".join(f" [{line.filename}:{line.lineno}: {line.line}]" for line in lines[-1:])
-                reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}{own}."
+                reason = str(error) if isinstance(error, UsageError) else f"{with_lines(error)}."
                 self._broken[point.name] = f"The {self._kind} {point.name!r} of {point.value} cannot be used. {reason}"
                 warnings.warn(self._broken[point.name], stacklevel=3)
 
@@ -84,9 +81,8 @@ class Registry(Generic[Entry]):
             raise UsageError(self._broken[name])
         forgotten = [entry for entry in _descendants(self.base) if vars(entry).get("name") == name]
         if forgotten:  # the newest, since a notebook makes a class again and again
-            where = " ".join(filter(None, [qualified(forgotten[-1]), place_of(forgotten[-1])]))
-            registry = f"@{self._kind.capitalize()}Registry.register"
-            raise UsageError(f"The {self._kind} {name!r} is not registered: put {registry} above the class, {where}.")
+            above = f"@{self._kind.capitalize()}Registry.register above the class {qualified(forgotten[-1])}"
+            raise UsageError(f"The {self._kind} {name!r} is not registered: put {above} ({where(forgotten[-1])}).")
         raise unknown(self._kind, name, [*self._entries, *keywords])
 
     def __iter__(self) -> Iterator[Entry]:

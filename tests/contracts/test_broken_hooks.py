@@ -126,7 +126,7 @@ CHANGES = [
     Broken("leaves another mode", compute("ctx.model.eval()\nreturn {}"), r"changed .*in compute\. ctx.forward\(inputs, train="),
 ]  # fmt: skip
 REFUSED = [
-    Broken("forgotten decorator", COMPUTE, r"The hook 'spread' is not registered: put @HookRegistry.register above the class, broken\d+.Spread broken\d+\.py:8 in Spread\.", decorator=""),
+    Broken("forgotten decorator", COMPUTE, r"The hook 'spread' is not registered: put @HookRegistry.register above the class broken\d+.Spread \(broken\d+\.py:8\)\.", decorator=""),
     Broken("missing name", "del name\n" + COMPUTE, r"Hook class broken\d+.Spread \(broken\d+\.py:8\) needs a name"),
     Broken("positional option", "def __init__(self, size: int = 1):\n    pass\n" + COMPUTE, r"takes 'size'; an option must be keyword-only, annotated, and have a default: \(self, \*, size: int = 1\)"),
     Broken("option without a type", "def __init__(self, *, size=1):\n    pass\n" + COMPUTE, "takes 'size'; an option must be keyword-only, annotated"),
