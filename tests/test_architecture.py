@@ -189,7 +189,7 @@ def test_hook_points_are_fired_in_one_place() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fire"
     }
-    assert firing == {"framework/loops.py"}
+    assert firing == {"framework/firing/driver.py"}
 
 
 def test_no_file_is_longer_than_a_person_reads() -> None:

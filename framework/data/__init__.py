@@ -1,10 +1,10 @@
 """Batches as a function of (epoch, start)."""
 
-from .batches import micro_batches, rows
+from .batches import MicroBatches, micro_batches, rows
 from .lending import first_batch, held, lent
 from .loaders import Batch, Loader, Order, TensorLoader, TorchLoader, derived_seed, fixed_order, random_order
 
 __all__ = [
-    "Batch", "Loader", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch", "fixed_order", "held",
-    "lent", "micro_batches", "random_order", "rows",
+    "Batch", "Loader", "MicroBatches", "Order", "TensorLoader", "TorchLoader", "derived_seed", "first_batch",
+    "fixed_order", "held", "lent", "micro_batches", "random_order", "rows",
 ]

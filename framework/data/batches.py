@@ -14,6 +14,10 @@ from ..state import visited
 ROWED = (Tensor, np.ndarray)
 
 
+class MicroBatches(list[Any]):
+    """The micro-batches of one step as a training loop of somebody's own took them: their losses add up."""
+
+
 def _tensors(batch: Any) -> Iterator[Any]:
     """Yield the tensors and arrays of a batch that have rows, in order."""
     return (leaf for _, leaf, _ in visited("", batch) if isinstance(leaf, ROWED) and leaf.ndim)
@@ -21,6 +25,8 @@ def _tensors(batch: Any) -> Iterator[Any]:
 
 def rows(batch: Any) -> int:
     """Return the number of samples in a batch: the length of its first tensor or array."""
+    if isinstance(batch, MicroBatches):
+        return sum(map(rows, batch))
     for tensor in _tensors(batch):
         return len(tensor)
     raise LoopscopeError(

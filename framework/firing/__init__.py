@@ -1,6 +1,6 @@
-"""One fire: who is due, called through the gate, its metrics on their way."""
+"""One fire: who is due, called through the gate, its metrics on their way; and the transitions at which it comes."""
 
-from .fire import GradientKeeper
+from .driver import Driver
 from .manager import HookManager
 
-__all__ = ["GradientKeeper", "HookManager"]
+__all__ = ["Driver", "HookManager"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..data import Batch, micro_batches, rows
+from ..data import Batch, rows
 from ..errors import LoopscopeError
 from ..isolation import borrowed_buffers, borrowed_extras, borrowed_gradients, borrowed_modes
 from ..state import (
@@ -117,13 +117,10 @@ class LossProbe:
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss, zero-dimensional."""
-        total = rows(batch)
         self._profiler.passed("forward", batch)
         with self._borrowed(), torch.no_grad():
-            parts = self._parts(batch)
-            return torch.stack(
-                [self._task.compute_loss(self._model, each) * (rows(each) / total) for each in parts]
-            ).sum()
+            parts = self._task.micro_batches(batch)
+            return torch.stack([self._task.compute_loss(self._model, part) * weight for part, weight in parts]).sum()
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, without the parameters that have none."""
@@ -139,7 +136,7 @@ class LossProbe:
         """Return the loss of the first micro-batch, whose graph shows what it is made of."""
         self._profiler.passed("forward", batch)
         with self._borrowed():
-            return self._task.compute_loss(self._model, self._parts(batch)[0])
+            return self._task.compute_loss(self._model, self._task.micro_batches(batch)[0][0])
 
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
@@ -166,8 +163,11 @@ class LossProbe:
                 direction, keep=False
             )
 
+        def of_batch(batch: Batch) -> Vector:
+            return _weighted((product(part), weight) for part, weight in self._task.micro_batches(batch))
+
         with self._borrowed():
-            return _mean_over_rows(product, (part for batch in batches() for part in self._parts(batch)))
+            return _mean_over_rows(of_batch, batches())
 
     def hessian(self, batch: Batch) -> Callable[[Vector], dict[str, Tensor]]:
         """Return v ↦ H v for the mean loss of a batch; the graph of the gradient lives as long as the function."""
@@ -175,19 +175,15 @@ class LossProbe:
         parameters = trainable(self._model)
         hessians = []
         with self._borrowed():
-            for part in self._parts(batch):
+            for part, weight in self._task.micro_batches(batch):
                 self._profiler.passed("forward_backward", part)
-                hessians.append((part, ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)))
+                exact = ExactHessian(partial(self._task.compute_loss, self._model, part), parameters)
+                hessians.append((part, exact, weight))
 
         def product(vector: Vector) -> dict[str, Tensor]:
-            total: dict[str, Tensor] = {}
-            for part, hessian in hessians:
+            for part, _, _ in hessians:
                 self._profiler.passed("second_backward", part)
-                found = hessian.times(vector)
-                if len(hessians) == 1:
-                    return widened(found)
-                total = accumulate(total, found, rows(part) / rows(batch))
-            return total
+            return _weighted((exact.times(vector), weight) for _, exact, weight in hessians)
 
         return product
 
@@ -212,9 +208,6 @@ class LossProbe:
             stack.enter_context(torch.enable_grad())
             yield
 
-    def _parts(self, batch: Batch) -> list[Batch]:
-        return micro_batches(batch, self._task.accumulation_steps)
-
     def _gradient(
         self, batch: Batch, compute: Callable[[TrainingTask, Batch], object] = measure_gradients
     ) -> dict[str, Tensor]:
@@ -223,6 +216,18 @@ class LossProbe:
         self._profiler.passed("forward_backward", batch)
         compute(self._task, batch)
         return gradients(self._model)
+
+
+def _weighted(found: Iterable[tuple[Vector, float]]) -> dict[str, Tensor]:
+    """Return the sum of vectors by their weights, in float32 or wider; of a single one, whose weight is 1, itself."""
+    remaining = iter(found)
+    ahead = list(islice(remaining, 2))
+    if len(ahead) == 1:
+        return widened(ahead[0][0])
+    total: dict[str, Tensor] = {}
+    for vector, weight in chain(ahead, remaining):
+        total = accumulate(total, vector, weight)
+    return total
 
 
 def _mean_over_rows(measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..data import Batch, Loader, micro_batches, rows
+from ..data import Batch, Loader, MicroBatches, micro_batches, rows
 from ..errors import UsageError, listed
 
 Arguments = ParamSpec("Arguments")
@@ -116,6 +116,20 @@ class TrainingTask:
         if required == METRIC and not self.eval_every:
             raise UsageError(f"{kind} steps after evaluations, but eval_every is 0; set it to 1 or more.")
 
+    def micro_batches(self, batch: Batch) -> list[tuple[Batch, float]]:
+        """Return the parts of which a step's batch is made up, each with the weight of its loss in the step's."""
+        if isinstance(batch, MicroBatches):
+            return [(part, 1.0) for part in batch]
+        if self.accumulation_steps == 1:
+            return [(batch, 1.0)]
+        total = rows(batch)
+        return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, scaled where there is a scaler, to those that are there."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
 
 METRIC, COUNT = ["metrics"], ["epoch"]
 """What ``step`` of a scheduler must be given: a number of the evaluation (as in torch), or a count (as in timm)."""
@@ -164,17 +178,16 @@ def forward_backward(task: TrainingTask, batch: Batch) -> Tensor:
     """
     task.optimizer.zero_grad()
     losses = []
-    for piece in micro_batches(batch, task.accumulation_steps):
-        loss = task.compute_loss(task.model, piece)
-        if task.accumulation_steps > 1:
-            loss = loss * (rows(piece) / rows(batch))
-        scaled = loss if task.scaler is None else task.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+    for part, weight in task.micro_batches(batch):
+        loss = task.compute_loss(task.model, part)
+        if weight != 1:
+            loss = loss * weight
+        task.backward(loss)
         losses.append(loss.detach())
-        del loss, scaled  # or their graph would live on during the next forward pass
+        del loss  # or its graph would live on during the next forward pass
     if task.scaler is not None:
         task.scaler.unscale_(task.optimizer)
-    return losses[0] if task.accumulation_steps == 1 else torch.stack(losses).sum()
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def is_skipped(task: TrainingTask) -> bool:

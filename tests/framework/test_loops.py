@@ -6,7 +6,7 @@ import pytest
 import torch
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import HookError
-from loopscope.firing import HookManager
+from loopscope.firing import Driver, HookManager
 from loopscope.hooks import STEP_POINTS, HookPoint, StatePart, StepSchedule
 from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, evaluate, step_loop
@@ -232,7 +232,7 @@ def test_evaluation_sees_eval_mode_without_gradients_and_leaves_the_modes_as_the
     task, state = build(Case(), evaluate=lambda model: seen.append((modes(model), torch.is_grad_enabled())) or {})
     task.model[1].eval()  # a frozen BatchNorm, which no blanket train() may wake
     before = modes(task.model)
-    evaluate(task, HookManager([], task, state), state.loop)
+    evaluate(Driver(task, HookManager([], task, state)))
     assert seen == [([False] * len(before), False)]
     assert modes(task.model) == before
     assert before.count(False) == 1
@@ -245,7 +245,7 @@ def test_evaluation_leaves_the_modes_as_they_were_even_if_it_raises():
     task, state = build(Case(), evaluate=broken)
     before = state.digest()
     with pytest.raises(Mishap):
-        evaluate(task, HookManager([], task, state), state.loop)
+        evaluate(Driver(task, HookManager([], task, state)))
     assert state.digest() == before
 
 
