@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -215,6 +216,24 @@ PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_cont
 """Options of a DataLoader that say where batches are made, and how they come over."""
 
 
+def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
+    """Return a shallow copy of a DataLoader and of torch's samplers in it, without the generators given to them."""
+
+    def own(sampler: Any) -> Any:
+        if isinstance(sampler, BatchSampler):
+            sampler = copy(sampler)
+            sampler.sampler = own(sampler.sampler)
+        elif isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+            sampler = copy(sampler)
+            sampler.generator = None
+        return sampler
+
+    found = copy(dataloader)
+    # Into the table, since a DataLoader refuses to have its samplers exchanged.
+    vars(found).update(generator=None, sampler=own(dataloader.sampler), batch_sampler=own(dataloader.batch_sampler))
+    return found
+
+
 class TorchLoader(Loader):
     """A ``torch.utils.data.DataLoader``, made a function of (seed, epoch, batch) by seeding every batch anew.
 
@@ -222,7 +241,8 @@ class TorchLoader(Loader):
     collated, in the main process or in a worker, the global generators of torch, Python and NumPy are seeded from
     (seed, epoch, batch): so a batch is the same from whatever batch the epoch starts and however many workers there
     are, and none before it is loaded. Generators that are attributes of a dataset or a sampler are seeded alike, and
-    one given to the DataLoader or to a sampler of torch is set aside, since its position would depend on the past.
+    one given to the DataLoader or to a sampler of torch is set aside, since its position would depend on the past; the
+    DataLoader itself keeps it, and its own order.
 
     A stream (``IterableDataset``) and a DataLoader that iterates in a way of its own cannot skip: they are functions of
     (seed, epoch), and starting at a later batch loads and drops the earlier ones.
@@ -235,13 +255,9 @@ class TorchLoader(Loader):
             raise UsageError(
                 "A DataLoader with in_order=False yields its batches as workers happen to finish them; set it to True."
             )
-        self._dataloader = dataloader
+        self._dataloader = without_generators(dataloader)
         self._streams = RandomStreams(seed)
-        dataloader.generator = None
-        self._samplers = samplers_of(dataloader)
-        for sampler in self._samplers:
-            if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
-                sampler.generator = None
+        self._samplers = samplers_of(self._dataloader)
         self._skips = type(dataloader).__iter__ is DataLoader.__iter__ and not isinstance(
             dataloader.dataset, (IterableDataset, MapDataPipe)
         )

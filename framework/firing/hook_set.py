@@ -1,16 +1,24 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, require, shortened, with_lines
+from ..errors import (
+    LoopscopeError,
+    RunNotice,
+    StateMutationError,
+    UnsuitableError,
+    UsageError,
+    require,
+    shortened,
+    with_lines,
+)
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -27,10 +35,10 @@ from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
 from ..training import Profiler
 from .failures import SNAPSHOT, HookFailures
-from .remedies import instead_of
+from .remedies import instead_of, unmet
+from .state_offload import StateOffload
 
 Result = TypeVar("Result")
-CPU = torch.device("cpu")
 
 
 class Listener:
@@ -93,31 +101,6 @@ class Listeners:
     def need(self, need: str) -> bool:
         """Return whether any listening hook has the flag ``need``."""
         return any(getattr(listener.hook, need) for listeners in self.at for listener in listeners)
-
-
-class StateOffload:
-    """Keeps what hooks remember on the CPU between their calls, where device memory is short.
-
-    Tensors are moved through ``state_dict`` and ``load_state_dict``, which carry all of a hook's memory, so that no
-    metric changes.
-    """
-
-    def __init__(self, home: torch.device = CPU) -> None:
-        self._home = home
-        self._away: dict[str, list[torch.device]] = {}
-
-    def call(self, hook: TrainingHook, function: Callable[[], Result]) -> Result:
-        """Bring a hook's state back, call ``function``, and move the state away again whatever happened."""
-        if hook.name in self._away:
-            devices = iter(self._away.pop(hook.name))
-            hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(next(devices)), hook.state_dict()))
-        try:
-            return function()
-        finally:
-            state: dict[str, Any] = hook.state_dict()
-            if homes := [leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]:
-                hook.load_state_dict(tree_map_only(Tensor, lambda tensor: tensor.to(self._home), state))
-                self._away[hook.name] = homes
 
 
 class HookSet:
@@ -279,6 +262,20 @@ class HookSet:
             raise
         self.listeners = Listeners(self._hooks, self.loop)  # a hook may fit its schedule to the run it starts
 
+    def keep_to(self, points: Set[HookPoint], reason: str) -> None:
+        """Leave out what acts, or fires elsewhere than at these; :class:`UsageError` where nothing is left."""
+        for hook in list(self._hooks):
+            acts = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
+            others = {listener.point for listener in self.listeners.of(hook)} - points
+            if acts or others:
+                where = "it acts" if acts else f"it fires at {', '.join(point.name for point in sorted(others))}"
+                self.failures.left_out[hook.name] = sentence = (
+                    f"Hook {hook.name!r} is left out, since {where}: {reason}"
+                )
+                warnings.warn(sentence, RunNotice, stacklevel=2)
+                self._drop(hook)
+        require(bool(self._hooks), f"No hook is left that can be served: {reason}")
+
     def goes_on(self) -> None:
         """Do without the hooks that a run had gone on without before it was interrupted; called once they started."""
         gone = self.failures.take_over()
@@ -380,4 +377,6 @@ def _start(hook: TrainingHook, run: RunInfo) -> None:
             f"Hook {hook.name!r} measures against a reference solution, and there is none: name a run or a file of "
             "final weights with --reference PATH."
         )
+    if sentence := unmet(hook, run.lacks):
+        raise UnsuitableError(sentence)
     hook.start(run)

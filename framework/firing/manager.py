@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from ..data import first_batch, lent
+from ..data import Batch, first_batch, lent
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
     HookPoint,
@@ -32,7 +32,8 @@ from ..training import LossProbe, Profiler, TrainingTask
 from .dispatch import MetricDispatch
 from .failures import HookFailures
 from .fire import Firing
-from .hook_set import HookSet, StateOffload
+from .hook_set import HookSet
+from .state_offload import StateOffload
 
 Result = TypeVar("Result")
 UNNAMED = "unnamed"
@@ -85,7 +86,7 @@ class HookManager:
         self.pre_epoch_snapshot = Snapshot(guardian_device)
         self.isolation = Isolation(state, audit=audit, guardian_device=guardian_device)
         self.profiler = Profiler(enabled=profile)
-        self._taps = TapSet(task.model, audit=audit)
+        self._taps = TapSet(task.model, audit=audit, compiled=task.compiled)
         self.hooks = HookSet(
             named,
             state,
@@ -119,10 +120,11 @@ class HookManager:
         self.start_hooks(run)
         self.dispatch.start(run)
 
-    def start_hooks(self, run: RunInfo) -> None:
+    def start_hooks(self, run: RunInfo, first: Batch | None = None) -> None:
         """Tell every hook that the strategy starts, and attach the taps; after an error, end those that did start.
 
-        Raises :class:`UsageError` where an intervention could change what cannot be rolled back.
+        ``first`` is the first batch, where the loader is not to be asked for it. Raises :class:`UsageError` where an
+        intervention could change what cannot be rolled back.
         """
         if self._started:
             raise UsageError("This hook manager has started already; make a new one for another run.")
@@ -131,8 +133,11 @@ class HookManager:
             if any(isinstance(hook, InterventionHook) and hook.mutates for hook in self.hooks):
                 raise UsageError(sentence)
             warnings.warn(sentence, RunNotice, stacklevel=2)
-        self.hooks.start(replace(run, first_pass=self._first_pass))
+        first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
+        self.hooks.start(replace(run, first_pass=first_pass))
         self._attach_taps()
+        if self._taps.are_apart and (missing := run.lacks.get("needs_loss")):
+            raise UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
 
     def fire(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; a manager that was not started starts itself at the first."""
@@ -227,9 +232,10 @@ class HookManager:
         call = partial(self.hooks.call_tap, hook)
         return TapOwner(hook.name, is_due, call, may_replace=StatePart.GRADIENTS in commits)
 
-    def _first_pass(self) -> torch.Tensor:
-        with borrowed_extras(self.state):  # to which an experiment's own loader may write
-            batch = first_batch(lent(self.task.loader))
+    def _first_pass(self, batch: Batch | None) -> torch.Tensor:
+        if batch is None:
+            with borrowed_extras(self.state):  # to which an experiment's own loader may write
+                batch = first_batch(lent(self.task.loader))
         return LossProbe(self.task, self.state, self.profiler).loss_with_graph(batch)
 
     def _hear_taps(self) -> None:

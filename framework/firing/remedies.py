@@ -1,8 +1,8 @@
-"""What to do about an error of a hook, as far as the error, the view that the hook had, and its class tell."""
+"""What to do about an error of a hook, as far as the error, the view that it had, and its class tell, or a need."""
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError
 from traceback import walk_tb
 from types import CodeType
@@ -22,6 +22,15 @@ INSTEAD = {
     "model_ctx.blend_parameters.",
     ".training": "ctx.forward(inputs, train=True or False) runs the model in another mode.",
 }
+
+NEEDS = {
+    "needs_own_loop": "trains epochs of its own",
+    "needs_loss": "computes losses of its own",
+    "needs_loader": "reads the training data by itself",
+    "needs_evaluation": "evaluates the model by itself",
+    "needs_next_batch": "needs the whole batch of a step before its first pass",
+}
+"""What hooks may declare that a loop may lack, in words; the first that is missing is told."""
 
 
 def function_at(hook: TrainingHook, where: str) -> Callable[..., Any]:
@@ -89,3 +98,9 @@ def _why(hook: TrainingHook, name: str, point: HookPoint) -> str:
     if need and not getattr(hook, need):
         return f"{name} is not set: set {need} = True in class {type(hook).__name__}."
     return f"{name} is not set here; it is {condition}."
+
+
+def unmet(hook: TrainingHook | type[TrainingHook], lacks: Mapping[str, str]) -> str:
+    """Say what a hook needs that a loop lacks, and what to do; empty if nothing is missing."""
+    missing = [need for need in lacks if getattr(hook, need)]
+    return f"Hook {hook.name!r} {NEEDS[missing[0]]}; {lacks[missing[0]]}." if missing else ""

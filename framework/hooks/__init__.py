@@ -4,7 +4,7 @@ from .alerts import ALERTS, Alert, Recovery, alerts_caught
 from .base import DebugInterventionHook, InterventionHook, Remembered, Remembering, TrainingHook, treatments
 from .commits import CommitRecord, StatePart, UndeclaredCommitError, refuse_what_is_computed_anew
 from .contexts import (
-    SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
+    ENDLESS, SET_AT, ForwardResult, MetricInfo, MetricPanel, ObserverServices, OptimizerGroup, RunDataContext, RunInfo,
     metric_table,
 )
 from .hook_points import (
@@ -14,17 +14,17 @@ from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
 from .selection import (
     GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
-    bulk_hooks, hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
+    bulk_hooks, hook_groups, hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
 )
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
 __all__ = [
-    "ALERTS", "ALWAYS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "SET_AT", "STEP_POINTS", "Alert",
+    "ALERTS", "ALWAYS", "ENDLESS", "EPOCH_END", "EVERY_STEP", "GROUPS", "KEYWORDS", "SET_AT", "STEP_POINTS", "Alert",
     "CommitRecord", "ConfiguredHook", "DebugInterventionHook", "EpochWindow", "ExperimentRegistry", "ForwardResult",
     "GradientTap", "HookPoint", "HookRegistry", "InterventionHook", "LoopType", "MetricInfo", "MetricPanel",
     "MetricSink", "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics",
     "Recovery", "Remembered", "Remembering", "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart",
     "StepSchedule", "Tap", "TapOwner", "TapSet", "TrainingHook", "UndeclaredCommitError", "alerts_caught", "always_on",
-    "build_hooks", "bulk_hooks", "hook_kind", "hook_options", "metric_table", "refuse_idle_options",
+    "build_hooks", "bulk_hooks", "hook_groups", "hook_kind", "hook_options", "metric_table", "refuse_idle_options",
     "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for", "without_duplicates",
 ]

@@ -147,6 +147,17 @@ class TrainingHook(Remembering, ABC):
     needs_target_grad: ClassVar[bool] = False
     needs_reference_weights: ClassVar[bool] = False
     """Without a reference solution the hook is left out, or refused if it was asked for by name."""
+    needs_loss: ClassVar[bool] = False
+    """It computes losses or gradients of its own. What this and the next four ask for, experiments have; a loop of the
+    user's own may lack it: the hook is then left out, or refused if it was asked for by name."""
+    needs_loader: ClassVar[bool] = False
+    """It reads the training data by itself."""
+    needs_evaluation: ClassVar[bool] = False
+    """It evaluates the model by itself."""
+    needs_next_batch: ClassVar[bool] = False
+    """It needs the whole batch of a step, as one, before the first pass of that step."""
+    needs_own_loop: ClassVar[bool] = False
+    """It trains epochs of its own, so that the loop must be one of an experiment."""
     uses_reference_weights: bool = False
     """The hook reports more if there is a reference solution."""
     debug: ClassVar[bool] = False

@@ -66,6 +66,10 @@ def metric_table(text: str) -> list[MetricInfo]:
     return [MetricInfo(*cells) for cells in table]
 
 
+ENDLESS = 2**31
+"""Length of a run, or of an epoch, that nobody knows beforehand."""
+
+
 class Trained(Protocol):
     """What hooks and sinks may see of a :class:`TrainingTask`: no optimizer, which only the loop steps."""
 
@@ -122,6 +126,8 @@ class RunInfo:
     """Every metric that the run's hooks describe, by its full name ``hook/metric``."""
     treatments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The committing hooks, by name, with the parts of the training state that each changes."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """What the loop cannot give that a hook may declare as a need (``"needs_loss"``, say), with what to do about it."""
     first_pass: Callable[[], Tensor] | None = field(default=None, repr=False)
     """Computes the loss of the first batch with its graph, leaving nothing behind, for hooks that must see what the
     model does; set by the hook manager."""
@@ -147,9 +153,14 @@ class RunInfo:
         return len(self.task.loader)
 
     @property
+    def is_endless(self) -> bool:
+        """Whether nobody knows how long the run will be."""
+        return self.task.length >= ENDLESS
+
+    @property
     def steps(self) -> int:
         """Steps of the whole run, unless it stops earlier."""
-        return self.task.length * (self.steps_per_epoch if self.loop == "epoch" else 1)
+        return ENDLESS if self.is_endless else self.task.length * (self.steps_per_epoch if self.loop == "epoch" else 1)
 
 
 @dataclass(frozen=True)

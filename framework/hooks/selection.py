@@ -174,6 +174,12 @@ def bulk_hooks(keyword: str) -> list[str]:
     return [hook.name for hook in HookRegistry if hook_kind(hook) in kinds]
 
 
+def hook_groups(minimal: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the groups of ``--with-hooks``; none of them contains a committing or a debug hook."""
+    bulk = {group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")}
+    return {"none": [], "minimal": [*always_on(), *minimal], **bulk}
+
+
 def always_on() -> list[str]:
     """Name the hooks that are on whenever any hook is, or any sink that keeps what it is given."""
     return [hook.name for hook in HookRegistry if hook.always]

@@ -64,11 +64,14 @@ class TapSet:
     that only read hear a pass of their own instead (:meth:`hear`); those that replace end a graph where they are.
     """
 
-    def __init__(self, model: nn.Module, *, audit: bool = False) -> None:
-        """Make an empty set; ``audit`` compares every byte of a gradient before and after each tap."""
+    def __init__(self, model: nn.Module, *, audit: bool = False, compiled: bool = False) -> None:
+        """Make an empty set; ``audit`` compares every byte of a gradient before and after each tap.
+
+        ``compiled`` says that the model is trained within a compiled one.
+        """
         self._model = model
         self._audit = audit
-        self._compiled = is_compiled(model)
+        self._compiled = compiled or is_compiled(model)
         self._attached = ExitStack()
         self._apart: list[tuple[Callable[[], bool], nn.Module, Around]] = []
         self._silent = 0
@@ -199,6 +202,11 @@ class TapSet:
             yield
         finally:
             self._silent -= 1
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether there is a tap that a compiled pass cannot serve."""
+        return bool(self._apart)
 
     @property
     def need_a_pass(self) -> bool:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from ..data import Batch, Loader
 from ..errors import require
-from ..hooks import GROUPS, ExperimentRegistry, LoopType, always_on, bulk_hooks
+from ..hooks import ExperimentRegistry, LoopType, hook_groups
 from .checks import check_experiment
 from .config import ExperimentConfig
 
@@ -64,11 +64,7 @@ class ExperimentRunner(ABC, Generic[Config]):
     @property
     def hook_sets(self) -> Mapping[str, Sequence[str]]:
         """The groups of ``--with-hooks``; none of them contains a committing or a debug hook."""
-        return {
-            "none": [],
-            "minimal": [*always_on(), *self.minimal_hooks],
-            **{group: bulk_hooks(group) for group in GROUPS if group not in ("none", "minimal")},
-        }
+        return hook_groups(self.minimal_hooks)
 
     @property
     @abstractmethod

@@ -1,13 +1,11 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
-import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from traceback import format_exception
 from typing import Any, TypeVar
 
 from torch import nn
@@ -37,6 +35,7 @@ from .records import RunRecord
 from .resuming import first_step_after, go_on, tell_of_environment
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
+from .summaries import summary_of
 
 Result = TypeVar("Result")
 
@@ -240,37 +239,18 @@ class StrategyRun:
         self, status: str, error: BaseException | None, final: dict[str, float], sample: str | None = None
     ) -> dict[str, Any]:
         """Write how it went, show it, and return it."""
-        loop, manager, seconds = self.state.loop, self.manager, perf_counter() - self._begin
-        metrics = manager.dispatch.last()
-        summary: dict[str, Any] = {
-            "experiment": self.record.experiment,
-            "strategy": self.record.strategy,
-            "status": status,
-            "error": None if error is None else with_lines(error),
-            "traceback": None if error is None else "".join(format_exception(error)),
-            "seed": self.run_info.seed,
-            "epochs": loop.epoch,
-            "steps": loop.step,
-            "skipped_steps": loop.skipped_steps,
-            "target_reached": loop.reached,
-            "seconds": {"total": seconds, "training": self._trained},
-            "steps_per_second": loop.step / self._trained if self._trained else None,
-            "model": model_size(self.task.model),
-            "training_loss": loop.epoch_loss,
-            "initial": self._initial,
-            "final": final,
-            "deltas": deltas(self._initial, final),
-            "metrics": {name: float(metrics[name]) for name in self.runner.compared_metrics if name in metrics},
-            "sample": None if sample is None else str(sample),
-            "treatments": self.run_info.treatments,
-            "hook_errors": manager.hooks.failures.errors,
-            "hooks_left_out": manager.hooks.failures.left_out,
-            "hook_tables": manager.hooks.tables,
-            "hook_samples": manager.profiler.samples,
-            "output_dir": str(self.folder.path),
-        }
-        if manager.profiler.enabled:
-            summary["hook_profile"] = manager.profiler.report()
+        summary = summary_of(
+            self.manager,
+            self.record,
+            self.folder.path,
+            status=status,
+            error=error,
+            seconds={"total": perf_counter() - self._begin, "training": self._trained},
+            initial=self._initial,
+            final=final,
+            compared=self.runner.compared_metrics,
+        )
+        summary["sample"] = None if sample is None else str(sample)
         self.folder.write_summary(summary)
         self.display.strategy_ended(summary)
         return summary
@@ -294,27 +274,3 @@ def _attempt(action: Callable[[], object]) -> None:
     except Exception as error:
         text = str(error) if isinstance(error, LoopscopeError) else f"{type(error).__name__}: {error}"
         warnings.warn(text, stacklevel=2)
-
-
-def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much the numbers of an evaluation have changed, where both are no larger than floats can be.
-
-    >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
-    {'loss': -2}
-    """
-    both = [name for name in after if _is_number(after[name]) and _is_number(before.get(name))]
-    return {name: after[name] - before[name] for name in both}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
-
-
-def model_size(model: nn.Module) -> dict[str, int]:
-    """Count the parameters, those that are trained, and the bytes of all of them."""
-    parameters = list(model.parameters())
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-    }

@@ -81,6 +81,8 @@ class TrainingTask:
     log_every: int = 100
     accumulation_steps: int = 1
     config: Any = None
+    compiled: bool = False
+    """The model stands within one that torch.compile made, by which it is trained."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for what cannot be trained together, before anything is."""

@@ -208,6 +208,7 @@ class Attention(TrainingHook):
 
     name = "attention"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    needs_loader = True
     _layers = Remembered(dict[str, AttentionLayer], saved=False)
     _inputs = Remembered(list[Any], saved=False)
     _outputs = Remembered[Mapping[str, Tensor]](dict, saved=False)

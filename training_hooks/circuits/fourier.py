@@ -107,6 +107,7 @@ class Fourier(TrainingHook):
 
     name = "fourier"
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    needs_loader = True
     _since = Remembered[Tensor | None](lambda: None)
     """The epoch since which each frequency is a key frequency, NaN for the others."""
     _adds = Remembered[bool | None](lambda: None)

@@ -70,6 +70,7 @@ class CounterfactualValidator(DebugInterventionHook):
 
     name = "counterfactual_validator"
     hook_points = frozenset({HookPoint.SNAPSHOT})
+    needs_own_loop = True
     loop_points = {"epoch": frozenset({HookPoint.SNAPSHOT})}
     needs_grads = True
     needs_pre_epoch_state = True

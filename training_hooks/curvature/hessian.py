@@ -186,6 +186,8 @@ class Hessian(InterventionHook):
 
     name = "hessian"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
+    needs_loss = True
+    needs_next_batch = True
     needs_prev_step_grads = True
     uses_reference_weights = True
     _departure = Remembered[Departure | None](lambda: None, saved=False)

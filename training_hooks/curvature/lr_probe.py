@@ -94,6 +94,8 @@ class LrProbe(InterventionHook):
 
     name = "lr_probe"
     hook_points = frozenset({HookPoint.SNAPSHOT})
+    needs_loss = True
+    needs_loader = True
     _snapshots = Remembered(int)
     metrics = """
         suggested_lr | η at which ds/d ln η, by central differences, is smallest and negative, before min_loss_lr

@@ -175,6 +175,8 @@ class Sharpness(InterventionHook):
 
     name = "sharpness"
     hook_points = frozenset({HookPoint.SNAPSHOT})
+    needs_loss = True
+    needs_loader = True
     _drawn = Remembered[Loader | None](lambda: None, saved=False)
     metrics = (
         SPECTRUM.format(prefix="", operator="H")

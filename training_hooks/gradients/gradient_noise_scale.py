@@ -136,6 +136,9 @@ class GradientNoiseScale(TrainingHook):
 
     name = "gradient_noise_scale"
     hook_points = frozenset({HookPoint.POST_BACKWARD})
+    needs_loss = True
+    needs_loader = True
+    needs_next_batch = True
     _sums = Remembered(lambda: torch.zeros(3, dtype=torch.float64))
     """Of 1, signal and noise, weighted."""
     _moments = Remembered(lambda: torch.zeros(3, 3, dtype=torch.float64))

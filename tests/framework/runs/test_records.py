@@ -16,7 +16,7 @@ from loopscope.durable_files import save_tensors, write_json, write_whole
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint, InterventionHook, StatePart
 from loopscope.runs import RunFolder, build_run
-from loopscope.runs.strategy_run import model_size
+from loopscope.runs.summaries import model_size
 from torch import nn
 
 from tests.framework.runs.small_experiment import (

@@ -1,0 +1,81 @@
+"""How a run went, in plain values: the content of ``summary.json``, which the display shows as well."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+from torch import nn
+
+from ..errors import with_lines
+from ..firing import HookManager
+from .records import RunRecord
+
+
+def summary_of(
+    manager: HookManager,
+    record: RunRecord,
+    folder: Path,
+    *,
+    status: str,
+    error: BaseException | None,
+    seconds: Mapping[str, float],
+    initial: Mapping[str, float],
+    final: Mapping[str, float],
+    compared: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Say how a run went, up to now or to its end; ``compared`` are metrics, by full name, in which runs compete."""
+    loop, task, metrics = manager.state.loop, manager.task, manager.dispatch.last()
+    summary: dict[str, Any] = {
+        "experiment": record.experiment,
+        "strategy": record.strategy,
+        "status": status,
+        "error": None if error is None else with_lines(error),
+        "traceback": None if error is None else "".join(format_exception(error)),
+        "seed": manager.state.streams.seed,
+        "epochs": loop.epoch,
+        "steps": loop.step,
+        "skipped_steps": loop.skipped_steps,
+        "target_reached": loop.reached,
+        "seconds": dict(seconds),
+        "steps_per_second": loop.step / seconds["training"] if seconds["training"] else None,
+        "model": model_size(task.model),
+        "training_loss": loop.epoch_loss,
+        "initial": dict(initial),
+        "final": dict(final),
+        "deltas": deltas(initial, final),
+        "metrics": {name: float(metrics[name]) for name in compared if name in metrics},
+        "sample": None,
+        "treatments": record.treatments,
+        "hook_errors": manager.hooks.failures.errors,
+        "hooks_left_out": manager.hooks.failures.left_out,
+        "hook_tables": manager.hooks.tables,
+        "hook_samples": manager.profiler.samples,
+        "output_dir": str(folder),
+    }
+    return summary | ({"hook_profile": manager.profiler.report()} if manager.profiler.enabled else {})
+
+
+def deltas(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much the numbers of an evaluation have changed, where both are no larger than floats can be.
+
+    >>> deltas({"loss": 3, "word": "a", "huge": 10**400}, {"loss": 1, "word": "b", "new": 2, "huge": 0.5})
+    {'loss': -2}
+    """
+    both = [name for name in after if _is_number(after[name]) and _is_number(before.get(name))]
+    return {name: after[name] - before[name] for name in both}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+
+
+def model_size(model: nn.Module) -> dict[str, int]:
+    """Count the parameters, those that are trained, and the bytes of all of them."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    }
