@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         DebugInterventionHook, ExperimentRegistry, HookPoint, HookRegistry, InterventionHook, MetricInfo, MetricSink,
         ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
+    from .integrations import Scope, attach
     from .report import read_run
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
@@ -21,6 +22,7 @@ _ROOMS = {
         "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StatePart", "StepSchedule", "TrainingHook",
         "metric_table",
     ),
+    "integrations": ("Scope", "attach"),
     "report": ("read_run",),
     "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
@@ -29,9 +31,9 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "DebugInterventionHook", "ExperimentConfig", "ExperimentRegistry", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader", "LoopscopeError",
-    "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "StateMutationError", "StatePart",
-    "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "fixed_order", "metric_table", "random_order",
-    "read_run",
+    "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "Scope", "StateMutationError",
+    "StatePart", "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "attach", "fixed_order", "metric_table",
+    "random_order", "read_run",
 ]
 
 

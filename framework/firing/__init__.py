@@ -2,5 +2,6 @@
 
 from .driver import Driver
 from .manager import HookManager
+from .remedies import unmet
 
-__all__ = ["Driver", "HookManager"]
+__all__ = ["Driver", "HookManager", "unmet"]

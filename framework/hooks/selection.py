@@ -254,14 +254,22 @@ class ConfiguredHook:
 
 
 def build_hooks(
-    names: Iterable[str], given: OptionsByHook, of_the_strategy: OptionsByHook, made: MutableSequence[ConfiguredHook]
+    names: Iterable[str | type[TrainingHook]],
+    given: OptionsByHook,
+    of_the_strategy: OptionsByHook,
+    made: MutableSequence[ConfiguredHook],
 ) -> list[ConfiguredHook]:
-    """Make the hooks of one strategy; the user's options win over those of the strategy.
+    """Make the hooks of one strategy, by name or class; the user's options win over those of the strategy.
 
     A hook that was ``made`` for an earlier strategy with the same options serves again; new ones are added there.
     Raises :class:`UsageError` for an unknown name or option, and for a value that the hook refuses.
     """
-    return [_configured(name, {**of_the_strategy.get(name, {}), **given.get(name, {})}, made) for name in names]
+    found = []
+    for item in names:
+        hook = HookRegistry.get(item) if isinstance(item, str) else item
+        check_hook_class(hook)
+        found.append(_configured(hook, {**of_the_strategy.get(hook.name, {}), **given.get(hook.name, {})}, made))
+    return found
 
 
 def refuse_idle_options(given: OptionsByHook, active: Collection[str]) -> None:
@@ -272,9 +280,10 @@ def refuse_idle_options(given: OptionsByHook, active: Collection[str]) -> None:
             raise UsageError(f"Options are given for hook {name!r}, which is not on; add --hooks {name}.")
 
 
-def _configured(name: str, options: Mapping[str, Any], made: MutableSequence[ConfiguredHook]) -> ConfiguredHook:
-    hook_class = HookRegistry.get(name)
-    known = hook_options(hook_class)
+def _configured(
+    hook_class: type[TrainingHook], options: Mapping[str, Any], made: MutableSequence[ConfiguredHook]
+) -> ConfiguredHook:
+    name, known = hook_class.name, hook_options(hook_class)
     for option in options:
         if option not in known:
             raise unknown(f"option of hook {name!r}:", option, known)

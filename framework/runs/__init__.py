@@ -4,16 +4,19 @@ from ..errors import require
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
 from .display import Display
 from .records import (
-    CONFIG, SUMMARY, Completed, RunRecord, checked, differences, read_initial, read_status, run_folders,
+    ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
+    run_folders, versions,
 )
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .session import Session, build_run, check_device
+from .summaries import summary_of
 
 __all__ = [
-    "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
+    "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder", "RunOptions",
     "RunRecord", "Session", "alternatives", "build_run", "check_device", "checked", "choices", "differences",
-    "field_names", "in_words", "pass_on", "read_initial", "read_status", "require", "run_folders",
+    "environment", "field_names", "in_words", "pass_on", "read_initial", "read_status", "require", "run_folders",
+    "summary_of", "versions",
 ]

@@ -20,6 +20,8 @@ from .config import ExperimentConfig, fits, in_words
 
 CONFIG = "experiment_config.json"
 SUMMARY = "summary.json"
+ATTACHED = "attached"
+"""What the experiment of a run is called that was attached to somebody's own loop."""
 REQUIRED = ("experiment", "strategy", "config")
 """Earlier versions wrote records without some of the other fields; an empty object stands for them."""
 LONGEST_NAME = 200

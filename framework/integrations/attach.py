@@ -1,0 +1,165 @@
+"""Attaching hooks to a training that already exists: a loop of one's own, or a trainer of Hugging Face or Lightning."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ..data import Batch, Loader
+from ..errors import UsageError, require
+from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
+from ..training import takes_closure
+from .attached_run import AttachedRun
+from .choices import Choices, OnError, Shown, Wanted
+from .own_loop import OwnLoop
+from .scope import AttachedScope, Scope
+
+
+def attach(
+    target: Any,
+    optimizer: Any = None,
+    *,
+    hooks: Sequence[Wanted] = (),
+    with_hooks: str | None = None,
+    hook_options: Mapping[str, Mapping[str, Any]] | None = None,
+    schedules: Mapping[str, StepSchedule] | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    accelerator: Any = None,
+    accumulate: int = 1,
+    loss: Callable[[nn.Module, Batch], Tensor] | None = None,
+    loader: "Loader | DataLoader[Any] | None" = None,
+    evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    sinks: Sequence[str | MetricSink] = ("jsonl",),
+    loop: LoopType = "epoch",
+    length: int | None = None,
+    log_every: int = 100,
+    snapshot_every: int | None = None,
+    seed: int = 0,
+    audit: bool = False,
+    on_hook_error: OnError = "raise",
+    display: Shown = "normal",
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Attach hooks to a training that already exists, without changing a bit of it; return its :class:`Scope`.
+
+    Args:
+        target: the model, or a ``transformers.Trainer``, or a ``lightning.Trainer``; the last two need nothing more.
+        optimizer: the optimizer that trains the model.
+        hooks: by name, class or instance.
+        with_hooks: a group of them: ``observers``, ``interventions``, ``full``, ``minimal``.
+        hook_options: options by the name of the hook.
+        schedules: at which steps hooks fire, by the name of the hook.
+        scheduler: of the learning rate, to be rolled back with the rest.
+        scaler: the ``GradScaler`` of the loop; hooks see the gradients unscaled.
+        accelerator: the Accelerator that runs backward, in a loop of Accelerate's; it knows the scaler.
+        accumulate: micro-batches in a step.
+        loss: ``loss(model, batch)``, what :meth:`Scope.backward` is given for a batch: for hooks that compute losses.
+        loader: the training data, for hooks that read them; they have an order of their own.
+        evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
+        out: the folder of the run; by default ``runs/`` and the time, or a folder in that of the trainer.
+        overwrite: write over the run that lies in the folder.
+        sinks: where metrics go, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
+        loop: whether epochs are counted (``epoch``) or steps (``step``), which decides where hooks fire.
+        length: epochs, or steps, of the whole training, if they are known.
+        log_every: steps after which metrics of steps are delivered; in the step loop also over which means are taken.
+        snapshot_every: epochs (default 1) or steps (default 1,000) between two SNAPSHOTs.
+        seed: of the random streams of hooks.
+        audit: compare every byte of the training state before and after every call of a hook.
+        on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` goes on without that hook.
+        display: ``normal`` shows what the command shows, ``silent`` a bar and what was warned of, ``none`` nothing.
+        config: what the record is to say of the training, as plain values.
+
+    Raises:
+        UsageError: for what cannot be attached, or protected, in a sentence that says what to do.
+    """
+    for package in ("training_hooks", "sinks"):
+        import_module(f"loopscope.{package}")
+    HookRegistry.discover()
+    SinkRegistry.discover()
+    choices = Choices(
+        hooks=hooks,
+        with_hooks=with_hooks,
+        hook_options=hook_options or {},
+        schedules=schedules or {},
+        sinks=sinks,
+        out=out,
+        overwrite=overwrite,
+        loss=loss,
+        loader=loader,
+        evaluate=evaluate,
+        loop=loop,
+        length=length,
+        log_every=log_every,
+        snapshot_every=snapshot_every,
+        seed=seed,
+        audit=audit,
+        on_hook_error=on_hook_error,
+        display=display,
+        config=config or {},
+    )
+    if trainer := _trainer_of(target):
+        own = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "accelerator": accelerator}
+        given = [name for name, value in own.items() if value is not None]
+        require(not given, f"The trainer has its own {' and '.join(given)}; give attach the trainer alone.")
+        attached: AttachedScope = import_module(f"{__package__}.{trainer}").attach_to(target, choices)
+        return attached
+    require(
+        isinstance(target, nn.Module),
+        f"attach was given a {type(target).__name__}; it takes a model and its optimizer, a transformers.Trainer, or a "
+        "lightning.Trainer.",
+    )
+    return _to_a_loop(target, optimizer, choices, scheduler, scaler, accelerator, accumulate)
+
+
+def _trainer_of(target: Any) -> str:
+    """Name the module for a trainer, whose library is imported already if the target is one of its."""
+    if "transformers" in sys.modules and isinstance(target, import_module("transformers").Trainer):
+        return "hugging_face"
+    names = ("lightning.pytorch", "pytorch_lightning")
+    kinds = tuple(sys.modules[name].Trainer for name in names if name in sys.modules)
+    return "lightning_trainer" if isinstance(target, kinds) else ""
+
+
+def _to_a_loop(
+    model: nn.Module, optimizer: Any, choices: Choices, scheduler: Any, scaler: Any, accelerator: Any, accumulate: int
+) -> Scope:
+    if accelerator is not None:
+        require(scaler is None and accumulate == 1, "An Accelerator has its scaler and counts micro-batches by itself.")
+        scaler, accumulate = accelerator.scaler, accelerator.gradient_accumulation_steps
+        from accelerate.optimizer import AcceleratedOptimizer
+        from accelerate.scheduler import AcceleratedScheduler
+
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        if isinstance(scheduler, AcceleratedScheduler):
+            scheduler = scheduler.scheduler
+    counts = type(accumulate) is int and accumulate >= 1
+    require(counts, f"accumulate is {accumulate!r}; it is the number of micro-batches in a step, at least 1.")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"The optimizer is a {type(optimizer).__name__}; attach(model, optimizer) takes one of torch's."
+        )
+    if takes_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow a loop of your "
+            "own; train it in an experiment, or with an optimizer that takes no closure."
+        )
+    whole = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
+    run = AttachedRun(choices, choices.lacks(**whole))
+    inner = unwrapped(model)
+    run.build(inner, optimizer, scheduler=scheduler, scaler=scaler, compiled=inner is not model)
+    return Scope(run, OwnLoop(run, accumulate, accelerator), accumulate)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model within one that torch.compile made; any other as it is."""
+    # torch has no public name for the wrapper, and its class takes seconds to import
+    return model._orig_mod if type(model).__module__ == "torch._dynamo.eval_frame" else model  # type: ignore[return-value]

@@ -1,0 +1,310 @@
+"""A run within a loop that somebody else drives: its choices, its hooks, its folder, its record and its display."""
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter, strftime
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoints import run_lock
+from ..console import RunConsole
+from ..data import Batch
+from ..durable_files import plain_json
+from ..errors import RunNotice, UnsuitableError, UsageError, require
+from ..firing import Driver, HookManager, unmet
+from ..hooks import ENDLESS, RunInfo, treatments
+from ..loops import NoProgress, Progress
+from ..runs import ATTACHED, RunFolder, RunRecord, environment, summary_of, versions
+from ..state import RandomStreams, TrainingState
+from ..training import TrainingTask
+from .choices import Choices, GivenLoader, Loss, no_loss
+
+STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
+_TRAINED: "WeakSet[Optimizer]" = WeakSet()
+"""Optimizers to which a run is attached."""
+
+
+class AttachedRun:
+    """A run of hooks in a loop that somebody else drives, from the choices to the summary.
+
+    Args:
+        choices: what was chosen.
+        lacks: what the loop cannot give, by the need of a hook.
+        out: its folder where none is chosen.
+        bar: show the progress, which a trainer has its own display for.
+    """
+
+    manager: HookManager
+    driver: Driver
+
+    def __init__(
+        self, choices: Choices, lacks: Mapping[str, str], out: Path | None = None, *, bar: bool = True
+    ) -> None:
+        self.choices, self._lacks = choices, lacks
+        self._hooks, self._required = choices.wanted()
+        for item in self._hooks:
+            if item.hook.name in self._required and (sentence := unmet(item.hook, lacks)):
+                raise UnsuitableError(sentence)
+        self.treatments = treatments(item.hook for item in self._hooks)
+        path = Path(choices.out or out or Path("runs") / strftime("%Y%m%d-%H%M%S"))
+        self.folder = RunFolder(path, path.absolute().name)
+        self._bar = bar
+        self._console = RunConsole(choices.display, recorded=any(sink.keeps for sink in choices.made_sinks()))
+        self._progress: Progress = NoProgress()
+        self._held = ExitStack()
+        self._stored: Mapping[str, Any] | None = None
+        self._at_exit: Callable[[str], None] = self.end
+        self.is_built = self.is_started = self.is_over = False
+        self.place: dict[str, Any] = {}
+        """Where the loop stands, as the integration that drives it says it; kept in the state."""
+
+    def build(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loss: Loss | None = None,
+        compiled: bool = False,
+        scheduler_interval: str = "epoch",
+    ) -> None:
+        """Put the hooks around what is trained; raises :class:`UsageError` for what cannot be."""
+        choices = self.choices
+        known = {id(parameter) for parameter in model.parameters()}
+        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        require(
+            any(id(parameter) in known for parameter in theirs),
+            f"The optimizer ({type(optimizer).__name__}) trains no parameter of the model ({type(model).__name__}); "
+            "give the model whose parameters it was made with.",
+        )
+        twice = f"A run is attached to this {type(optimizer).__name__} already; close it first: scope.close()."
+        require(optimizer not in _TRAINED, twice)
+        loader = GivenLoader(choices.loader, choices.seed)
+        task = TrainingTask(
+            model,
+            optimizer,
+            loader,
+            loss or choices.loss or no_loss,
+            evaluate=choices.evaluate or (lambda model: {}),
+            scheduler=scheduler,
+            scaler=scaler,
+            scheduler_interval=scheduler_interval,
+            length=choices.length or ENDLESS,
+            snapshot_every=choices.due_every,
+            log_every=choices.log_every,
+            config=choices.config,
+            compiled=compiled,
+        )
+        state = TrainingState(
+            model, optimizer, RandomStreams(choices.seed, loader.generators()), scheduler=scheduler, scaler=scaler
+        )
+        self.manager = HookManager(
+            [item.hook for item in self._hooks],
+            task,
+            state,
+            loop=choices.loop,
+            required=self._required,
+            sinks=[*choices.made_sinks(), *self._console.sinks()],
+            on_error=choices.on_hook_error,
+            audit=choices.audit,
+        )
+        self.driver = Driver(task, self.manager)
+        self._loader = loader
+        self._optimizer = optimizer
+        _TRAINED.add(optimizer)
+        self.is_built = True
+
+    def start(self, first: Batch | None, steps: int | None, at_exit: Callable[[str], None] | None = None) -> None:
+        """Start the hooks before the first step, on its batch; ``steps`` are those of an epoch, if they are known.
+
+        ``at_exit`` is called with a status where the program ends and the run does not.
+        """
+        self._loader.steps = steps
+        self._at_exit = at_exit or self.end
+        self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None)
+        self.folder.make()
+        try:
+            self._held.enter_context(run_lock(self.folder.path))
+            self.folder.refuse_what_came_meanwhile()
+            self._held.enter_context(self._console)
+            info = self._start_hooks(first)
+        except BaseException:
+            self._leave()
+            self.manager.end("failed")
+            self.folder.give_back()
+            raise
+        self.is_started = True
+        progress = self._console.strategy_started(info, self.manager.task, [*self.manager.hooks])
+        self._progress = progress if self._bar else NoProgress()
+        self._begin = perf_counter()
+        atexit.register(self._forgotten)
+
+    def _start_hooks(self, first: Batch | None) -> RunInfo:
+        manager, stored, choices = self.manager, self._stored, self.choices
+        record = self._record()
+        info = RunInfo(
+            experiment=record.experiment,
+            strategy=record.strategy,
+            output_dir=self.folder.path,
+            task=manager.task,
+            loop=choices.loop,
+            seed=choices.seed,
+            optimizer_class=type(self._optimizer),
+            treatments=self.treatments,
+            lacks=self._lacks,
+        )
+        if stored is not None:
+            vars(manager.state.loop).update(deepcopy(stored["loop"]))
+            manager.hooks.load_state_dict(stored["hooks"])
+            manager.hooks.failures.before = stored["errors"], stored["left_out"]
+            manager.dispatch.load_state_dict(stored["metrics"], {hook.name: hook for hook in manager.hooks})
+        manager.start_hooks(info, first)
+        if first is not None:
+            manager.hooks.see_first(first)
+        info = replace(info, metric_infos=manager.hooks.metric_infos())
+        if stored is None:
+            self.folder.claim()
+            self.folder.write_record(record)
+        else:
+            manager.hooks.goes_on()
+        manager.dispatch.start(info, stored and stored["sinks"])
+        return info
+
+    def _record(self) -> RunRecord:
+        choices = self.choices
+        known = {
+            "experiment": ATTACHED,
+            "strategy": self.folder.strategy,
+            "config": dict(choices.config),
+            "hooks": {item.hook.name: item.options for item in self._hooks},
+            "treatments": self.treatments,
+            "run": {"on_hook_error": choices.on_hook_error, "audit_hooks": choices.audit, "reference": None},
+            "versions": versions(),
+            "environment": environment(self.manager.task.model),
+        }
+        return RunRecord(**plain_json(known))
+
+    def after_step(self) -> None:
+        """Do what is due between two steps; raises what a hook raised in the one that is over."""
+        driver, choices = self.driver, self.choices
+        step = driver.loop.step
+        self._progress.step(driver.loop)
+        if step % choices.log_every == 0:
+            if choices.loop == "step":
+                driver.end_interval()
+            else:
+                self.manager.dispatch.flush_steps(driver.loop.epoch)
+        if choices.loop == "step" and step % choices.due_every == 0:
+            driver.snapshot()
+        self.manager.hooks.failures.raise_pending()
+
+    def after_epoch(self, numbers: Mapping[str, float]) -> None:
+        """End an epoch, whose evaluation gave these numbers, if there was one."""
+        driver, loop = self.driver, self.driver.loop
+        driver.end_batches()
+        if self.choices.loop == "epoch":
+            driver.end_interval()
+        if numbers:
+            driver.evaluated(numbers)
+        self._progress.evaluated(loop)
+        driver.end_epoch()
+        if self.choices.loop == "epoch" and (loop.epoch + 1) % self.choices.due_every == 0:
+            driver.snapshot()
+        loop.epoch += 1
+        self.manager.hooks.failures.raise_pending()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the hooks, the sinks and the loop know, as copies: tensors and plain values."""
+        manager = self.manager
+        with manager.between_steps():
+            positions, files = manager.dispatch.positions(), manager.dispatch.files()
+            content = {
+                "loop": manager.state.loop.state_dict(),
+                "hooks": manager.hooks.state_dict(),
+                "metrics": manager.dispatch.state_dict(),
+                "errors": manager.hooks.failures.errors,
+                "left_out": manager.hooks.failures.left_out,
+                "sinks": positions,
+                "place": self.place,
+            }
+        for path in files:
+            _to_disk(path)
+        return deepcopy(content)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on, at the first step, from what :meth:`state_dict` returned."""
+        require(not self.is_started, "The state of a scope is loaded before its first step: right after attach.")
+        if not isinstance(state, Mapping) or state.keys() != STATE:
+            raise UsageError("This is not what scope.state_dict() returned, so no run can go on from it.")
+        self._stored, self.place = state, dict(state["place"])
+
+    @property
+    def stored_epoch(self) -> int:
+        """The epoch in which the state that was loaded was taken."""
+        return 0 if self._stored is None else int(self._stored["loop"]["epoch"])
+
+    def end(self, status: str = "completed", error: BaseException | None = None) -> None:
+        """Deliver everything, write the summary and let go of the folder; called again it does nothing."""
+        if self.is_over:
+            return
+        self.is_over = True
+        try:
+            self.manager.end(status)
+        except BaseException as raised:
+            status, error = "failed", raised
+            raise
+        finally:
+            if self.is_started:
+                self._summarise(status, error)
+            self._leave()
+
+    def _summarise(self, status: str, error: BaseException | None) -> None:
+        loop, took = self.driver.loop, perf_counter() - self._begin
+        seconds = {"total": took, "training": took}
+        summary = summary_of(
+            self.manager,
+            self._record(),
+            self.folder.path,
+            status=status,
+            error=error,
+            seconds=seconds,
+            initial={},
+            final=loop.evaluation,
+        )
+        self.folder.write_summary(summary)
+        self._console.strategy_ended(summary)
+        self._console.ended([summary])
+
+    def _leave(self) -> None:
+        _TRAINED.discard(self._optimizer)
+        atexit.unregister(self._forgotten)
+        self._held.close()
+
+    def _forgotten(self) -> None:
+        """Close the run that its program has not closed; one that ends with an error is closed as failed."""
+        if vars(sys).get("last_value") is not None:
+            self._at_exit("failed")
+            return
+        warnings.warn(
+            f"The run in {self.folder.path} was not closed, and is closed as the program ends: call scope.close() "
+            "after the loop, or write with loopscope.attach(...) as scope.",
+            RunNotice,
+            stacklevel=2,
+        )
+        self._at_exit("completed")
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,298 @@
+"""A loop of the user's own, as its calls tell of it: which step is open, how far it has come, where an epoch ends."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..data import Batch, MicroBatches
+from ..errors import RunNotice, UsageError, require
+from ..hooks import HookPoint, StatePart
+from ..state import Transient
+from .attached_run import AttachedRun
+
+UNTOLD = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
+"""What is seen of a loop that tells nothing."""
+TELL = "iterate over scope.batches(loader) and call scope.backward(loss) in place of loss.backward()"
+
+
+class Accelerates(Protocol):
+    """What is asked of an Accelerator: the backward pass, and whether a step's gradients are complete."""
+
+    sync_gradients: bool
+    gradient_accumulation_steps: int
+
+    def backward(self, loss: Tensor) -> None:
+        """Divide the loss by the micro-batches of a step, scale it, and add its gradients."""
+
+
+class OwnLoop(Transient):
+    """Turns the calls of a loop into the transitions of a driver.
+
+    Args:
+        run: the run that is attached.
+        accumulate: micro-batches in a step.
+        accelerator: who runs backward and says when a step is complete, in a loop of Accelerate's.
+    """
+
+    def __init__(self, run: AttachedRun, accumulate: int, accelerator: Accelerates | None) -> None:
+        self._run, self._accumulate, self._accelerator = run, accumulate, accelerator
+        self._driver = run.driver
+        self._optimizer: Optimizer = run.driver.task.optimizer
+        self._scaler = run.driver.task.scaler
+        self._parts = MicroBatches()
+        self._losses: list[Tensor] = []
+        self._index = 0
+        self._is_open = self._is_complete = self._is_updating = False  # what of a step was had
+        self._is_in_epoch = self._is_passed = False  # and what of an epoch
+        self._is_untold = self._is_firing = self._waits_between = False
+        self._told: set[str] = set()
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_update),
+            self._optimizer.register_step_post_hook(self._after_update),
+        ]
+
+    # What the loop tells
+
+    def micro_batch(self, batch: Batch, steps: int | None) -> None:
+        """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch."""
+        run = self._run
+        if not run.is_started:
+            run.start(batch, steps, self.close)
+            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
+        if self._is_complete:
+            self._tell("skipped", "No optimizer.step() came after a backward pass: its step counts as skipped.")
+            self._end_step(skipped=True)
+        if self._is_passed:
+            self.end_epoch({})
+        self.settle()
+        if not self._is_in_epoch:
+            self._is_in_epoch, self._index = True, 0
+            with self._firing():
+                self._driver.begin_epoch(takes_snapshot=True)
+        if len(self._parts) > len(self._losses):  # the loop has dropped one, before its backward pass
+            self._parts.pop()
+        self._parts.append(batch)
+        if self._is_open:
+            self._driver.loop.batch = self._batch
+            return
+        self._is_open = True
+        with self._firing():
+            self._driver.begin_step(self._batch, self._index)
+
+    def pass_over(self) -> None:
+        """Note that the data of an epoch were all had; it ends as the next begins, or as the loop says so."""
+        self._is_passed = self._is_in_epoch
+
+    def first(self) -> tuple[int, int]:
+        """Return where the data of the next pass begin: the epoch, and the micro-batch in it."""
+        run = self._run
+        if run.is_started or not run.place:
+            return self._driver.loop.epoch + self._is_in_epoch, 0
+        in_epoch, is_passed, index = run.place["loop"]
+        epoch = run.stored_epoch
+        return (epoch, index * self._accumulate) if in_epoch and not is_passed else (epoch + in_epoch, 0)
+
+    @property
+    def _batch(self) -> Batch:
+        return self._parts if self._accumulate > 1 else self._parts[0]
+
+    def backward(self, loss: Any, *, last: bool) -> None:
+        """Run backward; with the last micro-batch of a step its gradients are complete."""
+        _check_loss(loss)
+        require(bool(self._parts), f"scope.backward(loss) came without a batch: {TELL}.")
+        require(
+            not self._is_complete,
+            f"scope.backward(loss) came after the {self._accumulate} micro-batches of a step and before its "
+            "optimizer.step(); attach(..., accumulate=N) says how many there are.",
+        )
+        try:
+            if self._accelerator is None:
+                self._driver.task.backward(loss)
+            else:
+                self._accelerator.backward(loss)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and (acting := self._run.manager.hooks.acting):
+                raise UsageError(
+                    f"This loop keeps a graph across steps, in which hook {acting!r} is rolled back: the weights get "
+                    "their bytes back, but autograd counts that as a change. Detach what is kept, or leave the hook "
+                    f"out. ({error})"
+                ) from error
+            raise
+        shared = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
+        self._losses.append(loss.detach() / shared if shared > 1 else loss.detach())
+        complete = (
+            len(self._losses) >= self._accumulate if self._accelerator is None else self._accelerator.sync_gradients
+        )
+        if complete or last:
+            self._gradients_complete()
+
+    def settle(self) -> None:
+        """Do what waits for the end of a step: between two steps schedulers have stepped, too."""
+        if self._waits_between:
+            self._waits_between = False
+            with self._firing():
+                self._run.after_step()
+
+    def end_epoch(self, numbers: Mapping[str, float]) -> None:
+        """End the epoch, unless none is under way."""
+        if self._is_complete:
+            self._end_step(skipped=True)
+        if self._parts:  # it is dropped with the epoch
+            self._parts, self._losses, self._is_open = MicroBatches(), [], False
+            self._driver.loop.step -= 1
+        self.settle()
+        if self._is_in_epoch:
+            self._is_in_epoch = self._is_passed = False
+            with self._firing():
+                self._run.after_epoch(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run, between two steps."""
+        require(not self._parts, "scope.state_dict() came within a step; call it after optimizer.step().")
+        self.settle()
+        self._run.place = {"loop": (self._is_in_epoch, self._is_passed, self._index)}
+        return self._run.state_dict()
+
+    def close(self, status: str, error: BaseException | None = None) -> None:
+        """End the epoch that is under way, unless the loop has failed, and the run."""
+        for handle in self._handles:
+            handle.remove()
+        try:
+            if status == "completed" and self._run.is_started:
+                self.end_epoch({})
+        except BaseException as raised:
+            status, error = "failed", raised
+            raise
+        finally:
+            self._run.end(status, error)
+
+    # What happens in a step
+
+    def _gradients_complete(self) -> None:
+        losses = self._losses
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        with self._firing(), self._unscaled(self._scale()) as skipped:
+            self._driver.after_backward(loss, skipped=skipped)
+        self._is_complete = True
+        if skipped:
+            self._end_step(skipped=True)
+
+    def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        skipping = vars(optimizer).get("found_inf")  # an optimizer that unscales by itself is called to skip, too
+        if self._is_firing or (skipping is not None and bool(skipping)):
+            return
+        if any(value is not None for value in (*inputs[1:], options.get("closure"))):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step where "
+                "hooks cannot follow: compute the loss before, and call step() without it."
+            )
+        if self._losses and not self._is_complete:
+            self._tell(
+                "short",
+                f"optimizer.step() came after {len(self._losses)} of {self._accumulate} micro-batches, and "
+                "POST_BACKWARD saw the gradients as they were then; say scope.backward(loss, last=True) for the last "
+                "one of a shorter group.",
+            )
+            self._gradients_complete()
+        if not self._is_complete:
+            self._untold()
+        self._is_updating = self._is_complete or self._is_untold
+        if self._is_updating:
+            fused = vars(optimizer).get("grad_scale") is not None
+            with self._firing(), self._unscaled(self._scale() if fused else None):
+                self._driver.before_update()
+
+    def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self._is_updating and not self._is_firing:
+            self._end_step(skipped=False)
+
+    def _end_step(self, *, skipped: bool) -> None:
+        with self._firing():
+            self._driver.after_update(skipped=skipped)
+        self._parts, self._losses = MicroBatches(), []
+        self._is_open = self._is_complete = self._is_updating = False
+        self._index += 1
+        self._waits_between = True
+
+    def _untold(self) -> None:
+        """Take a step of a loop that says nothing of it."""
+        run = self._run
+        if not run.is_started:
+            self._is_untold = True
+            run.start(None, None, self.close)
+            with self._firing():
+                run.manager.hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
+            self._tell("untold", f"This loop tells of nothing but its updates, so hooks see no more; {TELL}.")
+        if self._is_untold:
+            self.settle()
+            self._driver.loop.step += 1
+        else:
+            self._tell("unseen", f"optimizer.step() came without a batch before it, and was not seen by hooks; {TELL}.")
+
+    @contextmanager
+    def _firing(self) -> Iterator[None]:
+        """Take no call of the optimizer in the body for one of the loop: hooks may take steps."""
+        self._is_firing = True
+        try:
+            yield
+        finally:
+            self._is_firing = False
+
+    def _scale(self) -> Tensor | None:
+        """Return what the gradients are scaled by now; ``None`` where they are not."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled() or scaler._scale is None:
+            return None
+        # no public name tells whether the loop has unscaled the gradients itself
+        is_unscaled = scaler._per_optimizer_states[id(self._optimizer)]["stage"].name != "READY"
+        return None if is_unscaled else scaler._scale
+
+    @contextmanager
+    def _unscaled(self, scale: Tensor | None) -> Iterator[bool]:
+        """Put unscaled copies in the place of scaled gradients for the body; yield whether one is not finite.
+
+        What a hook commits to the gradients is scaled and kept, anything else of the copies is dropped.
+        """
+        if scale is None:
+            yield False
+            return
+        groups = self._optimizer.param_groups
+        scaled = [(each, each.grad) for group in groups for each in group["params"] if each.grad is not None]
+        copies = [gradient.clone() for _, gradient in scaled]
+        # As the scaler itself does it, so that hooks see the bits that the optimizer will use.
+        inverse = scale.double().reciprocal().float()
+        found = torch.zeros((), device=scale.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(copies, found, inverse)
+        for (parameter, _), gradient in zip(scaled, copies, strict=True):
+            parameter.grad = gradient
+        try:
+            yield bool(found)
+            if any(StatePart.GRADIENTS.value in parts for parts in self._run.treatments.values()):
+                with torch.no_grad():
+                    for parameter, gradient in scaled:
+                        gradient.copy_(parameter.grad * scale)
+        finally:
+            for parameter, gradient in scaled:
+                parameter.grad = gradient
+
+    def _tell(self, kind: str, sentence: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(sentence, RunNotice, stacklevel=4)
+
+
+def _check_loss(loss: Any) -> None:
+    kind = type(loss).__name__
+    if isinstance(loss, (tuple, list)):
+        raise UsageError(f"The loss is a {kind} of {len(loss)}; give scope.backward the loss alone, perhaps its first.")
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"The loss is a {kind}, not a tensor; give scope.backward what loss.backward() was called on.")
+    if loss.numel() != 1:
+        raise UsageError(f"The loss has shape {tuple(loss.shape)}; give scope.backward a single number: loss.mean().")
+    if not loss.requires_grad:
+        raise UsageError("The loss has no graph to differentiate; compute it with gradients on, and do not detach it.")

@@ -1,0 +1,149 @@
+"""What a loop of one's own holds of its hooks: the calls that tell of batches, backward passes, evaluations, epochs."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from torch import Tensor
+
+from ..console import number_text
+from ..data import Loader
+from ..errors import UsageError, require
+from ..hooks import HookPoint
+from ..isolation import borrowed_for_evaluation
+from .attached_run import AttachedRun
+from .own_loop import OwnLoop
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class AttachedScope(JupyterMixin):
+    """Hooks that are attached to somebody else's training, to be looked at; a notebook shows it as a table."""
+
+    def __init__(self, run: AttachedRun) -> None:
+        self._run = run
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, in the form that ``loopscope ls``, ``show`` and ``plot`` read."""
+        return self._run.folder.path
+
+    @property
+    def hooks(self) -> list[str]:
+        """The names of the hooks that are on."""
+        return [hook.name for hook in self._run.manager.hooks]
+
+    def last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
+        """Return the newest metrics by full name, of one hook point or of all, as numbers."""
+        newest = self._run.manager.dispatch.last(point)
+        return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
+
+    def __rich__(self) -> Table:
+        """Return where the run stands, and its newest numbers, as a table."""
+        run = self._run
+        if not run.is_built:
+            return Table(title=f"{self.folder}: not begun")
+        loop = run.manager.state.loop
+        state = "over" if run.is_over else "running" if run.is_started else "not begun"
+        table = Table("metric", "value", title=f"{self.folder}: {state}, epoch {loop.epoch}, step {loop.step}")
+        for name, value in self.last_metrics().items():
+            if isinstance(value, (int, float)):
+                table.add_row(name, number_text(value))
+        return table
+
+
+class Scope(AttachedScope):
+    """Hooks attached to a loop of one's own, which tells by these calls what it does.
+
+    ::
+
+        with loopscope.attach(model, optimizer, hooks=["norms"]) as scope:
+            for batch in scope.batches(loader):
+                loss = loss_fn(model, batch)
+                scope.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    def __init__(self, run: AttachedRun, loop: OwnLoop, accumulate: int) -> None:
+        super().__init__(run)
+        self._loop, self._accumulate = loop, accumulate
+
+    def batches(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """Yield the batches of ``loader`` as they are, and take them for one epoch of the training.
+
+        With ``accumulate`` above 1 they are micro-batches, so many to a step. A loader of loopscope's gives the batches
+        of the epoch that has come, and goes on within it where the loop is resumed. The epoch ends as
+        :meth:`epoch_end` says so, or as the next one begins.
+        """
+        require(not self._run.is_over, "This scope is closed; attach a new one for more training.")
+        if self._run.is_started:
+            self._loop.end_epoch({})
+        steps = -(-len(loader) // self._accumulate) if isinstance(loader, Sized) else None
+        if isinstance(loader, Loader):
+            loader = loader.batches(*self._loop.first())
+        for batch in loader:
+            self._loop.micro_batch(batch, steps)
+            yield batch
+        self._loop.pass_over()
+
+    def backward(self, loss: Tensor, *, last: bool = False) -> None:
+        """Run ``loss.backward()`` (scaled where there is a scaler, through the Accelerator where there is one).
+
+        Nothing is divided: the losses of the micro-batches of a step add up, as their gradients do. With ``last`` the
+        step is complete though it has fewer micro-batches than ``accumulate``. Raises :class:`UsageError` for what is
+        no loss.
+        """
+        self._loop.backward(loss, last=last)
+
+    def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
+        """Return what ``function`` returns, called so that it cannot change the training.
+
+        It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
+        back. Named numbers that it returns are shown to hooks as the newest evaluation.
+        """
+        run = self._run
+        model = run.manager.task.model
+
+        def evaluating() -> Result:
+            with borrowed_for_evaluation(model):
+                return function(*inputs, **options)
+
+        found = run.manager.isolated("evaluation", evaluating)
+        if isinstance(found, Mapping) and found and all(isinstance(each, (int, float)) for each in found.values()):
+            run.driver.evaluated(found)
+        return found
+
+    def epoch_end(self, **metrics: float) -> None:
+        """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
+        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for name, value in numbers.items():
+            if not isinstance(value, (int, float)):
+                raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch are numbers.")
+        self._loop.end_epoch(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what hooks and sinks know, between two steps, for the loop's own checkpoint."""
+        return self._loop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; called before the first step, in the folder of that run."""
+        self._run.load_state_dict(state)
+
+    def close(self, status: str = "completed", error: BaseException | None = None) -> None:
+        """End the run: deliver all metrics and write the summary; called again it does nothing."""
+        self._loop.close(status, error)
+
+    def __enter__(self) -> Self:
+        """Close the scope after the body."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
