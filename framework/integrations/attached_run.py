@@ -40,7 +40,7 @@ class AttachedRun:
     Args:
         choices: what was chosen.
         lacks: what the loop cannot give, by the need of a hook.
-        out: its folder where none is chosen.
+        trained_in: the folder of the trainer, in which the run's lies where none is chosen.
         bar: show the progress, which a trainer has its own display for.
     """
 
@@ -48,7 +48,7 @@ class AttachedRun:
     driver: Driver
 
     def __init__(
-        self, choices: Choices, lacks: Mapping[str, str], out: Path | None = None, *, bar: bool = True
+        self, choices: Choices, lacks: Mapping[str, str], trained_in: Path | None = None, *, bar: bool = True
     ) -> None:
         self.choices, self._lacks = choices, lacks
         self._hooks, self._required = choices.wanted()
@@ -56,8 +56,9 @@ class AttachedRun:
             if item.hook.name in self._required and (sentence := unmet(item.hook, lacks)):
                 raise UnsuitableError(sentence)
         self.treatments = treatments(item.hook for item in self._hooks)
-        path = Path(choices.out or out or Path("runs") / strftime("%Y%m%d-%H%M%S"))
-        self.folder = RunFolder(path, path.absolute().name)
+        inside = Path("runs") / strftime("%Y%m%d-%H%M%S") if trained_in is None else trained_in / "loopscope"
+        path = Path(choices.out or inside)
+        self.folder = RunFolder(path, (trained_in or path).absolute().name)
         self._bar = bar
         self._console = RunConsole(choices.display, recorded=any(sink.keeps for sink in choices.made_sinks()))
         self._progress: Progress = NoProgress()
@@ -77,6 +78,7 @@ class AttachedRun:
         scaler: Any = None,
         loss: Loss | None = None,
         compiled: bool = False,
+        length: int | None = None,
         scheduler_interval: str = "epoch",
     ) -> None:
         """Put the hooks around what is trained; raises :class:`UsageError` for what cannot be."""
@@ -100,7 +102,7 @@ class AttachedRun:
             scheduler=scheduler,
             scaler=scaler,
             scheduler_interval=scheduler_interval,
-            length=choices.length or ENDLESS,
+            length=choices.length or length or ENDLESS,
             snapshot_every=choices.due_every,
             log_every=choices.log_every,
             config=choices.config,

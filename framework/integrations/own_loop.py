@@ -58,8 +58,11 @@ class OwnLoop(Transient):
 
     # What the loop tells
 
-    def micro_batch(self, batch: Batch, steps: int | None) -> None:
-        """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch."""
+    def micro_batch(self, batch: Batch, steps: int | None, *others: Batch) -> None:
+        """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch.
+
+        ``others`` are the further ones of the step, where they are known before it.
+        """
         run = self._run
         if not run.is_started:
             run.start(batch, steps, self.close)
@@ -74,9 +77,8 @@ class OwnLoop(Transient):
             self._is_in_epoch, self._index = True, 0
             with self._firing():
                 self._driver.begin_epoch(takes_snapshot=True)
-        if len(self._parts) > len(self._losses):  # the loop has dropped one, before its backward pass
-            self._parts.pop()
-        self._parts.append(batch)
+        del self._parts[len(self._losses) :]  # the loop has dropped it, before its backward pass
+        self._parts += [batch, *others]
         if self._is_open:
             self._driver.loop.batch = self._batch
             return
@@ -123,12 +125,17 @@ class OwnLoop(Transient):
                     f"out. ({error})"
                 ) from error
             raise
-        shared = 1 if self._accelerator is None else self._accelerator.gradient_accumulation_steps
-        self._losses.append(loss.detach() / shared if shared > 1 else loss.detach())
-        complete = (
-            len(self._losses) >= self._accumulate if self._accelerator is None else self._accelerator.sync_gradients
-        )
-        if complete or last:
+        if self._accelerator is None:
+            self.had_backward(loss.detach(), complete=last or len(self._losses) + 1 >= self._accumulate)
+        else:
+            shared = self._accelerator.gradient_accumulation_steps
+            own = loss.detach() / shared if shared > 1 else loss.detach()
+            self.had_backward(own, complete=last or self._accelerator.sync_gradients)
+
+    def had_backward(self, loss: Tensor, *, complete: bool) -> None:
+        """Take the loss of a micro-batch, detached, whose gradients are there; ``complete`` are those of the step."""
+        self._losses.append(loss)
+        if complete:
             self._gradients_complete()
 
     def settle(self) -> None:
