@@ -168,3 +168,11 @@ class GivenLoader(Loader):
 def no_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Stand for the loss of a loop that has told none."""
     raise LoopscopeError(f"This loop has told no loss; {LACKS['needs_loss']}.")
+
+
+def steps_in(loader: Any, accumulate: int) -> int | None:
+    """Return the steps of a pass over a loader of micro-batches; ``None`` for one that does not know its length."""
+    try:
+        return -(-len(loader) // accumulate)
+    except TypeError:  # a generator, or a DataLoader of a stream
+        return None

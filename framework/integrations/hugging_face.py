@@ -23,7 +23,7 @@ from ..isolation import borrowed_for_evaluation
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
-from .choices import Choices
+from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
 from .scope import AttachedScope
@@ -95,7 +95,7 @@ class TrainerEvents(TrainerCallback):
     @contextmanager
     def _wrapped(self) -> Iterator[None]:
         trainer = self._trainer
-        around = {
+        around: dict[str, Callable[..., Any]] = {
             "get_batch_samples": self._getting,
             "training_step": self._stepping,
             "evaluate": self._evaluating,
@@ -137,8 +137,7 @@ class TrainerEvents(TrainerCallback):
             scheduler_interval="step",
         )
         accumulate = args.gradient_accumulation_steps
-        loader = trainer.callback_handler.train_dataloader
-        self._steps = -(-len(loader) // accumulate) if hasattr(type(loader), "__len__") else None
+        self._steps = steps_in(trainer.callback_handler.train_dataloader, accumulate)
         self._loop = OwnLoop(run, accumulate, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:

@@ -67,6 +67,7 @@ class OwnLoop(Transient):
         if not run.is_started:
             run.start(batch, steps, self.close)
             self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
+            self._is_passed |= self._is_in_epoch and steps is not None and self._index >= steps
         if self._is_complete:
             self._tell("skipped", "No optimizer.step() came after a backward pass: its step counts as skipped.")
             self._end_step(skipped=True)

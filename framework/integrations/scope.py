@@ -1,6 +1,6 @@
 """What a loop of one's own holds of its hooks: the calls that tell of batches, backward passes, evaluations, epochs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,6 +15,7 @@ from ..errors import UsageError, require
 from ..hooks import HookPoint
 from ..isolation import borrowed_for_evaluation
 from .attached_run import AttachedRun
+from .choices import steps_in
 from .own_loop import OwnLoop
 
 Item = TypeVar("Item")
@@ -83,7 +84,7 @@ class Scope(AttachedScope):
         require(not self._run.is_over, "This scope is closed; attach a new one for more training.")
         if self._run.is_started:
             self._loop.end_epoch({})
-        steps = -(-len(loader) // self._accumulate) if isinstance(loader, Sized) else None
+        steps = steps_in(loader, self._accumulate)
         if isinstance(loader, Loader):
             loader = loader.batches(*self._loop.first())
         for batch in loader:
