@@ -1,0 +1,222 @@
+"""Hooks in Hugging Face's Trainer change nothing, see what they say, and go on with its checkpoints."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope.data import TorchLoader
+from loopscope.errors import UsageError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, build_hooks, select_hooks
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.training import TrainingTask
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from tests.framework.integrations.hf_trainers import ROWS, InOrder, Rows, attached, model, same, traced, trainer, vandal
+from tests.support import RecordingSink, SpyHook, run_info
+from tests.support.cases import slow_unless
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+WATCHING = ["norms", "training_metrics", "gradient_flow", "weight_updates", "hessian"]
+HOOKS: dict[str, Any] = {"observers": lambda: WATCHING, "vandal": lambda: [vandal()]}
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+    "bf16": {"bf16": True, "gradient_accumulation_steps": 2},
+    "by_epoch": {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "max_grad_norm": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "loop"),
+    [
+        pytest.param(hooks, loop, marks=slow_unless(hooks == "vandal" or loop == "accumulated"))
+        for hooks in HOOKS
+        for loop in LOOPS
+    ],
+)
+def test_a_trainer_with_hooks_trains_as_without_at_every_step(tmp_path: Path, hooks: str, loop: str) -> None:
+    assert same(traced(tmp_path / "a", HOOKS[hooks](), **LOOPS[loop]), traced(tmp_path / "b", **LOOPS[loop]))
+
+
+def test_evaluation_changes_a_trainer_and_does_not_with_us(tmp_path: Path) -> None:
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2}
+    bare = traced(tmp_path / "bare")
+    assert not same(traced(tmp_path / "theirs", **evaluating), bare)
+    assert same(traced(tmp_path / "ours", WATCHING, **evaluating), bare)
+
+
+def test_steps_that_a_scaler_skips_are_seen_as_skipped(tmp_path: Path) -> None:
+    """On a CPU the Trainer has no scaler: this one is put in. With a GPU see the tests marked ``gpu``."""
+
+    def scaled(folder: str, hooks: Any) -> Any:
+        def train(made: Any) -> None:
+            made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+            made.train()
+
+        return traced(tmp_path / folder, hooks, train=train)
+
+    spy = SpyHook(lambda ctx: {"scale": ctx.loss_scale or 0.0, "skipped": ctx.skipped_steps})
+    assert same(scaled("a", [spy]), scaled("b", None))
+    seen = [step for point, _, step in spy.seen if point == "POST_STEP"]
+    assert 0 < len(seen) < ROWS
+    assert json.loads((tmp_path / "a/loopscope/summary.json").read_text())["skipped_steps"] == ROWS - len(seen)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_numbers_equal_those_of_our_own_loop(tmp_path: Path, accumulate: int) -> None:
+    """To the last bit; of several micro-batches to rounding, since their losses are weighted in another order."""
+    constant: dict[str, Any] = {
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+        "optim": "adamw_torch",
+        "weight_decay": 0.0,
+    }
+    hooks = ["norms", "gradient_flow", "weight_updates", "batch_dynamics", "hessian", "parameter_delta", "path_length"]
+    made, theirs = (
+        trainer(tmp_path, dropout=0.0, kind=InOrder, gradient_accumulation_steps=accumulate, **constant),
+        RecordingSink(),
+    )
+    attached(made, hooks, seed=7, sinks=[theirs])
+    made.train()
+    own = _own_loop(hooks, accumulate)
+    assert [row[:3] for row in theirs.rows()] == [row[:3] for row in own.rows()]
+    values = [[row[3] for row in sink.rows()] for sink in (theirs, own)]
+    rounding = {"rel": 2e-3, "abs": 1e-6} if accumulate > 1 else {"rel": 0.0, "abs": 0.0}
+    assert values[0] == pytest.approx(values[1], nan_ok=True, **rounding)
+
+
+def _own_loop(hooks: list[str], accumulate: int) -> RecordingSink:
+    ours = model(dropout=0.0).train()
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.0)
+
+    def loss(trained: Any, batch: Any) -> torch.Tensor:
+        return trained(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
+
+    loader = TorchLoader(DataLoader(Rows(), batch_size=2 * accumulate), 7)
+    task = TrainingTask(ours, optimizer, loader, loss, length=2, snapshot_every=1, accumulation_steps=accumulate)
+    sink = RecordingSink()
+    made = [item.hook for item in build_hooks(select_hooks(None, hooks, {}, ""), {}, {}, [])]
+    manager = HookManager(made, task, TrainingState(ours, optimizer, RandomStreams(7)), sinks=[sink])
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    return sink
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_trainer_that_goes_on_records_what_one_does_that_was_not_stopped(tmp_path: Path, step: int) -> None:
+    """Step 3 lies within the first epoch; step 7 is its last."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == step
+
+    saving = {"save_strategy": "steps", "save_steps": step}
+    for name, callbacks in (("whole", []), ("parts", [Stop()])):
+        made = trainer(tmp_path / name, *callbacks, **saving)
+        attached(made, WATCHING)
+        made.train()
+    made = trainer(tmp_path / "parts", **saving)
+    attached(made, WATCHING)
+    made.train(resume_from_checkpoint=str(tmp_path / f"parts/checkpoint-{step}"))
+    whole, parts = (tmp_path / f"{name}/loopscope/{name}.jsonl" for name in ("whole", "parts"))
+    assert whole.read_text() == parts.read_text()
+
+
+def test_metrics_go_through_the_loggers_of_the_trainer(tmp_path: Path) -> None:
+    told: list[tuple[int, dict[str, float]]] = []
+
+    class Logger(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            told.append((state.global_step, logs))
+
+    made = trainer(tmp_path, Logger())
+    attached(made, ["norms", SpyHook(lambda ctx: {"step": ctx.step})], sinks=["jsonl", "trainer"])
+    made.train()
+    ours = [(step, name) for step, logs in told for name in logs if "/" in name]
+    assert {step for step, name in ours if name.startswith("norms/")} == {7, 14}
+    assert {step for step, name in ours if name == "spy/step"} == set(range(15))
+
+
+def test_a_training_that_fails_is_recorded_as_failed(tmp_path: Path) -> None:
+    class Failing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise ValueError("as told")
+
+    made = trainer(tmp_path, Failing())
+    attached(made, ["norms"])
+    with pytest.raises(ValueError, match="as told"):
+        made.train()
+    summary = json.loads((tmp_path / "loopscope/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 3)
+    assert "get_batch_samples" not in vars(made)
+
+
+def test_clipping_comes_between_the_two_looks_at_gradients(tmp_path: Path) -> None:
+    norms: dict[str, list[float]] = {"POST_BACKWARD": [], "PRE_UPDATE": []}
+
+    def note(ctx: Any) -> None:
+        if ctx.hook_point.name in norms:
+            squares = [
+                parameter.grad.square().sum() for parameter in ctx.model.parameters() if parameter.grad is not None
+            ]
+            norms[ctx.hook_point.name].append(float(torch.stack(squares).sum().sqrt()))
+
+    made = trainer(tmp_path, max_grad_norm=0.01)
+    attached(made, [SpyHook(note)])
+    made.train()
+    assert min(norms["POST_BACKWARD"]) > 0.02
+    assert norms["PRE_UPDATE"] == pytest.approx([0.01] * 14, rel=1e-3)
+
+
+def _twice(made: Any) -> None:
+    attached(made, [])
+    attached(made, [])
+
+
+def _again(made: Any) -> None:
+    attached(made, [])
+    made.train()
+    made.train()
+
+
+def _without(name: str, made: Any) -> None:
+    setattr(made, name, None)
+    attached(made, [])
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "attach twice": (_twice, "attached to this Trainer already"),
+    "train twice": (_again, "attach again, with another out="),
+    "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
+    "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains epochs of its own"),
+    "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
+    "an optimizer beside": (
+        lambda made: __import__("loopscope").attach(made, torch.optim.SGD([torch.zeros(1)])),
+        "The trainer has its own optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told(tmp_path: Path, mistake: str) -> None:
+    do, sentence = MISTAKES[mistake]
+    with pytest.raises(UsageError, match=sentence):
+        do(trainer(tmp_path, num_train_epochs=1))
+
+
+def test_all_points_come_in_the_order_of_our_loop(tmp_path: Path) -> None:
+    spy = SpyHook()
+    made = trainer(tmp_path, num_train_epochs=1, max_steps=2)
+    attached(made, [spy])
+    made.train()
+    step = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
+    assert [point for point, _, _ in spy.seen] == ["PRE_EPOCH", *step, *step, "POST_EPOCH", "SNAPSHOT"]
+    assert {HookPoint[point] for point, _, _ in spy.seen} == set(HookPoint)
