@@ -8,7 +8,7 @@ import yaml
 from jsonargparse import get_loader
 
 from ..durable_files import MOST_LEVELS
-from ..errors import UsageError, shortened
+from ..errors import UsageError, require, shortened
 
 MOST_VALUES = 100_000
 """Aliases let a short file stand for billions of values."""
@@ -77,8 +77,7 @@ def refuse_odd(content: Any, source: str) -> None:
             weights[id(value)] = 1 + sum(weigh(item, (*above, id(value))) for item in inner)
         return weights[id(value)]
 
-    if weigh(content) > MOST_VALUES:
-        raise UsageError(f"{source} stands for more than {MOST_VALUES:,} values.")
+    require(weigh(content) <= MOST_VALUES, f"{source} stands for more than {MOST_VALUES:,} values.")
 
 
 def _refuse_odd_leaf(value: Any, source: str) -> None:

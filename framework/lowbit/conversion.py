@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..errors import RunNotice, UsageError, listed, nearest
+from ..errors import RunNotice, UsageError, listed, nearest, require
 from .linear import BitLinear, equip, strip
 from .matrices import CastNames, Matrix, cast_names, known_matrices
 from .products import CastsProducts, cast_products, leave_products
@@ -140,8 +140,7 @@ def _chosen(layers: Mapping[str, Matrix], include: Sequence[str], exclude: Seque
             near = nearest(pattern, layers)
             raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {names}.")
     chosen = [name for name in _matching(layers, include) if name not in _matching(layers, exclude)]
-    if not chosen:
-        raise UsageError(f"No linear layer is left: the patterns to exclude match all of {names}.")
+    require(bool(chosen), f"No linear layer is left: the patterns to exclude match all of {names}.")
     for name in chosen:
         layer = layers[name].layer
         if layer is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError, unknown
+from ..errors import UsageError, require, unknown
 from .casts import computable, refuse_fractions, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
@@ -63,8 +63,7 @@ class MetisOptions:
                 raise UsageError(f"{name} of Metis is {vars(self)[name]!r}; it must be True or False.")
         for name in ("niter", "forward_warmup_steps", "merge_steps"):
             refuse_fractions("Metis", **{name: vars(self)[name]})
-            if vars(self)[name] < 0:
-                raise UsageError(f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
+            require(vars(self)[name] >= 0, f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Return how many components a matrix of this shape is given: at least 1, at most all."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import UsageError, require
 from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
@@ -45,8 +45,7 @@ class ScalingRule(ABC):
 
 def check_rule(found: type[ScalingRule]) -> None:
     """Refuse a class that describes no rule; raises :class:`UsageError` that says what to change."""
-    if not found.name:
-        raise UsageError(f"Scaling rule class {found.__qualname__} needs a name.")
+    require(bool(found.name), f"Scaling rule class {found.__qualname__} needs a name.")
     if found.block is not None and found.block < 1:
         raise UsageError(
             f"Scaling rule {found.name!r} has blocks of {found.block} elements; there must be one or more."
