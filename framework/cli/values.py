@@ -10,12 +10,10 @@ from jsonargparse import get_loader
 from ..durable_files import MOST_LEVELS
 from ..errors import UsageError, require, shortened
 
-MOST_VALUES = 100_000
-"""Aliases let a short file stand for billions of values."""
+MOST_VALUES = 100_000  # aliases let a short file stand for billions of values
 LARGEST = 2**63
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-BRACKETS = "[{-?:"
-"""With which the levels of YAML begin."""
+BRACKETS = "[{-?:"  # with which the levels of YAML begin
 
 
 def read_yaml(text: str, source: str) -> Any:

@@ -13,8 +13,7 @@ from .casts import computable, refuse_fractions, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = get_args(Gains)
-LEADING = 5
-"""Components that ``long_tail`` leaves as they are."""
+LEADING = 5  # components that ``long_tail`` leaves as they are
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
 EXPONENTS = (-126, 100)

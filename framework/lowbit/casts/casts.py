@@ -21,8 +21,7 @@ ScaleType = Literal["float32", "e8m0"]
 SCALE_TYPES: tuple[ScaleType, ...] = get_args(ScaleType)
 Algorithm = Literal["max", "most_recent"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-MARGIN = 64
-"""Largest exponent of a margin; beyond it a scale soon leaves float32."""
+MARGIN = 64  # largest exponent of a margin; beyond it a scale soon leaves float32
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,8 @@ class Scaling:
     rule: type[ScalingRule]
     number_format: type[FloatFormat]
     q_scalar: float
-    block: int | None
-    """Values that share a scale; ``None``: all of a tensor."""
-    powers_of_two: bool = False
-    """Scales are raised to the next one, as E8M0 stores them."""
+    block: int | None  # values that share a scale; ``None``: all of a tensor
+    powers_of_two: bool = False  # scales are raised to the next one, as E8M0 stores them
 
 
 def largest_in(blocks: Tensor) -> Tensor:

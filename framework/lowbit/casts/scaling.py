@@ -10,12 +10,9 @@ from ...errors import UsageError, require
 from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
-BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF
-"""Of float32."""
-SUBNORMAL = 1 << (MANTISSA_BITS - 1)
-"""The bits of 2^-127, the smallest scale in E8M0."""
-ROW = 2**31 - 1
-"""As a size of blocks: whole rows, however long."""
+BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF  # of float32
+SUBNORMAL = 1 << (MANTISSA_BITS - 1)  # the bits of 2^-127, the smallest scale in E8M0
+ROW = 2**31 - 1  # as a size of blocks: whole rows, however long
 
 
 class ScalingRule(ABC):
