@@ -1,6 +1,7 @@
 """What flags and YAML files may hold: plain values of bounded depth and size; everything else is refused."""
 
 from collections import Counter
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -51,13 +52,11 @@ def refuse_deep(text: str, source: str) -> None:
     if sum(map(text.count, BRACKETS)) <= MOST_LEVELS:
         return
     level = 0
-    try:
+    with suppress(yaml.YAMLError):  # who reads it says so
         for event in yaml.parse(text, Loader=LOADER):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if level > MOST_LEVELS:
                 raise UsageError(f"{source} is not YAML that can be read: it has more than {MOST_LEVELS} levels.")
-    except yaml.YAMLError:
-        return  # who reads it says so
 
 
 def refuse_odd(content: Any, source: str) -> None:

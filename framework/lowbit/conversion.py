@@ -104,15 +104,12 @@ def _have_encoders_call_their_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             for layer in module.children():
-                if (
-                    isinstance(layer, (BitLinear, CastsProducts))
-                    and _be_called not in layer._forward_pre_hooks.values()
-                ):
+                hooks = layer._forward_pre_hooks.values()
+                if isinstance(layer, (BitLinear, CastsProducts)) and _be_called not in hooks:
                     layer.register_forward_pre_hook(_be_called)
-        elif isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(part, BitLinear) for part in module.modules()
-        ):
-            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoder):
+            has_casts = any(isinstance(part, BitLinear) for part in module.modules())
+            module.use_nested_tensor = module.use_nested_tensor and not has_casts
 
 
 def _be_called(layer: nn.Module, inputs: object) -> None:

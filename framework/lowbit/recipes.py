@@ -208,23 +208,11 @@ def refuse_repetition(name: str, known: Container[str], text: str) -> None:
     require(name not in known, f"{text!r} names {name} twice; say each only once.")
 
 
-SETTINGS: Mapping[str, Callable[[str], int]] = {
-    "along_sum": lambda text: bool(int(text)),
-    "hadamard": int,
-    "keep_first": int,
-    "keep_last": int,
-}
+SETTINGS: Mapping[str, Callable[[str], int]] = dict(
+    along_sum=lambda text: bool(int(text)), hadamard=int, keep_first=int, keep_last=int
+)
 """What a recipe has beside casts and Metis, and how it is read from a text: ``along_sum`` as 1 or 0."""
-
-
-OPTIONS: Mapping[str, Callable[[str], str | int | float]] = {
-    "rounding": str,
-    "block": int,
-    "rows": int,
-    "q_scalar": float,
-    "scale_dtype": str,
-    "history": int,
-    "margin": int,
-    "amax": str,
-}
+OPTIONS: Mapping[str, Callable[[str], str | int | float]] = dict(
+    rounding=str, block=int, rows=int, q_scalar=float, scale_dtype=str, history=int, margin=int, amax=str
+)
 """What a cast has beside format and rule, and how it is read from a text."""
