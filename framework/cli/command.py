@@ -72,18 +72,8 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 
 
 def _dispatch(command: str, *words: str) -> None:
-    commands: dict[str, Callable[[Sequence[str]], None]] = {
-        "run": _run,
-        "resume": _resume,
-        "ls": ls,
-        "show": show,
-        "diff": diff,
-        "new": new,
-        "plot": plot,
-        "replay": _replay,
-        "list": _list,
-        "hooks": _hooks,
-    }
+    commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
+    commands |= dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:
