@@ -197,9 +197,8 @@ def _replay(words: Sequence[str]) -> None:
     sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
     given = _replay_parser(sinks).parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
-    if len(runs) != 1:
-        number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
-        raise UsageError(f"loopscope replay takes one folder, RUN, but got {number}.")
+    number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
+    require(len(runs) == 1, f"loopscope replay takes one folder, RUN, but got {number}.")
     require(target is not None, f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
     if target not in sinks:
         raise unknown("value of --to:", target, sinks)
