@@ -91,9 +91,8 @@ class EventFile:
         """Write the options of a run: as a row of the HPARAMS tab, and as a table in the TEXT tab."""
         shown: dict[str, Any] = {}  # the tab holds numbers, booleans and texts
         for name, value in options.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            known = as_float(value) if is_number else value if isinstance(value, bool) else unicode(value)
-            shown[unicode(name)] = known
+            known = as_float(value) if isinstance(value, (int, float)) else unicode(value)
+            shown[unicode(name)] = value if isinstance(value, bool) else known
         row = hparams_pb(shown, trial_id="").value[0]  # without a group: by default equal options make one
         lines = [f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in options.items()]
         table = unicode("\n".join(["| | |", "|---|---|", *lines]))

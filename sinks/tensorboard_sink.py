@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from loopscope.errors import UsageError, require_package
+from loopscope.errors import require, require_package
 from loopscope.hooks import STEP_POINTS, HookPoint, RunInfo, Series, SinkRegistry
-from loopscope.runs import Record, ReplaySink, RunRecord, pass_on
+from loopscope.runs import ReplaySink, RunRecord, pass_on
 
 from .jsonl import read_jsonl, recorded_run
 
@@ -116,17 +116,13 @@ class TensorBoardSink(ReplaySink):
         """Write the event file of a run that is over; a folder of event files that is there is left as it is."""
         run, record, status = recorded_run(folder)
         target = folder / FOLDER
-        if target.exists():
-            raise UsageError(f"{target} exists already, and is left as it is; remove it to write it anew.")
+        require(not target.exists(), f"{target} exists already, and is left as it is; remove it to write it anew.")
 
         def send() -> str:
             sink = cls()
-
-            def take(emit: Record) -> None:
-                sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
-
             try:
                 sink._begin(folder, run)
+                take = lambda emit: sink.emit(emit.metrics, emit.epoch, emit.hook_point, step=emit.step)
                 pass_on(record, read_jsonl(record), take)
                 sink.close(status)
             except BaseException:

@@ -34,9 +34,7 @@ class Client:
 
     def __init__(self, run: RunRecord, record: Path, project: str | None, **options: Any) -> None:
         """Start the process, whose :class:`Job` has further ``options``; raises ``OSError`` where that fails."""
-        for process in list(_left_alone):
-            if process.poll() is not None:
-                _left_alone.remove(process)
+        _left_alone[:] = [process for process in _left_alone if process.poll() is None]
         folder = record.parent.absolute() / "wandb"
         folder.mkdir(exist_ok=True)
         self.log = folder / "client.log"

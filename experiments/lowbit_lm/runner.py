@@ -26,10 +26,8 @@ from torch import Tensor, nn
 from ..tied_lm import QUICK, LanguageModelConfig, LanguageModelRunner
 
 BASELINE = "fp32"
-PENALISED = "blocks.*"
-"""Pattern of the decoder's matrices; its norms are no matrices."""
-COUNT_INTERVAL = 4
-"""Steps from one step whose casts are counted to the next: counting costs a tenth of a step."""
+PENALISED = "blocks.*"  # pattern of the decoder's matrices; its norms are no matrices
+COUNT_INTERVAL = 4  # steps from one step whose casts are counted to the next: counting costs a tenth of a step
 
 
 @dataclass(frozen=True, kw_only=True)

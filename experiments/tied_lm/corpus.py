@@ -10,8 +10,7 @@ import xxhash
 from loopscope.errors import UsageError
 
 END_OF_DOCUMENT = "<|end|>"
-SMALLEST_VOCABULARY = 257
-"""One token for each byte, and one for the end of a document."""
+SMALLEST_VOCABULARY = 257  # one token for each byte, and one for the end of a document
 DOCUMENT_BREAK = "\n\n"
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 INITIAL_STD = 0.02
-LONGEST_WAVE = 10_000.0
-"""The longest wavelength of the rotary positions, over 2π."""
+LONGEST_WAVE = 10_000.0  # the longest wavelength of the rotary positions, over 2π
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from loopscope.data import Loader, derived_seed
-from loopscope.errors import UsageError
+from loopscope.errors import UsageError, require
 from torch import Tensor
 
 RAW = {".u16": np.uint16, ".u32": np.uint32, ".bin": np.uint16}
@@ -27,12 +27,11 @@ def open_tokens(path: Path) -> np.ndarray:
         else:
             kind = np.dtype(RAW[path.suffix]).newbyteorder("<")
             size = path.stat().st_size
-            if not size:
-                raise UsageError(f"{path} is empty; it holds no tokens.")
-            if size % kind.itemsize:
-                raise UsageError(
-                    f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name})."
-                )
+            require(size > 0, f"{path} is empty; it holds no tokens.")
+            require(
+                size % kind.itemsize == 0,
+                f"{path} has {size} bytes, no whole number of tokens of {kind.itemsize} bytes ({kind.name}).",
+            )
             mapped = np.memmap(path, dtype=kind, mode="r")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error

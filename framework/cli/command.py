@@ -72,18 +72,8 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 
 
 def _dispatch(command: str, *words: str) -> None:
-    commands: dict[str, Callable[[Sequence[str]], None]] = {
-        "run": _run,
-        "resume": _resume,
-        "ls": ls,
-        "show": show,
-        "diff": diff,
-        "new": new,
-        "plot": plot,
-        "replay": _replay,
-        "list": _list,
-        "hooks": _hooks,
-    }
+    commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
+    commands |= dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:
@@ -149,12 +139,6 @@ def _resume(words: Sequence[str]) -> None:
     _start(experiment, options | {"traceback": traceback})
 
 
-def _start(experiment: Experiment, options: Options) -> None:
-    """Train an experiment, or compare it with its checkpoints."""
-    with _own_lines(whole=options["traceback"]):
-        _train(experiment, options)
-
-
 @contextmanager
 def _own_lines(*, whole: bool) -> Iterator[None]:
     """Tell what the user's own code raises in a sentence with its lines, after the ``whole`` traceback if asked for.
@@ -175,24 +159,26 @@ def _own_lines(*, whole: bool) -> Iterator[None]:
         raise LoopscopeError(f"Code of the experiment raised {with_lines(error)}.{hint}") from error
 
 
-def _train(experiment: Experiment, options: Options) -> None:
-    runner = experiment(config_of(experiment, options), check_device(options["device"]))
-    chosen = run_options(options)
-    make_sinks = wanted_sinks(options)
-    display = RunConsole(
-        _mode(options),
-        live_metrics=runner.live_metrics,
-        progress_metrics=runner.progress_metrics,
-        compared_to=runner.compared_to,
-        recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
-    )
-    if chosen.validate_checkpoints:
-        for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
-            where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
-            write_line(f"{strategy}: the same bit for bit at {where}")
-        return
-    with display as console:
-        Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
+def _start(experiment: Experiment, options: Options) -> None:
+    """Train an experiment, or compare it with its checkpoints."""
+    with _own_lines(whole=options["traceback"]):
+        runner = experiment(config_of(experiment, options), check_device(options["device"]))
+        chosen = run_options(options)
+        make_sinks = wanted_sinks(options)
+        display = RunConsole(
+            _mode(options),
+            live_metrics=runner.live_metrics,
+            progress_metrics=runner.progress_metrics,
+            compared_to=runner.compared_to,
+            recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
+        )
+        if chosen.validate_checkpoints:
+            for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
+                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
+                write_line(f"{strategy}: the same bit for bit at {where}")
+            return
+        with display as console:
+            Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
 
 
 def _mode(options: Options) -> Mode:
@@ -211,16 +197,13 @@ def _replay(words: Sequence[str]) -> None:
     sinks = {sink.name: sink for sink in SinkRegistry if issubclass(sink, ReplaySink)}
     given = _replay_parser(sinks).parse(words)
     runs, target = given.pop("RUN"), given.pop("to", None)
-    if len(runs) != 1:
-        number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
-        raise UsageError(f"loopscope replay takes one folder, RUN, but got {number}.")
-    if target is None:
-        raise UsageError(f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
+    number = f"{len(runs)}: {', '.join(runs)}" if runs else "none"
+    require(len(runs) == 1, f"loopscope replay takes one folder, RUN, but got {number}.")
+    require(target is not None, f"loopscope replay needs --to, which is one of {', '.join(sinks)}.")
     if target not in sinks:
         raise unknown("value of --to:", target, sinks)
     for option in given:
-        if option != sinks[target].option:
-            raise UsageError(f"--{option} is no option of --to {target}.")
+        require(option == sinks[target].option, f"--{option} is no option of --to {target}.")
     sinks[target].check_installed()
     for send in [sinks[target].replay(folder, **given) for folder in run_folders(Path(runs[0]), "replay")]:
         write_line(send())

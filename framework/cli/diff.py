@@ -31,12 +31,11 @@ def diff(words: Sequence[str]) -> None:
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    lines: list[str] = []
     for part, may_differ in COMPARED.items():
-        old_and_new = differences(vars(records[0])[part], vars(records[1])[part], may_differ)
-        lines += [f"{part}: {name}: {old} / {new}" for name, old, new in old_and_new]
-    for line in [*lines, *compared]:
-        write_line(line)
+        for name, old, new in differences(vars(records[0])[part], vars(records[1])[part], may_differ):
+            write_line(f"{part}: {name}: {old} / {new}")
+    for text in compared:
+        write_line(text)
     require(
         bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..console import first_line
-from ..errors import UsageError, listed, shortened, unknown
+from ..errors import UsageError, listed, require, shortened, unknown
 from ..hooks import ExperimentRegistry, HookRegistry, MetricSink, SinkRegistry, hook_options
 from ..runs import ExperimentConfig, ExperimentRunner, RunFlags, RunOptions, RunRecord, field_names, run_folders
 from .parser import NAMES, NEGATIVE_NUMBER, CommandParser, dashed, typed
@@ -146,13 +146,8 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
     add("strategy", NAMES, strategies, default=[], metavar="NAME")
     hooks = "hooks by name, as loopscope hooks lists them; also all, observers, with_debug"
     add("hooks", NAMES, hooks, default=[], metavar="NAME")
-    add(
-        "hook_config",
-        NAMES,
-        "options of hooks: hook.option=value; --hook.option value does the same",
-        default=[],
-        metavar="H.O=V",
-    )
+    assignments = "options of hooks: hook.option=value; --hook.option value does the same"
+    add("hook_config", NAMES, assignments, default=[], metavar="H.O=V")
     for sink in SinkRegistry:
         if sink.flag and sink.option:
             add(flag_name(sink), str | None, first_line(sink).rstrip("."), metavar=sink.option.upper())
@@ -237,8 +232,7 @@ def flag_name(sink: type[MetricSink]) -> str:
 def _complete(experiment: Experiment, parser: CommandParser, options: Options) -> Options:
     """Return the options in the order of the help; raises :class:`UsageError` where one lacks a value and a default."""
     missing = [dashed(name) for name in parser.types if name not in options]
-    if missing:
-        raise UsageError(f"loopscope run {experiment.name} needs {listed(missing)}.")
+    require(not missing, f"loopscope run {experiment.name} needs {listed(missing)}.")
     named = {name: _separated(options[name]) for name in ("strategy", "hooks")}
     return {name: options[name] for name in parser.types} | named
 

@@ -1,6 +1,7 @@
 """What flags and YAML files may hold: plain values of bounded depth and size; everything else is refused."""
 
 from collections import Counter
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -8,14 +9,12 @@ import yaml
 from jsonargparse import get_loader
 
 from ..durable_files import MOST_LEVELS
-from ..errors import UsageError, shortened
+from ..errors import UsageError, require, shortened
 
-MOST_VALUES = 100_000
-"""Aliases let a short file stand for billions of values."""
+MOST_VALUES = 100_000  # aliases let a short file stand for billions of values
 LARGEST = 2**63
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-BRACKETS = "[{-?:"
-"""With which the levels of YAML begin."""
+BRACKETS = "[{-?:"  # with which the levels of YAML begin
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -53,13 +52,11 @@ def refuse_deep(text: str, source: str) -> None:
     if sum(map(text.count, BRACKETS)) <= MOST_LEVELS:
         return
     level = 0
-    try:
+    with suppress(yaml.YAMLError):  # who reads it says so
         for event in yaml.parse(text, Loader=LOADER):
             level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if level > MOST_LEVELS:
                 raise UsageError(f"{source} is not YAML that can be read: it has more than {MOST_LEVELS} levels.")
-    except yaml.YAMLError:
-        return  # who reads it says so
 
 
 def refuse_odd(content: Any, source: str) -> None:
@@ -77,8 +74,7 @@ def refuse_odd(content: Any, source: str) -> None:
             weights[id(value)] = 1 + sum(weigh(item, (*above, id(value))) for item in inner)
         return weights[id(value)]
 
-    if weigh(content) > MOST_VALUES:
-        raise UsageError(f"{source} stands for more than {MOST_VALUES:,} values.")
+    require(weigh(content) <= MOST_VALUES, f"{source} stands for more than {MOST_VALUES:,} values.")
 
 
 def _refuse_odd_leaf(value: Any, source: str) -> None:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from ..errors import RunNotice, UsageError, listed, nearest
+from ..errors import RunNotice, UsageError, listed, nearest, require
 from .linear import BitLinear, equip, strip
 from .matrices import CastNames, Matrix, cast_names, known_matrices
 from .products import CastsProducts, cast_products, leave_products
@@ -104,15 +104,12 @@ def _have_encoders_call_their_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             for layer in module.children():
-                if (
-                    isinstance(layer, (BitLinear, CastsProducts))
-                    and _be_called not in layer._forward_pre_hooks.values()
-                ):
+                hooks = layer._forward_pre_hooks.values()
+                if isinstance(layer, (BitLinear, CastsProducts)) and _be_called not in hooks:
                     layer.register_forward_pre_hook(_be_called)
-        elif isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(part, BitLinear) for part in module.modules()
-        ):
-            module.use_nested_tensor = False
+        elif isinstance(module, nn.TransformerEncoder):
+            has_casts = any(isinstance(part, BitLinear) for part in module.modules())
+            module.use_nested_tensor = module.use_nested_tensor and not has_casts
 
 
 def _be_called(layer: nn.Module, inputs: object) -> None:
@@ -140,8 +137,7 @@ def _chosen(layers: Mapping[str, Matrix], include: Sequence[str], exclude: Seque
             near = nearest(pattern, layers)
             raise UsageError(f"No linear layer's name matches {pattern!r}.{near} Linear layers: {names}.")
     chosen = [name for name in _matching(layers, include) if name not in _matching(layers, exclude)]
-    if not chosen:
-        raise UsageError(f"No linear layer is left: the patterns to exclude match all of {names}.")
+    require(bool(chosen), f"No linear layer is left: the patterns to exclude match all of {names}.")
     for name in chosen:
         layer = layers[name].layer
         if layer is not None:

@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from .casts import computable
 
-SIGNS_SEED = 0
-"""Of the one vector of signs, the same for all layers and steps."""
+SIGNS_SEED = 0  # of the one vector of signs, the same for all layers and steps
 
 
 @lru_cache

@@ -264,8 +264,7 @@ def strip(layer: BitLinear) -> None:
 
 def _histories(recipe: Recipe) -> Mapping[str, int]:
     """Return the names of a recipe's history buffers with their lengths."""
-    lengths = {role: cast.remembered() for role, cast in recipe.casts.items()}
-    return {f"{role}_history": length for role, length in lengths.items() if length}
+    return {f"{role}_history": cast.remembered() for role, cast in recipe.casts.items() if cast.remembered()}
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,8 +81,7 @@ class Calls(Transient):
             return replace(newest, repeated=True)
         seed = _seed(generator) if recipe.draws and (recipe.varies or not torch.compiler.is_exporting()) else 0
         number = next(_numbers) if recipe.varies else 0
-        products = LayerCall(along_sum=recipe.along_sum, hadamard=recipe.hadamard)
-        call = replace(products, number=number, seed=seed, with_gradient=torch.is_grad_enabled())
+        call = LayerCall(number, seed, torch.is_grad_enabled(), along_sum=recipe.along_sum, hadamard=recipe.hadamard)
         self.newest[part] = call
         return call
 

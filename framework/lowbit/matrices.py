@@ -12,8 +12,7 @@ from .products import SUFFIX, ProductCasts, matrix_of, plain_class
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj")
 """The projections of ``nn.MultiheadAttention``, which multiplies by them itself."""
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-SMALL = 0.5
-"""A share of the multiplications below which a user is told."""
+SMALL = 0.5  # a share of the multiplications below which a user is told
 
 
 @dataclass(frozen=True)

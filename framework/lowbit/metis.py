@@ -8,13 +8,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError, unknown
+from ..errors import UsageError, require, unknown
 from .casts import computable, refuse_fractions, refuse_other_types
 
 Gains = Literal["none", "long_tail"]
 GAINS: tuple[Gains, ...] = get_args(Gains)
-LEADING = 5
-"""Components that ``long_tail`` leaves as they are."""
+LEADING = 5  # components that ``long_tail`` leaves as they are
 MIDDLE_GAIN, RESIDUAL_GAIN = 1.5, 2.0
 """Gains of ``long_tail`` on the rest of the low-rank part and on the residual."""
 EXPONENTS = (-126, 100)
@@ -63,8 +62,7 @@ class MetisOptions:
                 raise UsageError(f"{name} of Metis is {vars(self)[name]!r}; it must be True or False.")
         for name in ("niter", "forward_warmup_steps", "merge_steps"):
             refuse_fractions("Metis", **{name: vars(self)[name]})
-            if vars(self)[name] < 0:
-                raise UsageError(f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
+            require(vars(self)[name] >= 0, f"{name} of Metis is {vars(self)[name]}; it must be at least 0.")
 
     def rank_of(self, shape: Sequence[int]) -> int:
         """Return how many components a matrix of this shape is given: at least 1, at most all."""

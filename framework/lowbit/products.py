@@ -21,8 +21,7 @@ from ..state import Transient
 from .linear import BitLinear, between_graphs, equip
 from .recipes import Recipe
 
-SUFFIX = "_casts"
-"""Of the name of the module that holds the casts, after the parameter's."""
+SUFFIX = "_casts"  # of the name of the module that holds the casts, after the parameter's
 SAME_MATRIX = frozenset([
     *("__getitem__", "__get__", "chunk", "index_select", "narrow", "select", "split", "split_with_sizes", "unbind"),
     *("adjoint", "movedim", "permute", "swapaxes", "t", "transpose", "expand", "flatten", "reshape", "squeeze"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from ..errors import UsageError, unknown
+from ..errors import UsageError, require, unknown
 from .casts import Cast, refuse_fractions
 from .metis import MetisOptions
 
@@ -63,8 +63,7 @@ class Recipe:
         if not isinstance(self.along_sum, bool):
             raise UsageError(f"along_sum of recipe {self.name!r} is {self.along_sum!r}; it must be True or False.")
         for name, value in numbers.items():
-            if value < 0:
-                raise UsageError(f"{name} of recipe {self.name!r} is {value}; it must be at least 0.")
+            require(value >= 0, f"{name} of recipe {self.name!r} is {value}; it must be at least 0.")
         if self.hadamard & (self.hadamard - 1) or (self.hadamard and not self.along_sum):
             raise UsageError(
                 f"hadamard of recipe {self.name!r} is {self.hadamard}; it must be a power of two, or 0 for none, and "
@@ -185,8 +184,7 @@ def find_recipe(text: str) -> Recipe:
 def parse_cast(text: str) -> Cast:
     """Return the cast that ``format/rule[/rounding][/block=N][/q_scalar=X]`` describes."""
     number_format, *parts = text.split("/")
-    if not parts:
-        raise UsageError(f"The cast {text!r} has no scaling rule; write format/rule, such as e2m1/block.")
+    require(bool(parts), f"The cast {text!r} has no scaling rule; write format/rule, such as e2m1/block.")
     options: dict[str, str | int | float] = {}
     for part in parts[1:]:
         name, _, value = part.partition("=") if "=" in part else ("rounding", "", part)
@@ -207,27 +205,14 @@ def number(name: str, value: str, read: Callable[[str], Any], owner: str) -> Any
 
 def refuse_repetition(name: str, known: Container[str], text: str) -> None:
     """Raise :class:`UsageError` where a text says a thing twice."""
-    if name in known:
-        raise UsageError(f"{text!r} names {name} twice; say each only once.")
+    require(name not in known, f"{text!r} names {name} twice; say each only once.")
 
 
-SETTINGS: Mapping[str, Callable[[str], int]] = {
-    "along_sum": lambda text: bool(int(text)),
-    "hadamard": int,
-    "keep_first": int,
-    "keep_last": int,
-}
+SETTINGS: Mapping[str, Callable[[str], int]] = dict(
+    along_sum=lambda text: bool(int(text)), hadamard=int, keep_first=int, keep_last=int
+)
 """What a recipe has beside casts and Metis, and how it is read from a text: ``along_sum`` as 1 or 0."""
-
-
-OPTIONS: Mapping[str, Callable[[str], str | int | float]] = {
-    "rounding": str,
-    "block": int,
-    "rows": int,
-    "q_scalar": float,
-    "scale_dtype": str,
-    "history": int,
-    "margin": int,
-    "amax": str,
-}
+OPTIONS: Mapping[str, Callable[[str], str | int | float]] = dict(
+    rounding=str, block=int, rows=int, q_scalar=float, scale_dtype=str, history=int, margin=int, amax=str
+)
 """What a cast has beside format and rule, and how it is read from a text."""

@@ -1,7 +1,7 @@
 """The curves in the record of a run: each number at its step."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -62,14 +62,55 @@ class RecordedRun:
 def read_curves(folder: Path, wanted: Callable[[str], bool]) -> RecordedRun:
     """Read the record in the folder of a run; raises :class:`UsageError` where there is none, or a broken one."""
     run = RunRecord.read(folder)
+    is_wanted = cache(wanted)
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    names: dict[str, None] = {}
+    others: dict[str, None] = {}
+    epoch_steps: set[float] = set()  # as each end of an epoch has it
+
+    def take(step: int, metrics: Mapping[str, Any]) -> None:
+        for name, at, numbers in series_in(step, metrics):
+            if type(numbers[0]) not in NUMBERS:
+                others[name] = None
+                continue
+            name.encode()  # no picture can show half a character
+            names[name] = None
+            if is_wanted(name):
+                steps, values = points.setdefault(name, ([], []))
+                steps.extend(float(operator.index(step)) for step in at)
+                values.extend(map(float, numbers))
+
+    def take_emit(emit: Record) -> None:
+        if emit.hook_point is HookPoint.POST_EPOCH:
+            epoch_steps.add(emit.step / (emit.epoch + 1))
+        take(emit.step, emit.metrics)
+
     sink, path = record_of(folder, run.strategy)
-    points = _Points(wanted)
-    pass_on(path, sink.read(path), points.take)
-    points.begin(read_initial(folder))
-    curves = {name: Curve.of_points(*found) for name, found in points.found.items()}
-    others = [name for name in points.others if name not in curves]
-    epoch_steps = min(points.epoch_steps) if len(points.epoch_steps) == 1 else 0.0
-    return RecordedRun(folder, run, curves, list(points.names), others, epoch_steps)
+    pass_on(path, sink.read(path), take_emit)
+    # The evaluation at step 0 goes under the names that hooks which are always on give to later ones.
+    evaluation, recorded = read_initial(folder), {name.partition("/")[0] for name in names}
+    for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
+        for key, value in evaluation.items():
+            take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
+    curves = {name: Curve.of_points(*found) for name, found in points.items()}
+    without = [name for name in others if name not in curves]
+    return RecordedRun(folder, run, curves, list(names), without, epoch_steps.pop() if len(epoch_steps) == 1 else 0.0)
+
+
+def series_in(step: int, metrics: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[int], Sequence[Any]]]:
+    """Yield names with steps and as many values, all numbers or one of any kind; dicts are curves ``metric/key``."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from series_in(step, {f"{name}/{key}": item for key, item in value.items()})
+        elif not isinstance(value, Series):
+            yield name, [step], [value]
+        elif len(value.steps) != len(value.values):
+            raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
+        elif not NUMBERS.issuperset(map(type, value.values)):
+            for at, item in zip(value.steps, value.values, strict=True):
+                yield from series_in(at, {name: item})
+        elif value.values:
+            yield name, value.steps, value.values
 
 
 def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
@@ -83,53 +124,3 @@ def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     names = " nor ".join(path.name for path in files.values())
     ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
     raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
-
-
-class _Points:
-    """Gathers the points of the metrics that are wanted, and the names of all."""
-
-    def __init__(self, wanted: Callable[[str], bool]) -> None:
-        self._wanted = cache(wanted)
-        self.found: dict[str, tuple[list[float], list[float]]] = {}
-        self.names: dict[str, None] = {}
-        self.others: dict[str, None] = {}
-        self.epoch_steps: set[float] = set()  # as each end of an epoch has it
-
-    def take(self, record: Record) -> None:
-        """Take the metrics of an emit."""
-        if record.hook_point is HookPoint.POST_EPOCH:
-            self.epoch_steps.add(record.step / (record.epoch + 1))
-        self._take(record.step, record.metrics)
-
-    def begin(self, evaluation: Mapping[str, Any]) -> None:
-        """Take an evaluation at step 0, under the names that hooks which are always on give to later ones."""
-        recorded = {name.partition("/")[0] for name in self.names}
-        for hook in [hook.name for hook in HookRegistry if hook.always and hook.name in recorded]:
-            for key, value in evaluation.items():
-                self._take(0, {f"{hook}/{key}" if key in ACCURACIES else f"{hook}/evaluation/{key}": value})
-
-    def _take(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take metrics at a step; dicts are curves ``metric/key``."""
-        for name, value in metrics.items():
-            if type(value) in NUMBERS:
-                self._extend(name, [step], [value])
-            elif isinstance(value, Mapping):
-                self._take(step, {f"{name}/{key}": item for key, item in value.items()})
-            elif not isinstance(value, Series):
-                self.others[name] = None
-            elif len(value.steps) != len(value.values):
-                raise ValueError(f"{name} has {len(value.values)} values at {len(value.steps)} steps")
-            elif NUMBERS.issuperset(map(type, value.values)):
-                self._extend(name, value.steps, value.values)
-            else:
-                for at, item in zip(value.steps, value.values, strict=True):
-                    self._take(at, {name: item})
-
-    def _extend(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
-        if values:
-            name.encode()  # no picture can show half a character
-            self.names[name] = None
-        if values and self._wanted(name):
-            at, numbers = self.found.setdefault(name, ([], []))
-            at.extend(float(operator.index(step)) for step in steps)
-            numbers.extend(map(float, values))

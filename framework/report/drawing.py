@@ -207,15 +207,8 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
     for is_marked, marker, height in MARKS:
         at = steps[is_marked(values)]
         if len(at):
-            edge = ax.get_xaxis_transform()
-            ax.plot(
-                at,
-                np.full(len(at), height),
-                marker,
-                color=line["color"],
-                markersize=1.6 * rcParams["lines.markersize"],
-                transform=edge,
-            )
+            size, edge = 1.6 * rcParams["lines.markersize"], ax.get_xaxis_transform()
+            ax.plot(at, np.full(len(at), height), marker, color=line["color"], markersize=size, transform=edge)
 
 
 def running_mean(curve: Curve, window: int, *, geometric: bool = False) -> Curve:

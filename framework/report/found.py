@@ -3,7 +3,7 @@
 import operator
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from ..checkpoints import is_locked
 from ..durable_files import is_there, read_json
 from ..errors import UsageError, listed, require, require_package
-from ..hooks import Series
 from ..runs import CONFIG, SUMMARY, Completed, Record, RunRecord, checked, pass_on
-from .curves import record_of
+from .curves import record_of, series_in
 from .panels import matcher, near_names
 
 if TYPE_CHECKING:
@@ -78,7 +77,12 @@ class FoundRun:
     @cached_property
     def points(self) -> Sequence[Point]:
         """Every value with its epoch, step, hook point and name, as they came; :class:`UsageError` without a record."""
-        return [point for emit in self._read(deque()) for point in _flat(emit)]
+        return [
+            (emit.epoch, operator.index(step), emit.hook_point.name, name, value)
+            for emit in self._read(deque())
+            for name, steps, values in series_in(emit.step, emit.metrics)
+            for step, value in zip(steps, values, strict=True)
+        ]
 
     @cached_property
     def names(self) -> list[str]:
@@ -119,24 +123,6 @@ class FoundRun:
                 values[name][epoch if by == "epoch" else step] = value
         columns = {name: pandas.Series(found) for name, found in values.items()}
         return pandas.DataFrame(columns).sort_index().rename_axis(index=by)
-
-
-def _flat(emit: Record) -> Iterator[Point]:
-    for metric, value in emit.metrics.items():
-        for step, name, item in _leaves(emit.step, metric, value):
-            yield emit.epoch, operator.index(step), emit.hook_point.name, name, item
-
-
-def _leaves(step: int, name: str, value: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield each value of a series at its step, each entry of a dict by itself."""
-    if isinstance(value, Series):
-        for at, item in zip(value.steps, value.values, strict=True):
-            yield from _leaves(at, name, item)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(step, f"{name}/{key}", item)
-    else:
-        yield step, name, value
 
 
 def read_run(path: str | os.PathLike[str]) -> FoundRun:

@@ -127,8 +127,8 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
             f"--metrics matches {len(metrics)} metrics, and a picture has at most {MOST_PANELS} panels; narrow the "
             f"patterns. They match {listed(metrics)}.",
         )
-        panels = [Panel(metric, styled(runs, [metric], lambda run, _: Style.numbered(run))) for metric in metrics]
-        legend = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
+        panels = [Panel(metric, told_apart(runs, {metric: 0})) for metric in metrics]
+        legend = legend_of(labels, {})
     subjects = [(re.findall(r"[\w.-]+", pattern) or ["all"])[-1].strip("_.-") for pattern in patterns]
     words = [*_words(runs, labels), *(subjects if len(subjects) <= FEW else [f"{len(subjects)}_metrics"])]
     return Picture(words, common_title(runs), panels, legend if len(legend) > 1 else [], sentences)
@@ -229,32 +229,27 @@ def _overlaid(
         f"these are {len(runs)} runs and {len(metrics)} metrics; leave out --overlay, or narrow the patterns.",
     )
     shared = posixpath.commonpath([posixpath.dirname(metric) for metric in metrics])
-    names = {metric.removeprefix(f"{shared}/"): (Style.numbered(i), i) for i, metric in enumerate(metrics)}
-    alone = len(runs) == 1
-    traces = styled(
-        runs,
-        metrics,
-        lambda run, metric: Style.numbered(metrics.index(metric)) if alone else Style(run, metrics.index(metric)),
-    )
-    return [Panel(shared, traces)], legend_of(labels, names)
+    numbers = {metric: number for number, metric in enumerate(metrics)}
+    legend = legend_of(labels, {metric.removeprefix(f"{shared}/"): number for metric, number in numbers.items()})
+    return [Panel(shared, told_apart(runs, numbers))], legend
 
 
-def styled(runs: Sequence[RecordedRun], metrics: Iterable[str], style: Callable[[int, str], Style]) -> list[Trace]:
-    """Return the curves of metrics in the ``style`` for the run's number and the metric."""
+def told_apart(runs: Sequence[RecordedRun], numbers: Mapping[str, int]) -> list[Trace]:
+    """Return the curves of numbered metrics: of one run in colours; of several in dashes, and the runs in colours."""
     return [
-        (run.curves[metric], style(index, metric))
+        (run.curves[metric], Style.numbered(number if len(runs) == 1 else index + number * len(COLOURS)))
         for index, run in enumerate(runs)
-        for metric in metrics
+        for metric, number in numbers.items()
         if metric in run.curves
     ]
 
 
-def legend_of(labels: Sequence[str], names: Mapping[str, tuple[Style, int]]) -> list[tuple[str, Style]]:
-    """Explain the styles: of a lone run by name; of several, their colours, and in grey the dashes of the names."""
+def legend_of(labels: Sequence[str], names: Mapping[str, int]) -> list[tuple[str, Style]]:
+    """Explain :func:`told_apart`: of one run the names; of several the runs, and in grey the dashes of the names."""
     if len(labels) == 1:
-        return [(name, style) for name, (style, _) in names.items()]
-    by_run = [(label, Style(index)) for index, label in enumerate(labels)]
-    return by_run + [(name, Style(None, dashes)) for name, (_, dashes) in names.items()]
+        return [(name, Style.numbered(number)) for name, number in names.items()]
+    by_run = [(label, Style.numbered(index)) for index, label in enumerate(labels)]
+    return by_run + [(name, Style(None, number)) for name, number in names.items()]
 
 
 def hook_panels(picture: str) -> list[MetricPanel]:
@@ -286,20 +281,18 @@ def hook_picture(picture: str, runs: Sequence[RecordedRun]) -> Picture:
         f"{listed([str(run.folder) for run in runs])} holds no metric of {' or '.join(hooks)}; the hooks that "
         f"--{picture} draws are switched on with --hooks.",
     )
+    numbers = {text: number for number, text in enumerate(texts)}
     shown = {text for panel in drawn for text in panel.curves.values()}
-    legend = legend_of(list(by_label), {text: (Style(n), n) for n, text in enumerate(texts) if text in shown})
-    figure = [_panel(panel, by_label, {text: number for number, text in enumerate(texts)}) for panel in drawn]
+    legend = legend_of(list(by_label), {text: number for text, number in numbers.items() if text in shown})
+    figure = [_panel(panel, by_label, numbers) for panel in drawn]
     words = [*_words(runs, list(by_label)), picture]
     return Picture(words, common_title(runs), figure, legend, _missing(panels, by_label))
 
 
 def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping[str, int]) -> Panel:
-    """Tell the curves of one run apart by colour; those of several by dashes, and the runs by colour."""
-
-    def style(run: int, metric: str) -> Style:
-        text = panel.curves[metric]
-        return Style(numbers.get(text, ALONE)) if len(runs) == 1 else Style(run, numbers.get(text, 0))
-
+    unexplained = ALONE if len(runs) == 1 else 0
+    by_metric = {metric: numbers.get(text, unexplained) for metric, text in panel.curves.items()}
+    traces = told_apart(list(runs.values()), by_metric)
     remarks = []
     for metric, word in panel.shares.items():
         means = {
@@ -307,7 +300,6 @@ def _panel(panel: MetricPanel, runs: Mapping[str, RecordedRun], numbers: Mapping
         }
         texts = list(means.values()) if len(runs) == 1 else [f"{label} {mean}" for label, mean in means.items()]
         remarks += [f"{word}: {', '.join(texts)}"] if texts else []
-    traces = styled(list(runs.values()), panel.curves, style)
     return Panel(panel.title, traces, panel.y_label, panel.log_y, panel.baseline, "; ".join(remarks))
 
 

@@ -21,8 +21,7 @@ ScaleType = Literal["float32", "e8m0"]
 SCALE_TYPES: tuple[ScaleType, ...] = get_args(ScaleType)
 Algorithm = Literal["max", "most_recent"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-MARGIN = 64
-"""Largest exponent of a margin; beyond it a scale soon leaves float32."""
+MARGIN = 64  # largest exponent of a margin; beyond it a scale soon leaves float32
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Cast:
                 raise unknown(what, str(value), known)
         refuse_fractions("a cast", rows=self.rows, margin=self.margin, block=self.block, history=self.history)
         if self.block is not None and (not rule.any_block or self.block < 1):
-            own = "whole tensors" if rule.block is None else f"blocks of {rule.block}"
-            own = "whole rows" if rule.block == ROW else own
+            own = {None: "whole tensors", ROW: "whole rows"}.get(rule.block, f"blocks of {rule.block}")
             allowed = "one value or more to a block" if rule.any_block else f"{own} and no other size"
             raise UsageError(f"A block of {self.block} does not suit scaling rule {self.rule!r}; it takes {allowed}.")
         if self.rows < 1 or (self.rows > 1 and rule.block in (None, ROW)):

@@ -14,16 +14,12 @@ from torch.nn import Parameter
 
 from ...state import entered_modes
 
-SWITCH = "LOOPSCOPE_COMPILE_CASTS"
-"""Environment variable; 0 lets nothing be compiled."""
-SMALLEST = 2**12
-"""Elements from which a compiled call is faster than several uncompiled operations."""
+SWITCH = "LOOPSCOPE_COMPILE_CASTS"  # environment variable; 0 lets nothing be compiled
+SMALLEST = 2**12  # elements from which a compiled call is faster than several uncompiled operations
 PATIENCE = 2**28
 """Elements that go through an uncompiled function in about the time that compiling it takes, some seconds."""
-LARGEST = 2**31 - 1
-"""Elements that 32-bit counts can tell."""
-VARIANTS = 32
-"""Modes of torch (autocast, threads, determinism...) for which one function may be compiled anew."""
+LARGEST = 2**31 - 1  # elements that 32-bit counts can tell
+VARIANTS = 32  # modes of torch (autocast, threads, determinism...) for which one function may be compiled anew
 
 LIMITS: dict[str, Any] = (
     {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}

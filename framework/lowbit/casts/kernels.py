@@ -40,20 +40,15 @@ class Layout:
         """
         if block is None:
             return cls(values.reshape(-1), values.shape, None)
-        length = values.shape[-1] if values.ndim else 1
+        height, length = (1, 1, *values.shape)[-2:]
         block = max(1, length) if block == ROW else block
-        missing = -length % block
+        matrices = values.reshape(values.shape[:-2].numel(), height, length)
+        missing = (0, -length % block, 0, -height % rows)
+        padded = torch.nn.functional.pad(matrices, missing) if any(missing) else matrices
+        down, per_row = padded.shape[1] // rows, padded.shape[2] // block
         if rows > 1:
-            height = values.shape[-2] if values.ndim > 1 else 1
-            matrices = values.reshape(values.shape[:-2].numel(), height, length)
-            padded = torch.nn.functional.pad(matrices, (0, missing, 0, -height % rows))
-            down, per_row = padded.shape[1] // rows, padded.shape[2] // block
-            tiles = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
-            return cls(tiles.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
-        lines = values.reshape((*values.shape[:-1], length))
-        padded = torch.nn.functional.pad(lines, (0, missing)) if missing else lines
-        per_row = (length + missing) // block
-        return cls(padded.reshape(padded.numel() // block, block), values.shape, per_row)
+            padded = padded.reshape(len(matrices), down, rows, per_row, block).transpose(2, 3)
+        return cls(padded.reshape(len(matrices) * down * per_row, rows * block), values.shape, per_row, rows)
 
     def in_chunks(self, size: int) -> torch.Size | None:
         """Return a shape (n, g, b) of n chunks of at most ``size`` values; ``None`` if they would be many small ones.
@@ -99,10 +94,8 @@ class Scaling:
     rule: type[ScalingRule]
     number_format: type[FloatFormat]
     q_scalar: float
-    block: int | None
-    """Values that share a scale; ``None``: all of a tensor."""
-    powers_of_two: bool = False
-    """Scales are raised to the next one, as E8M0 stores them."""
+    block: int | None  # values that share a scale; ``None``: all of a tensor
+    powers_of_two: bool = False  # scales are raised to the next one, as E8M0 stores them
 
 
 def largest_in(blocks: Tensor) -> Tensor:

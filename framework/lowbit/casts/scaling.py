@@ -6,16 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import UsageError, require
 from ...registry import Registry
 from .formats import E4M3, FloatFormat, to_grid
 
-BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF
-"""Of float32."""
-SUBNORMAL = 1 << (MANTISSA_BITS - 1)
-"""The bits of 2^-127, the smallest scale in E8M0."""
-ROW = 2**31 - 1
-"""As a size of blocks: whole rows, however long."""
+BIAS, MANTISSA_BITS, MANTISSA = 127, 23, 0x7FFFFF  # of float32
+SUBNORMAL = 1 << (MANTISSA_BITS - 1)  # the bits of 2^-127, the smallest scale in E8M0
+ROW = 2**31 - 1  # as a size of blocks: whole rows, however long
 
 
 class ScalingRule(ABC):
@@ -45,8 +42,7 @@ class ScalingRule(ABC):
 
 def check_rule(found: type[ScalingRule]) -> None:
     """Refuse a class that describes no rule; raises :class:`UsageError` that says what to change."""
-    if not found.name:
-        raise UsageError(f"Scaling rule class {found.__qualname__} needs a name.")
+    require(bool(found.name), f"Scaling rule class {found.__qualname__} needs a name.")
     if found.block is not None and found.block < 1:
         raise UsageError(
             f"Scaling rule {found.name!r} has blocks of {found.block} elements; there must be one or more."
