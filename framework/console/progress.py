@@ -35,7 +35,7 @@ class Position:
 
     unit: str
     done: float
-    total: int
+    total: int  # 0 where nobody knows it
     rate: float | None  # units per second over the last half minute; None before anything is known
     numbers: dict[str, float]
     took: float | None = None  # seconds from the first step to the last, once the strategy is over
@@ -46,18 +46,20 @@ class Position:
     @property
     def share(self) -> float:
         """The finished part of the run, 0 to 1."""
-        return min(1.0, self.done / self.total) if self.total else 1.0
+        return min(1.0, self.done / self.total) if self.total else 0.0
 
     def parts(self) -> dict[str, str]:
         """Return what there is to say, by topic, in the order in which it is shown."""
         parts = {"percent": f"{self.share * 100:.0f}%", "count": f"{self.unit} {int(self.done):,}/{self.total:,}"}
+        if not self.total:
+            parts = {"count": f"{self.unit} {int(self.done):,}"}
         if self.epoch is not None:
             parts["epoch"] = f"epoch {self.epoch:.1f}"
         if self.rate:
             parts["rate"] = rate_text(self.rate, self.unit)
         if self.took is not None:
             parts["left"] = f"in {duration_text(self.took)}"
-        elif self.rate:
+        elif self.rate and self.total:
             parts["left"] = duration_text((self.total - self.done) / self.rate) + " left"
         numbers = {name: f"{printable(name)} {number_text(value)}" for name, value in self.numbers.items()}
         return parts | {f"number {name}": text for name, text in {**numbers, **self.chosen}.items()}
@@ -207,7 +209,7 @@ class TrainingProgress:
 
     def _position(self, loop: LoopState, now: float) -> Position:
         epochs = loop.step / self.steps_per_epoch if self.steps_per_epoch else None
-        done = epochs if self.unit == "epoch" and epochs is not None else loop.step
+        done = loop.step if self.unit == "step" else loop.epoch if epochs is None else epochs
         self._pace.append((now, done))
         while len(self._pace) > 2 and self._pace[1][0] <= now - SECONDS_OF_PACE:
             self._pace.popleft()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..hooks import Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
+from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
 from ..loops import NoProgress, Progress
 from ..runs import Display
 from ..training import TrainingTask
@@ -38,6 +38,7 @@ class RunConsole(Display):
         progress_metrics: the metrics that the progress line repeats, as full names by label.
         compared_to: strategies from which the distance is shown in the comparison, by the number that is compared.
         recorded: whether a sink keeps all metrics.
+        warnings: the kind of warnings that it shows; others go on to where they went before.
         console: where to show it; standard output by default.
         clock: the time in seconds.
     """
@@ -50,6 +51,7 @@ class RunConsole(Display):
         progress_metrics: Groups | None = None,
         compared_to: Mapping[str, str] | None = None,
         recorded: bool = False,
+        warnings: type[Warning] = Warning,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,6 +59,7 @@ class RunConsole(Display):
         self.notices: list[Notice] = []
         self._live_metrics = live_metrics or {}
         self._recorded = recorded
+        self._warnings = warnings
         self._compared_to = compared_to or {}
         self._no_screen = mode == "live" and not can_be_taken(self.console)
         self._mode: Mode = "normal" if self._no_screen else mode
@@ -74,7 +77,7 @@ class RunConsole(Display):
 
     def __enter__(self) -> "RunConsole":
         """Show warnings as lines from now on."""
-        self._exit.enter_context(show_warnings(self._warn, alerts=False))
+        self._exit.enter_context(show_warnings(self._warn, alerts=False, kind=self._warnings))
         self._exit.callback(self._tell_silenced)
         if self._live is not None:
             self._exit.callback(self._live.leave, self._tell)
@@ -123,8 +126,8 @@ class RunConsole(Display):
         self._progress = TrainingProgress(
             view,
             unit=run.loop,
-            length=task.length,
-            steps_per_epoch=len(task.loader),
+            length=0 if run.is_endless else task.length,
+            steps_per_epoch=len(task.loader) if len(task.loader) < ENDLESS else None,
             clock=self._clock,
             chosen=self._numbers.texts,
         )

@@ -18,6 +18,7 @@ from ..errors import counted
 from ..hooks import (
     ALERTS,
     ALWAYS,
+    ENDLESS,
     EpochWindow,
     MetricInfo,
     RunInfo,
@@ -26,7 +27,7 @@ from ..hooks import (
     hook_kind,
     hook_options,
 )
-from ..runs import SUMMARY, ExperimentRunner, RunFolder, choices
+from ..runs import ATTACHED, SUMMARY, ExperimentRunner, RunFolder, choices
 from ..training import TrainingTask
 from .text import duration_text, number_text, printable
 
@@ -45,9 +46,12 @@ def strategy_header(
     """Say what is about to be trained: model, data, hooks, treatments, folder, and what the progress line ``shown``."""
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
     treatments = ", ".join(f"{name} ({', '.join(parts)})" for name, parts in run.treatments.items())
+    unit = "step" if run.experiment == ATTACHED else "batch"
+    known = [f"{counted(len(task.loader), unit, unit + ('s' if unit == 'step' else 'es'))} per epoch"]
+    known = known * (len(task.loader) < ENDLESS) + [f"at most {counted(task.length, run.loop)}"] * (not run.is_endless)
+    kind = f"{type(task.model).__name__} of {counted(parameters, 'parameter')}"
     lines = {
-        "": f"{run.experiment} {run.strategy}: {type(task.model).__name__} of {counted(parameters, 'parameter')}, "
-        f"{counted(len(task.loader), 'batch', 'batches')} per epoch, at most {counted(task.length, run.loop)}",
+        "": f"{run.experiment} {run.strategy}: {', '.join([kind, *known])}",
         "  hooks: ": hooks,
         "  treatments: ": treatments,
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
@@ -75,7 +79,8 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
     reached, how = summary["target_reached"], summary["status"]
     if how == "completed":
-        how = f"target reached at epoch {reached['epoch']}" if reached else "ran to the cap"
+        how = "ended" if summary["experiment"] == ATTACHED else "ran to the cap"
+        how = f"target reached at epoch {reached['epoch']}" if reached else how
     return Text.assemble(
         (f"{summary['strategy']}", "bold"),
         f": {how} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",

@@ -104,8 +104,10 @@ def terminal_given_back_on_signals(give_back: Callable[[], None]) -> Iterator[No
 
 
 @contextmanager
-def show_warnings(show: Callable[[Label, str], None], *, alerts: bool = True) -> Iterator[None]:
-    """Hand every warning to ``show`` as its label and its sentence, instead of printing where it was raised.
+def show_warnings(
+    show: Callable[[Label, str], None], *, alerts: bool = True, kind: type[Warning] = Warning
+) -> Iterator[None]:
+    """Hand every warning of a ``kind`` to ``show`` as its label and its sentence, not to be printed as it was.
 
     Without ``alerts`` those are left out: a sink takes them.
     """
@@ -113,6 +115,9 @@ def show_warnings(show: Callable[[Label, str], None], *, alerts: bool = True) ->
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
         if isinstance(message, Alert) and not alerts:
+            return
+        if not issubclass(category, kind):
+            before(message, category, *where, **rest)
             return
         # A notice is information, every other warning is trouble.
         show("note" if issubclass(category, RunNotice) else "warning", " ".join(str(message).split()))

@@ -60,7 +60,8 @@ class AttachedRun:
         path = Path(choices.out or inside)
         self.folder = RunFolder(path, (trained_in or path).absolute().name)
         self._bar = bar
-        self._console = RunConsole(choices.display, recorded=any(sink.keeps for sink in choices.made_sinks()))
+        keeping = any(sink.keeps for sink in choices.made_sinks())
+        self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
         self._progress: Progress = NoProgress()
         self._held = ExitStack()
         self._stored: Mapping[str, Any] | None = None
