@@ -79,7 +79,7 @@ def result_line(summary: Mapping[str, Any]) -> Text:
     numbers = "".join(f", {name} {number_text(value)}" for name, value in final_numbers(summary).items())
     reached, how = summary["target_reached"], summary["status"]
     if how == "completed":
-        how = "ended" if summary["experiment"] == ATTACHED else "ran to the cap"
+        how = "ended" if summary.get("experiment") == ATTACHED else "ran to the cap"
         how = f"target reached at epoch {reached['epoch']}" if reached else how
     return Text.assemble(
         (f"{summary['strategy']}", "bold"),
