@@ -1,0 +1,183 @@
+"""What hooks cost in the loops that people have: attached to one written bare, to HF's Trainer, to Lightning's."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning
+import loopscope
+import torch
+from lightning.pytorch.utilities import grad_norm
+from loopscope.firing import HookManager
+from loopscope.loops import epoch_loop
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from tests.benchmarks.loop_cost import Alternating, HeavyWork
+from tests.benchmarks.rows import MICROSECONDS, TIMES, Effort, Row
+from tests.benchmarks.subjects import Subject, small_mlp
+from tests.benchmarks.timing import Spread, clock, ratio
+
+OBSERVERS = ["path_length", "batch_dynamics", "training_diagnostics"]
+"""Three that look at every step."""
+WIDTH, ROWS, CLASSES = 512, 512, 10
+STEPS = 24
+OURS, THEIRS = "three observers", "its own callback that logs gradient norms"
+Train = Callable[[str, Path, int], float]
+
+
+def attached_steps(subject: Subject, folder: Path) -> Iterator[None]:
+    """Take a step of a loop of one's own, with nothing but ``attach`` in it, at each call of ``next``."""
+    task = subject.task
+    scope = loopscope.attach(task.model, task.optimizer, out=folder, sinks=[], display="none")
+    while True:
+        for batch in scope.batches(task.loader):
+            task.optimizer.zero_grad()
+            scope.backward(task.compute_loss(task.model, batch))
+            task.optimizer.step()
+            yield
+
+
+def bare_attach(effort: Effort) -> Iterator[Row]:
+    """Measure a step of an attached loop without hooks against one of our own loop."""
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, other = small_mlp(), small_mlp()
+        loader = Alternating(ours.task.loader, attached_steps(other, Path(folder) / "run"), HeavyWork())
+        task = replace(ours.task, loader=loader)
+        manager = HookManager((), task, ours.state)
+        for task.length in range(1, effort.times(60) + 2):
+            epoch_loop(task, manager)
+        epochs = loader.pairs[1:]
+        extra = [median(attached.total - own.total for attached, own in pairs) for pairs in epochs]
+        own = median(own.total for pairs in epochs for _, own in pairs)
+        yield Row(
+            "Step of an attached loop without hooks, small MLP", f"our own loop, {own * 1e3:.2f} ms", MICROSECONDS,
+            Spread.of(extra), 15e-6,
+        )  # fmt: skip
+
+
+class Classifier(nn.Module):
+    """A model whose step takes about 20 ms; returns its loss, as a Trainer wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
+        self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(self.layers(inputs), labels)}
+
+
+def data(steps: int) -> TensorDataset:
+    """Draw rows for so many steps."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(ROWS * steps, WIDTH, generator=generator)
+    return TensorDataset(inputs, torch.randint(CLASSES, (len(inputs),), generator=generator))
+
+
+def collated(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Make a batch as a Trainer takes it."""
+    inputs, labels = map(torch.stack, zip(*rows, strict=True))
+    return {"inputs": inputs, "labels": labels}
+
+
+class Clocked(TrainerCallback):
+    """Notes the time after every step; logs the norm of every gradient, if it is to."""
+
+    def __init__(self, *, norms: bool) -> None:
+        self.times: list[float] = []
+        self._norms = norms
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._norms:
+            found = {name: each.grad.norm() for name, each in model.named_parameters()}
+            self.logged = {name: float(norm) for name, norm in found.items()}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.times.append(clock())
+
+
+def hugging_face(kind: str, folder: Path, steps: int) -> float:
+    """Train with HF's Trainer; return the seconds of a step."""
+    torch.manual_seed(0)
+    clocked = Clocked(norms=kind == THEIRS)
+    args = TrainingArguments(
+        str(folder), num_train_epochs=1, per_device_train_batch_size=ROWS, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", save_strategy="no", max_grad_norm=0,
+    )  # fmt: skip
+    trainer = Trainer(
+        Classifier(), args, train_dataset=data(steps), data_collator=collated, callbacks=[clocked]
+    )  # fmt: skip
+    trainer.remove_callback(next(type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__))
+    if kind == OURS:
+        loopscope.attach(trainer, hooks=OBSERVERS, display="none")
+    trainer.train()
+    return per_step(clocked.times)
+
+
+class Module(lightning.LightningModule):
+    """The same for Lightning; logs the norm of every gradient, if it is to."""
+
+    def __init__(self, *, norms: bool) -> None:
+        super().__init__()
+        self.model, self.norms = Classifier(), norms
+        self.times: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.model(*batch)["loss"]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.norms:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.times.append(clock())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def with_lightning(kind: str, folder: Path, steps: int) -> float:
+    """Train with Lightning's Trainer; return the seconds of a step."""
+    torch.manual_seed(0)
+    module = Module(norms=kind == THEIRS)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, **quiet)
+    if kind == OURS:
+        loopscope.attach(trainer, hooks=OBSERVERS, display="none")
+    trainer.fit(module, DataLoader(data(steps), batch_size=ROWS))
+    return per_step(module.times)
+
+
+def per_step(times: Sequence[float]) -> float:
+    """Return the median seconds between two steps, without the first, which start things."""
+    return median(after - before for before, after in zip(times[4:], times[5:], strict=False))
+
+
+TRAINERS: Mapping[str, Train] = {"HF Trainer": hugging_face, "Lightning": with_lightning}
+
+
+def trainers(effort: Effort) -> Iterator[Row]:
+    """Measure three observers in both trainers against the trainers alone, and their own way beside."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name, train in TRAINERS.items():
+        seconds: dict[str, list[float]] = {"alone": [], OURS: [], THEIRS: []}
+        for turn in range(effort.times(12) + 1):
+            for kind in seconds if turn % 2 else reversed(seconds):
+                with TemporaryDirectory() as folder, warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    seconds[kind].append(train(kind, Path(folder), STEPS))
+        bare = [*seconds["alone"][1:]] or seconds["alone"]
+        against = f"{name} alone, {median(bare) * 1e3:.1f} ms"
+        ours, theirs = (partial(ratio, seconds[kind][-len(bare) :])(bare) for kind in (OURS, THEIRS))
+        yield Row(f"{name} with {OURS}", against, TIMES, ours, 1.05)
+        yield Row(f"{name} with {THEIRS}", against, TIMES, theirs)
