@@ -144,6 +144,11 @@ class TrainerEvents(TrainerCallback):
         """Let the epoch end as the next one begins: its evaluation comes yet."""
         self._own.pass_over()
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **parts: Any) -> None:
+        """End the last epoch with the last numbers of the training, before the best weights may be loaded."""
+        if "train_runtime" in (logs or {}):
+            self._own.end_epoch({})
+
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Write the hooks' state into the checkpoint."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
