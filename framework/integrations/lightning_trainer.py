@@ -76,7 +76,7 @@ def _refuse(trainer: Any, package: str) -> None:
     active = [each for each in trainer.callbacks if isinstance(each, LightningLoop) and not each.is_over]
     require(not active, "Hooks are attached to this Trainer already; name all of them in one attach.")
     require(
-        str(trainer.state.status) != "running",
+        trainer.state.status != "running",
         "This Trainer is running already; attach hooks to it before trainer.fit(...).",
     )
     require(
@@ -108,7 +108,7 @@ class LightningLoop(Transient):
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
         self._index = 0
-        self._is_on = self._is_in_epoch = False
+        self._is_on = self._is_in_epoch = self._is_validating = False
         self._numbers: dict[str, float] = {}
         self._state: dict[str, Any] = {}
 
@@ -167,14 +167,15 @@ class LightningLoop(Transient):
     def state_dict(self) -> dict[str, Any]:
         """Return what hooks, sinks and the loop know, for Lightning's checkpoint."""
         run = self._run
-        if run.is_over or not run.is_started:
-            return self._state
-        run.place = {"loop": (self._is_in_epoch, self._index, self._stage != "", self._numbers)}
-        return run.state_dict()
+        if run.is_started and not run.is_over:
+            run.place = {"loop": (self._is_in_epoch, self._index, self._stage != "", self._numbers)}
+            # within a validation nothing else may be called, and what it changes is put back
+            self._state = self._state | {"place": run.place} if self._is_validating else run.state_dict()
+        return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint with the fit that comes; a test or a validation takes nothing of it."""
-        if str(self._trainer.state.fn) == "fit" and not self.is_over:
+        if self._trainer.state.fn == "fit" and not self.is_over:
             self._run.load_state_dict(state_dict)
             self._state = state_dict
 
@@ -196,7 +197,7 @@ class LightningLoop(Transient):
         self._is_on = False
         self._held.close()
         if not isinstance(error, LoopscopeError):
-            self._state = self.state_dict()
+            self.state_dict()
         if self._run.is_built:
             self._run.end(status, error)
 
@@ -300,7 +301,12 @@ class LightningLoop(Transient):
             if not run.is_started:  # before the training, or at once where one is resumed
                 with RandomStreams(run.choices.seed).isolated():
                     return validating()
-            found = run.manager.isolated("evaluation", validating)
+            self.state_dict()
+            self._is_validating = True
+            try:
+                found = run.manager.isolated("evaluation", validating)
+            finally:
+                self._is_validating = False
             if self._numbers:
                 run.driver.evaluated(self._numbers)
             self._numbers = {}
