@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import ceil, isfinite
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,9 @@ class LightningLoop(Transient):
         self._parts = MicroBatches()
         self._losses: list[Tensor] = []
         self._index = 0
-        self._is_on = self._is_in_epoch = self._is_validating = False
+        self._is_on = self._is_in_epoch = False
         self._numbers: dict[str, float] = {}
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}  # what checkpoints get before the run, after it, and within a validation
 
     @property
     def is_over(self) -> bool:
@@ -92,16 +92,18 @@ class LightningLoop(Transient):
         run.driver.loop.step -= within  # whose gradients no checkpoint of Lightning's has
         if evaluation := self._numbers or evaluation:
             run.driver.evaluated(evaluation)
-        self._numbers = {}
+        self._numbers, self._state = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what hooks, sinks and the loop know, for Lightning's checkpoint."""
-        run = self._run
-        if run.is_started and not run.is_over:
-            run.place = {"loop": (self._is_in_epoch, self._index, self._stage != "", self._numbers)}
-            # within a validation nothing else may be called, and what it changes is put back
-            self._state = self._state | {"place": run.place} if self._is_validating else run.state_dict()
-        return self._state
+        if self._state or not self._run.is_started:
+            return self._state
+        self._run.place = self._place
+        return self._run.state_dict()
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"loop": (self._is_in_epoch, self._index, self._stage != "", self._numbers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint with the fit that comes; a test or a validation takes nothing of it."""
@@ -126,10 +128,12 @@ class LightningLoop(Transient):
         """Put back what was wrapped, and end the run; what it knew stays for checkpoints that are written later."""
         self._is_on = False
         self._held.close()
-        if not isinstance(error, LoopscopeError):
-            self.state_dict()
-        if self._run.is_built:
-            self._run.end(status, error)
+        try:
+            if not isinstance(error, LoopscopeError):
+                self._state = self.state_dict()
+        finally:
+            if self._run.is_built:
+                self._run.end(status, error)
 
     # What happens in an epoch
 
@@ -217,6 +221,8 @@ class LightningLoop(Transient):
         if self._is_on and not trainer.sanity_checking:
             found = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
             self._numbers = {name: value.item() for name, value in found.items()}
+            if self._run.is_started:
+                self._state = self._state | {"place": self._place}
 
     def _isolating(self, validate: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``validate`` so that it cannot change the training."""
@@ -231,12 +237,11 @@ class LightningLoop(Transient):
             if not run.is_started:  # before the training, or at once where one is resumed
                 with RandomStreams(run.choices.seed).isolated():
                     return validating()
-            self.state_dict()
-            self._is_validating = True
+            self._state = self.state_dict()
             try:
                 found = run.manager.isolated("evaluation", validating)
             finally:
-                self._is_validating = False
+                self._state = {}
             if self._numbers:
                 run.driver.evaluated(self._numbers)
             self._numbers = {}
@@ -246,8 +251,7 @@ class LightningLoop(Transient):
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what Lightning would run backward on for a micro-batch; nothing of it is logged."""
-        trainer: Any = self._trainer
-        module: Any = model
+        trainer, module, pieces = self._trainer, cast(Any, model), int(self._trainer.accumulate_grad_batches)
         loop = trainer.fit_loop.epoch_loop
         inputs = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
         with trainer.precision_plugin.train_step_context(), _replaced(module, "log", lambda *args, **options: None):
@@ -255,7 +259,7 @@ class LightningLoop(Transient):
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise LoopscopeError(f"training_step returned {loss!r} for a hook's pass, and no loss.")
-        return loss / trainer.accumulate_grad_batches
+        return loss / pieces
 
 
 @contextmanager
