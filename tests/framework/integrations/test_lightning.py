@@ -28,11 +28,7 @@ from tests.support.models import batchnorm_mlp, mean_loss
 from tests.support.runs import RecordingSink
 from tests.support.spies import ActingHook, SpyHook
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:.*:FutureWarning:lightning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*:UserWarning:lightning")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 OBSERVERS = ["norms", "training_metrics", "consecutive", "parameter_delta"]
 
@@ -45,8 +41,7 @@ class Classifier(lightning.LightningModule):
         self.net, self.interval, self.make = batchnorm_mlp(), interval, partial(optimizer, **{"lr": 1e-2} | options)
 
     def training_step(self, batch, batch_idx):
-        loss = mean_loss(self.net, batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss := mean_loss(self.net, batch), on_step=True, on_epoch=True)
         return {"loss": loss}
 
     def validation_step(self, batch, batch_idx):
@@ -65,8 +60,7 @@ class Trace(lightning.Callback):
         self.rows = []
 
     def on_train_batch_end(self, trainer, module, *rest):
-        held = [*module.state_dict().values(), *trainer.optimizers[0].state_dict()["state"].values()]
-        leaves = torch.utils._pytree.tree_leaves(held)
+        leaves = torch.utils._pytree.tree_leaves([module.state_dict(), trainer.optimizers[0].state_dict()["state"]])
         random = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())
         self.rows.append(([leaf.tolist() for leaf in leaves], random, trainer.optimizers[0].param_groups[0]["lr"]))
 
@@ -78,19 +72,17 @@ def batches(**options):
 
 
 def trainer(path, **options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    defaults = {"accelerator": "cpu", "max_epochs": 2, "default_root_dir": path, "enable_model_summary": False}
-    return lightning.Trainer(**defaults | quiet | options)
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    return lightning.Trainer(**quiet | {"accelerator": "cpu", "max_epochs": 2, "default_root_dir": path} | options)
 
 
 def fit(path, hooks=(), *, module=Classifier, shuffle=True, validate=False, choices=None, ckpt=None, **options):
     """Fit anew from one seed; return the trace, the scope and the trainer."""
     torch.manual_seed(1)
-    model, trace = module(), Trace()
+    model, trace, scope = module(), Trace(), None
     made = trainer(path, **options | {"callbacks": [trace, *options.get("callbacks", ())]})
-    scope = (
-        attach(made, hooks=list(hooks), display="none", **{"out": path / "run"} | (choices or {})) if hooks else None
-    )
+    if hooks:
+        scope = attach(made, hooks=list(hooks), display="none", **{"out": path / "run"} | (choices or {}))
     made.fit(model, batches(shuffle=shuffle), batches() if validate else None, ckpt_path=ckpt)
     return trace.rows, scope, made
 
@@ -133,8 +125,10 @@ def test_a_validation_changes_a_fit_only_where_no_hook_is_attached(tmp_path):
     often = {"validate": True, "val_check_interval": 2}
     bare, *_ = fit(tmp_path)
     assert fit(tmp_path, **often)[0] != bare
-    with_hooks, scope, _ = fit(tmp_path, ["norms", ActingHook(vandalise)], **often)
+    with_hooks, scope, made = fit(tmp_path, ["norms", ActingHook(vandalise)], **often)
     assert with_hooks == bare
+    assert "run" not in vars(made.fit_loop.epoch_loop.val_loop)  # nothing stays wrapped
+    attach(made, hooks=["norms"], out=tmp_path / "second")
     assert json.loads((scope.folder / "summary.json").read_text())["final"].keys() == {"val_loss"}
 
 
@@ -148,31 +142,15 @@ def test_hooks_see_the_numbers_of_an_own_loop(tmp_path):
     fit(tmp_path, hooks, module=Calm, shuffle=False, choices={"sinks": [attached]})
     torch.manual_seed(1)
     model, loader = Calm(), TorchLoader(batches(), 0)
-    found = model.configure_optimizers()
-    optimizer, scheduler = found["optimizer"], found["lr_scheduler"]["scheduler"]
+    scheduler = model.configure_optimizers()["lr_scheduler"]["scheduler"]
     loss = lambda model, batch: mean_loss(model.net, batch)
-    every = {"length": 2, "snapshot_every": 1, "scheduler": scheduler, "scheduler_interval": "step"}
-    task = TrainingTask(model, optimizer, loader, loss, **every)
-    state = TrainingState(model, optimizer, RandomStreams(0), scheduler=scheduler)
+    every = {"length": 2, "snapshot_every": 1, "scheduler_interval": "step", "scheduler": scheduler}
+    task = TrainingTask(model, scheduler.optimizer, loader, loss, **every)
+    state = TrainingState(model, scheduler.optimizer, RandomStreams(0), scheduler=scheduler)
     manager = HookManager([each.hook for each in build_hooks(hooks, {}, {}, [])], task, state, sinks=[own])
     epoch_loop(task, manager)
     manager.end("completed")
     assert attached.rows() == own.rows() != []
-
-
-def test_hooks_fire_where_steps_begin_and_end(tmp_path):
-    spy = SpyHook(lambda ctx: {})
-    fit(tmp_path, [spy], accumulate_grad_batches=2, max_epochs=1)
-    points = ["PRE_STEP", "POST_BACKWARD", "PRE_UPDATE", "POST_STEP"]
-    steps = [(point, 0, step) for step in (1, 2, 3) for point in points]
-    assert spy.seen == [("PRE_EPOCH", 0, 0), *steps, ("POST_EPOCH", 0, 3), ("SNAPSHOT", 0, 3)]
-
-
-def test_nothing_stays_wrapped_after_a_fit(tmp_path):
-    *_, made = fit(tmp_path, ["norms"], validate=True)
-    assert "_clip_gradients" not in vars(made.precision_plugin)
-    assert "run" not in vars(made.fit_loop.epoch_loop.val_loop)
-    attach(made, hooks=["norms"], out=tmp_path / "second")
 
 
 @pytest.mark.parametrize("at_the_end_of", ["epoch", "validation"])
@@ -181,15 +159,11 @@ def test_a_fit_that_goes_on_from_a_checkpoint_has_the_same_record(at_the_end_of,
         def on_train_batch_start(self, batch, batch_idx):
             torch.manual_seed(batch_idx)  # Lightning does not store the generators
 
-    def saving(path):
-        return ModelCheckpoint(path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=at_the_end_of == "epoch")
-
-    rest = {"module": Calm, "shuffle": False, "validate": True, "enable_checkpointing": True}
-    (tmp_path / "again").mkdir()
-    whole, scope, _ = fit(tmp_path, OBSERVERS, **rest, callbacks=[saving(tmp_path / "kept")])
+    early = {"save_on_train_epoch_end": at_the_end_of == "epoch", "save_top_k": -1}
+    saver, rest = ModelCheckpoint(tmp_path / "kept", "{epoch}", **early), {"module": Calm, "validate": True}
+    whole, scope, _ = fit(tmp_path, OBSERVERS, **rest, shuffle=False, callbacks=[saver], enable_checkpointing=True)
     shutil.copytree(scope.folder, tmp_path / "again" / "run")
-    checkpoint = tmp_path / "kept" / "epoch=0.ckpt"
-    later, again, _ = fit(tmp_path / "again", OBSERVERS, **rest, ckpt=checkpoint, callbacks=[saving(tmp_path / "k")])
+    later, again, _ = fit(tmp_path / "again", OBSERVERS, **rest, shuffle=False, ckpt=tmp_path / "kept" / "epoch=0.ckpt")
     assert (again.folder / "run.jsonl").read_bytes() == (scope.folder / "run.jsonl").read_bytes()
     assert [row[0] for row in later] == [row[0] for row in whole[5:]]
 
@@ -213,9 +187,11 @@ def test_an_epoch_that_the_module_cuts_short_drops_its_step(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
 
-    spy = SpyHook()
-    assert fit(tmp_path, [spy], module=Cutting)[0] == fit(tmp_path, module=Cutting)[0]
-    assert spy.seen[-1] == ("SNAPSHOT", 1, 6)
+    spy, rest = SpyHook(lambda ctx: {}), {"module": Cutting, "max_epochs": 1, "accumulate_grad_batches": 2}
+    assert fit(tmp_path, [spy], **rest)[0] == fit(tmp_path, **rest)[0]
+    fired = "PRE_EPOCH PRE_STEP POST_BACKWARD PRE_UPDATE POST_STEP PRE_STEP POST_EPOCH SNAPSHOT"
+    assert [point for point, *_ in spy.seen] == fired.split()
+    assert [step for *_, step in spy.seen] == [0, 1, 1, 1, 1, 2, 1, 1]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -241,9 +217,9 @@ def test_a_compiled_module_is_trained_the_same(tmp_path):
         def training_step(self, batch, batch_idx):
             return mean_loss(self.net, batch)
 
-    bare, *_ = fit(tmp_path, module=Silent, max_epochs=1)
-    hooks = ["hessian", ActingHook(vandalise)]
-    assert fit(tmp_path, hooks, module=lambda: torch.compile(Silent(), backend="eager"), max_epochs=1)[0] == bare
+    compiled = lambda: torch.compile(Silent(), backend="eager")
+    found, *_ = fit(tmp_path, ["hessian", ActingHook(vandalise)], module=compiled, max_epochs=1)
+    assert found == fit(tmp_path, module=Silent, max_epochs=1)[0]
 
 
 def test_numbers_reach_the_loggers_of_the_trainer(tmp_path):
@@ -274,9 +250,7 @@ def test_mistakes_are_told_in_sentences(tmp_path):
     mistakes = {
         "attached to this Trainer already": lambda: attached(attached(trainer(tmp_path))),
         "is running already": lambda: fit(tmp_path, callbacks=[Late()]),
-        "DDPStrategy; hooks are attached to one process": lambda: attached(
-            trainer(tmp_path, devices=2, strategy="ddp")
-        ),
+        "DDPStrategy; hooks are attached to one": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp")),
         "barebones=True": lambda: attached(lightning.Trainer(accelerator="cpu", barebones=True)),
         "steps its 1 optimizer": lambda: fit(tmp_path, ["norms"], module=manual),
         "LBFGS evaluates the loss within its step": lambda: fit(tmp_path, ["norms"], module=lbfgs),
