@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from ..errors import RunNotice, UsageError, require
 from ..hooks import HookPoint, StatePart
 from ..state import Transient
 from .attached_run import AttachedRun
+from .unscaling import scale_of, unscaled
 
 UNTOLD = frozenset({HookPoint.PRE_UPDATE, HookPoint.POST_STEP})
 """What is seen of a loop that tells nothing."""
@@ -184,7 +185,7 @@ class OwnLoop(Transient):
     def _gradients_complete(self) -> None:
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with self._firing(), self._unscaled(self._scale()) as skipped:
+        with self._firing(), self._unscaled() as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         self._is_complete = True
         if skipped:
@@ -212,7 +213,7 @@ class OwnLoop(Transient):
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
             fused = vars(optimizer).get("grad_scale") is not None
-            with self._firing(), self._unscaled(self._scale() if fused else None):
+            with self._firing(), self._unscaled(if_scaled=fused):
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -251,42 +252,11 @@ class OwnLoop(Transient):
         finally:
             self._is_firing = False
 
-    def _scale(self) -> Tensor | None:
-        """Return what the gradients are scaled by now; ``None`` where they are not."""
-        scaler = self._scaler
-        if scaler is None or not scaler.is_enabled() or scaler._scale is None:
-            return None
-        # no public name tells whether the loop has unscaled the gradients itself
-        is_unscaled = scaler._per_optimizer_states[id(self._optimizer)]["stage"].name != "READY"
-        return None if is_unscaled else scaler._scale
-
-    @contextmanager
-    def _unscaled(self, scale: Tensor | None) -> Iterator[bool]:
-        """Put unscaled copies in the place of scaled gradients for the body; yield whether one is not finite.
-
-        What a hook commits to the gradients is scaled and kept, anything else of the copies is dropped.
-        """
-        if scale is None:
-            yield False
-            return
-        groups = self._optimizer.param_groups
-        scaled = [(each, each.grad) for group in groups for each in group["params"] if each.grad is not None]
-        copies = [gradient.clone() for _, gradient in scaled]
-        # As the scaler itself does it, so that hooks see the bits that the optimizer will use.
-        inverse = scale.double().reciprocal().float()
-        found = torch.zeros((), device=scale.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(copies, found, inverse)
-        for (parameter, _), gradient in zip(scaled, copies, strict=True):
-            parameter.grad = gradient
-        try:
-            yield bool(found)
-            if any(StatePart.GRADIENTS.value in parts for parts in self._run.treatments.values()):
-                with torch.no_grad():
-                    for parameter, gradient in scaled:
-                        gradient.copy_(parameter.grad * scale)
-        finally:
-            for parameter, gradient in scaled:
-                parameter.grad = gradient
+    def _unscaled(self, *, if_scaled: bool = True) -> AbstractContextManager[bool]:
+        """Show unscaled gradients to hooks for the body, which is told whether one is not finite."""
+        scale = scale_of(self._scaler, self._optimizer) if if_scaled else None
+        keeps = any(StatePart.GRADIENTS.value in parts for parts in self._run.treatments.values())
+        return unscaled(self._optimizer, scale, keeps=keeps)
 
     def _tell(self, kind: str, sentence: str) -> None:
         if kind not in self._told:

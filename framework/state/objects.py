@@ -333,6 +333,8 @@ def reached_from(value: Any) -> tuple[Any, ...]:
         inert = isinstance(value.__self__, (ModuleType, type, type(None))) or value.__name__ in _ONLY_WRITES
         return () if inert else (value.__self__,)
     if isinstance(value, FunctionType) and not str(value.__module__).startswith(("torch.", "loopscope.")):
+        if "_torchdynamo_orig_callable" in vars(value):  # what is around it compiles, though it names another module
+            return (vars(value)["_torchdynamo_orig_callable"],)
         held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
         return tuple([item for item in held if item])
     return ()

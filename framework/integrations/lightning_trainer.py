@@ -1,0 +1,71 @@
+"""Attaching hooks to Lightning's Trainer, under either of the names that it is installed by."""
+
+import sys
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..errors import require
+from ..state import Transient
+from .attached_run import AttachedRun
+from .choices import Choices
+from .lightning_loop import LightningLoop, check_names
+from .scope import AttachedScope
+from .trainer_sinks import LoggerSink
+
+RELIES_ON = (
+    *("fit_loop._should_accumulate", "fit_loop.epoch_loop._build_kwargs", "fit_loop.epoch_loop.val_loop.run"),
+    *("fit_loop.epoch_loop.val_loop._results.metrics", "precision_plugin._clip_gradients"),
+)
+"""What no public name of a Trainer gives."""
+
+
+def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
+    """Add a callback to a Trainer that calls the hooks; raises :class:`UsageError` where it cannot."""
+    packages = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    package = next(name for name in packages if isinstance(trainer, sys.modules[name].Trainer))
+    check_names(trainer, RELIES_ON)
+    _refuse(trainer, package)
+    Transient.register(sys.modules[package].Trainer)  # the module refers to its trainer, which is no training state
+    made = [LoggerSink(trainer) if item == LoggerSink.name else item for item in choices.sinks]
+    most = trainer.max_epochs if choices.loop == "epoch" else trainer.max_steps
+    choices = replace(choices, sinks=made, length=choices.length or (most if most and most > 0 else None))
+    out = Path(trainer.log_dir or trainer.default_root_dir) / "loopscope" if choices.out is None else None
+    whole = "take steps of one batch: accumulate_grad_batches=1"
+    lacks = choices.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": whole}))
+    lacks.pop("needs_loss", None)
+    run = AttachedRun(choices, lacks, out, bar=False)
+    saver = import_module(f"{package}.callbacks").Checkpoint
+    others = [each for each in trainer.callbacks if not isinstance(each, (LightningLoop, saver))]
+    savers = [each for each in trainer.callbacks if isinstance(each, saver)]  # last, as Lightning keeps them
+    trainer.callbacks = [*others, _callback_class(package)(trainer, run), *savers]
+    return AttachedScope(run)
+
+
+def _refuse(trainer: Any, package: str) -> None:
+    """Raise :class:`UsageError` for a trainer that hooks cannot be attached to."""
+    active = [each for each in trainer.callbacks if isinstance(each, LightningLoop) and not each.is_over]
+    require(not active, "Hooks are attached to this Trainer already; name all of them in one attach.")
+    require(
+        trainer.state.status != "running",
+        "This Trainer is running already; attach hooks to it before trainer.fit(...).",
+    )
+    require(
+        not trainer.barebones,
+        "This Trainer was made with barebones=True, which allows no callbacks; make it without to attach hooks.",
+    )
+    one = import_module(f"{package}.strategies").SingleDeviceStrategy
+    kind = type(trainer.strategy).__name__
+    require(
+        isinstance(trainer.strategy, one),
+        f"This Trainer has the strategy {kind}; hooks are attached to one process for now: Trainer(devices=1, "
+        "strategy='auto').",
+    )
+
+
+@cache
+def _callback_class(package: str) -> Any:
+    """Make the callback for one of the two names under which Lightning is installed."""
+    return type("LoopscopeCallback", (LightningLoop, import_module(package).Callback), {"__module__": __name__})
