@@ -1,6 +1,6 @@
 """Hooks in the loops that people already have: their own, Hugging Face's Trainer, Lightning's."""
 
 from .attach import attach
-from .scope import AttachedScope, Scope
+from .scope import Scope
 
-__all__ = ["AttachedScope", "Scope", "attach"]
+__all__ = ["Scope", "attach"]

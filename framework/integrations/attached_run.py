@@ -4,8 +4,8 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from time import perf_counter, strftime
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +24,7 @@ from ..durable_files import plain_json
 from ..errors import RunNotice, UnsuitableError, UsageError, require
 from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, treatments
+from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, summary_of, versions
 from ..state import RandomStreams, TrainingState
@@ -58,7 +60,8 @@ class AttachedRun:
         self.treatments = treatments(item.hook for item in self._hooks)
         inside = Path("runs") / strftime("%Y%m%d-%H%M%S") if trained_in is None else trained_in / "loopscope"
         path = Path(choices.out or inside)
-        self.folder = RunFolder(path, (trained_in or path).absolute().name)
+        named = path if choices.out or trained_in is None else trained_in
+        self.folder = RunFolder(path, named.absolute().name)
         self._bar = bar
         keeping = any(sink.keeps for sink in choices.made_sinks())
         self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
@@ -226,6 +229,27 @@ class AttachedRun:
             driver.snapshot()
         loop.epoch += 1
         self.manager.hooks.failures.raise_pending()
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        """Let a trainer's own evaluation draw and set modes and buffers as it likes; these are put back after it.
+
+        What its code keeps elsewhere, such as the best number so far, is its own affair and stays.
+        """
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        with ExitStack() as stack:
+            if self.is_started and not self.is_over:
+                stack.enter_context(self.manager.between_steps())
+                self.manager.state.streams.derive("evaluation", "the trainer", self.driver.loop.step)
+            else:
+                stack.enter_context(RandomStreams(self.choices.seed).isolated())
+            stack.enter_context(borrowed_modes(model, train=None))
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, before in buffers:
+                        buffer.copy_(before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hooks, the sinks and the loop know, as copies: tensors and plain values."""

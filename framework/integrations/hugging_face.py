@@ -19,7 +19,6 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 
 from ..data import Batch
 from ..errors import UsageError, require
-from ..isolation import borrowed_for_evaluation
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
@@ -179,15 +178,9 @@ class TrainerEvents(TrainerCallback):
     def _evaluating(self, evaluate: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Evaluate isolated from the run."""
         run = self.run
-        if not run.is_built or run.is_over:
-            return evaluate(*inputs, **options)
-
-        def evaluating() -> Any:
-            with borrowed_for_evaluation(run.manager.task.model):
-                return evaluate(*inputs, **options)
-
-        found = run.manager.isolated("evaluation", evaluating)
-        if isinstance(found, dict):
+        with run.evaluating(self._trainer.model):
+            found = evaluate(*inputs, **options)
+        if isinstance(found, dict) and run.is_built:
             numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
             run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(OF_THE_COST)})
         return found

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..hooks import StatePart
-from ..isolation import borrowed_buffers, borrowed_modes
-from ..state import RandomStreams, Transient
+from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
 from .unscaling import scale_of, unscaled
@@ -227,24 +226,17 @@ class LightningLoop(Transient):
     def _isolating(self, validate: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``validate`` so that it cannot change the training."""
 
-        def validating() -> Any:
-            module = self._trainer.lightning_module
-            with borrowed_buffers(module), borrowed_modes(module, train=None):
-                return validate()
-
         def isolated() -> Any:
-            run = self._run
-            if not run.is_started:  # before the training, or at once where one is resumed
-                with RandomStreams(run.choices.seed).isolated():
-                    return validating()
-            self._state = self.state_dict()
+            run, module = self._run, self._trainer.lightning_module
+            self._state = self.state_dict()  # a checkpoint may be written within
             try:
-                found = run.manager.isolated("evaluation", validating)
+                with run.evaluating(module):
+                    found = validate()
             finally:
                 self._state = {}
-            if self._numbers:
+            if self._numbers and run.is_started:
                 run.driver.evaluated(self._numbers)
-            self._numbers = {}
+                self._numbers = {}
             return found
 
         return isolated

@@ -12,8 +12,8 @@ from ..state import Transient
 from .attached_run import AttachedRun
 from .choices import Choices
 from .lightning_loop import LightningLoop, check_names
+from .logger_sink import through_trainer
 from .scope import AttachedScope
-from .trainer_sinks import LoggerSink
 
 RELIES_ON = (
     *("fit_loop._should_accumulate", "fit_loop.epoch_loop._build_kwargs", "fit_loop.epoch_loop.val_loop.run"),
@@ -29,14 +29,17 @@ def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
     check_names(trainer, RELIES_ON)
     _refuse(trainer, package)
     Transient.register(sys.modules[package].Trainer)  # the module refers to its trainer, which is no training state
-    made = [LoggerSink(trainer) if item == LoggerSink.name else item for item in choices.sinks]
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step)
+
     most = trainer.max_epochs if choices.loop == "epoch" else trainer.max_steps
-    choices = replace(choices, sinks=made, length=choices.length or (most if most and most > 0 else None))
-    out = Path(trainer.log_dir or trainer.default_root_dir) / "loopscope" if choices.out is None else None
+    choices = through_trainer(replace(choices, length=choices.length or (most if most and most > 0 else None)), log)
     whole = "take steps of one batch: accumulate_grad_batches=1"
     lacks = choices.lacks(**({} if trainer.accumulate_grad_batches == 1 else {"needs_next_batch": whole}))
     lacks.pop("needs_loss", None)
-    run = AttachedRun(choices, lacks, out, bar=False)
+    run = AttachedRun(choices, lacks, Path(trainer.log_dir or trainer.default_root_dir), bar=False)
     saver = import_module(f"{package}.callbacks").Checkpoint
     others = [each for each in trainer.callbacks if not isinstance(each, (LightningLoop, saver))]
     savers = [each for each in trainer.callbacks if isinstance(each, saver)]  # last, as Lightning keeps them

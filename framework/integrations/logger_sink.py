@@ -1,6 +1,6 @@
 """Metrics through a trainer's own loggers: the sink named ``trainer``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ Send = Callable[[dict[str, float], int], None]
 
 
 class LoggerSink(MetricSink):
-    """Passes the numbers of each step on, as floats by full name; what is no number stays in the record."""
+    """Passes the numbers of each step on, in order; lists are left out, which no logger takes."""
 
     name: ClassVar[str] = "trainer"
 
@@ -26,19 +26,26 @@ class LoggerSink(MetricSink):
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
         """Send what came at each step in one call."""
         by_step: dict[int, dict[str, float]] = {}
-        for name, value in metrics.items():
-            series = value if isinstance(value, Series) else Series([step], [value])
-            for at, number in zip(series.steps, series.values, strict=True):
-                for inner, leaf in _flat(name, number):
-                    by_step.setdefault(at, {})[inner] = leaf
-        for at in sorted(by_step):
-            self._send(by_step[at], at)
+        for at, name, number in numbers_in(metrics, step):
+            by_step.setdefault(at, {})[name] = number
+        for at, numbers in sorted(by_step.items()):
+            self._send(numbers, at)
 
 
-def _flat(name: str, value: Any) -> list[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        return [pair for key, item in value.items() for pair in _flat(f"{name}/{key}", item)]
-    return [(name, float(value))] if isinstance(value, (int, float)) else []
+def numbers_in(metrics: Mapping[str, Any], step: int) -> Iterator[tuple[int, str, float]]:
+    """Yield each number with its step and its name; a number in a dict is named ``metric/key``.
+
+    >>> [*numbers_in({"norms/total": Series([1, 2], [0.5, 0.25]), "spread": {"max": 3.0}}, 2)]
+    [(1, 'norms/total', 0.5), (2, 'norms/total', 0.25), (2, 'spread/max', 3.0)]
+    """
+    for name, value in metrics.items():
+        if isinstance(value, Series):
+            for at, item in zip(value.steps, value.values, strict=True):
+                yield from numbers_in({name: item}, at)
+        elif isinstance(value, Mapping):
+            yield from numbers_in({f"{name}/{key}": item for key, item in value.items()}, step)
+        elif isinstance(value, (int, float)):
+            yield step, name, float(value)
 
 
 def through_trainer(choices: Choices, send: Send) -> Choices:
