@@ -88,6 +88,10 @@ class Choices:
         """How often SNAPSHOT fires: in epochs of the epoch loop, in steps of the step loop."""
         return self.snapshot_every or (1 if self.loop == "epoch" else 1_000)
 
+    def is_due(self, count: int) -> bool:
+        """Return whether SNAPSHOT fires after so many epochs, or steps: always at the end, if that is known."""
+        return count % self.due_every == 0 or count == self.length
+
     def lacks(self, **more: str) -> dict[str, str]:
         """Return what these choices leave a loop without, with what to do about it."""
         given = {"needs_loss": self.loss, "needs_loader": self.loader, "needs_evaluation": self.evaluate}

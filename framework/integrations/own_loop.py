@@ -72,8 +72,9 @@ class OwnLoop(Transient):
         self.settle()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            with self._firing():
-                self._driver.begin_epoch(takes_snapshot=True)
+            if run.manager.counts_epochs:  # else sums go on from one to the next
+                with self._firing():
+                    self._driver.begin_epoch(takes_snapshot=True)
         if len(self._parts) > len(self._losses):  # the loop has dropped one, before its backward pass
             self._parts.pop()
         self._parts.append(batch)
@@ -138,14 +139,18 @@ class OwnLoop(Transient):
             with self._firing():
                 self._run.after_step()
 
-    def end_epoch(self, numbers: Mapping[str, float]) -> None:
-        """End the epoch, unless none is under way."""
+    def _finish_step(self) -> None:
+        """End the step that is open, which no update has ended."""
         if self._is_complete:
             self._end_step(skipped=True)
         if self._parts:  # it is dropped with the epoch
             self._parts, self._losses, self._is_open = MicroBatches(), [], False
             self._driver.loop.step -= 1
         self.settle()
+
+    def end_epoch(self, numbers: Mapping[str, float]) -> None:
+        """End the epoch, unless none is under way."""
+        self._finish_step()
         if self._is_in_epoch:
             self._is_in_epoch = self._is_passed = False
             with self._firing():
@@ -164,7 +169,9 @@ class OwnLoop(Transient):
             handle.remove()
         try:
             if status == "completed" and self._run.is_started:
-                self.end_epoch({})
+                self._finish_step()
+                if self._run.manager.counts_epochs:  # a pass that is broken off counts for no epoch of the step loop
+                    self.end_epoch({})
         except BaseException as raised:
             status, error = "failed", raised
             raise
