@@ -61,9 +61,7 @@ class OwnLoop(Transient):
     def micro_batch(self, batch: Batch, steps: int | None) -> None:
         """Begin a step with its first micro-batch, or go on with the next; ``steps`` are those of an epoch."""
         run = self._run
-        if not run.is_started:
-            run.start(batch, steps, self.close)
-            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
+        self._start(batch, steps)
         if self._is_complete:
             self._tell("skipped", "No optimizer.step() came after a backward pass: its step counts as skipped.")
             self._end_step(skipped=True)
@@ -85,8 +83,18 @@ class OwnLoop(Transient):
         with self._firing():
             self._driver.begin_step(self._batch, self._index)
 
-    def pass_over(self) -> None:
+    def _start(self, batch: Batch | None, steps: int | None) -> None:
+        run = self._run
+        if not run.is_started:
+            run.start(batch, steps, self.close)
+            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
+            # the state of a loop may have been taken after the last step of an epoch, and within its body
+            self._is_passed = self._is_passed or (self._is_in_epoch and self._index == steps)
+
+    def pass_over(self, steps: int | None) -> None:
         """Note that the data of an epoch were all had; it ends as the next begins, or as the loop says so."""
+        if self._run.place:  # of an epoch in which nothing was left
+            self._start(None, steps)
         self._is_passed = self._is_in_epoch
 
     def first(self) -> tuple[int, int]:

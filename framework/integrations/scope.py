@@ -89,7 +89,7 @@ class Scope(AttachedScope):
         for batch in loader:
             self._loop.micro_batch(batch, steps)
             yield batch
-        self._loop.pass_over()
+        self._loop.pass_over(steps)
 
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
         """Run ``loss.backward()`` (scaled where there is a scaler, through the Accelerator where there is one).
