@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Batch, Loader, TorchLoader
-from ..errors import LoopscopeError, require, unknown
+from ..errors import LoopscopeError, UsageError, require, unknown
 from ..hooks import (
     ENDLESS,
     KEYWORDS,
@@ -102,7 +102,12 @@ class Choices:
         named = [item for item in self.hooks if isinstance(item, str)]
         own = [item for item in self.hooks if not isinstance(item, (str, TrainingHook))]
         made = [item for item in self.hooks if isinstance(item, TrainingHook)]
+        given = [hook.name for hook in made]
         made += [item.hook for item in build_hooks(own, self.hook_options, {}, [])]
+        if twice := [hook.name for hook in made if hook.name in named]:
+            raise UsageError(f"Hook {twice[0]!r} is given by name, and as a class or an object; leave one of them out.")
+        if idle := [name for name in given if name in self.hook_options]:
+            raise UsageError(f"Options are given for hook {idle[0]!r}, which is an object; give them as it is made.")
         keeping = any(sink.keeps for sink in self.made_sinks())
         names = select_hooks(self.with_hooks, named, hook_groups(), "attach")
         names = names or (always_on() if made or keeping else [])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..data import Batch, MicroBatches
-from ..errors import RunNotice, UsageError, require
+from ..errors import RunNotice, UsageError, listed, require
 from ..hooks import HookPoint, StatePart
 from ..state import Transient
 from .attached_run import AttachedRun
@@ -26,7 +26,7 @@ class Accelerates(Protocol):
     sync_gradients: bool
     gradient_accumulation_steps: int
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Divide the loss by the micro-batches of a step, scale it, and add its gradients."""
 
 
@@ -63,7 +63,11 @@ class OwnLoop(Transient):
         run = self._run
         self._start(batch, steps)
         if self._is_complete:
-            self._tell("skipped", "No optimizer.step() came after a backward pass: its step counts as skipped.")
+            self._tell(
+                "skipped",
+                "No optimizer.step() came after a backward pass, and its step counts as skipped; if several make up a "
+                "step, attach(..., accumulate=N) says how many.",
+            )
             self._end_step(skipped=True)
         if self._is_passed:
             self.end_epoch({})
@@ -110,7 +114,7 @@ class OwnLoop(Transient):
     def _batch(self) -> Batch:
         return self._parts if self._accumulate > 1 else self._parts[0]
 
-    def backward(self, loss: Any, *, last: bool) -> None:
+    def backward(self, loss: Any, *, last: bool, retain_graph: bool) -> None:
         """Run backward; with the last micro-batch of a step its gradients are complete."""
         _check_loss(loss)
         require(bool(self._parts), f"scope.backward(loss) came without a batch: {TELL}.")
@@ -121,9 +125,10 @@ class OwnLoop(Transient):
         )
         try:
             if self._accelerator is None:
-                self._driver.task.backward(loss)
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward(retain_graph=retain_graph)
             else:
-                self._accelerator.backward(loss)
+                self._accelerator.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error) and (acting := self._run.manager.hooks.acting):
                 raise UsageError(
@@ -167,6 +172,7 @@ class OwnLoop(Transient):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
         require(not self._parts, "scope.state_dict() came within a step; call it after optimizer.step().")
+        require(self._run.is_started, "scope.state_dict() came before the first step, where there is no state to keep.")
         self.settle()
         self._run.place = {"loop": (self._is_in_epoch, self._is_passed, self._index)}
         return self._run.state_dict()
@@ -238,16 +244,21 @@ class OwnLoop(Transient):
         """Take a step of a loop that says nothing of it."""
         run = self._run
         if not run.is_started:
-            self._is_untold = True
+            hooks = run.manager.hooks
+            hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
+            left = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
-            with self._firing():
-                run.manager.hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
-            self._tell("untold", f"This loop tells of nothing but its updates, so hooks see no more; {TELL}.")
+            self._is_untold = True
+            sentence = (
+                f"This loop tells of nothing but its updates, so hooks see no more, and are left out: {left}; {TELL}."
+            )
+            self._tell("untold", sentence)
         if self._is_untold:
             self.settle()
             self._driver.loop.step += 1
         else:
-            self._tell("unseen", f"optimizer.step() came without a batch before it, and was not seen by hooks; {TELL}.")
+            what = "a scope.backward(loss)" if self._parts else "a batch"
+            self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
 
     @contextmanager
     def _firing(self) -> Iterator[None]:

@@ -41,6 +41,8 @@ class Loop:
     """What the losses are scaled by at first; 0: there is no scaler."""
     unscales: bool = True
     """Whether the owner unscales the gradients before clipping them."""
+    divides: bool = False
+    """Whether the owner divides the losses by the micro-batches of a step, as Accelerate does by itself."""
     epochs: int = 2
 
     def __str__(self) -> str:
@@ -81,7 +83,7 @@ class Parts:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.loop.amp, torch.bfloat16)
         with torch.autocast("cpu", dtype, enabled=self.loop.amp != "none" and not self.loop.accelerate):
-            return mean_loss(model, batch)
+            return mean_loss(model, batch) / (self.loop.accumulate if self.loop.divides else 1)
 
     def attach(self, out: Path, hooks: Sequence[Any], **options: Any) -> Scope:
         if self.accelerator is not None:

@@ -77,7 +77,7 @@ def run_theirs(
 
 def fields_of(case: Case) -> dict[str, Any]:
     """Leave out a scheduler that steps with every update: at POST_STEP our loops have stepped it, theirs have not."""
-    return {"scheduler": None} if case.loop == "step" else {"log_every": 100}
+    return {"scheduler": None, "snapshot_every": 4} if case.loop == "step" else {"log_every": 100}
 
 
 def able(names: list[str], case: Case) -> list[str]:
