@@ -178,7 +178,7 @@ def alone(loop: Loop) -> Parts:
     return train(Parts(loop))
 
 
-def attached(loop: Loop, out: Path, hooks: Sequence[Any], *, evaluates: bool = False, **options: Any) -> Parts:
+def attached(loop: Loop, out: Path, hooks: Sequence[Any], /, *, evaluates: bool = False, **options: Any) -> Parts:
     """Return the same of the loop with hooks."""
     parts = Parts(loop)
     for hook in hooks:

@@ -12,7 +12,7 @@ from tests.framework.integrations.own_loops import QUIET, Loop, Parts, alone, as
 pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
 
 
-def record(out: Path, loop: Loop, **options: Any) -> list[str]:
+def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:
     attached(loop, out, ["observers"], **options)
     return (out / f"{out.name}.jsonl").read_text().splitlines()
 
@@ -22,7 +22,7 @@ def record(out: Path, loop: Loop, **options: Any) -> list[str]:
 def test_hooks_report_the_same_as_in_a_loop_whose_owner_divides_the_losses(tmp_path, accumulate, counts):
     theirs = record(tmp_path / "a" / "run", Loop(accelerate=True, accumulate=accumulate), loop=counts)
     bare = record(tmp_path / "b" / "run", Loop(accumulate=accumulate, divides=True), loop=counts)
-    assert len(bare) > 2
+    assert len(bare) >= 2
     assert theirs == bare
 
 
