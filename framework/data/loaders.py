@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from ..errors import UnfitError, UsageError
 from ..state import RandomStreams
-from .batch_indices import indices_of_epoch, on_streams, samplers_of
+from .batch_indices import EpochSampler, indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
@@ -217,7 +217,7 @@ PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_cont
 
 
 def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """Return a shallow copy of a DataLoader and of torch's samplers in it, without the generators given to them."""
+    """Return a shallow copy of a DataLoader and of the samplers that it tells what to draw, without generators."""
 
     def own(sampler: Any) -> Any:
         if isinstance(sampler, BatchSampler):
@@ -226,6 +226,8 @@ def without_generators(dataloader: "DataLoader[Any]") -> "DataLoader[Any]":
         elif isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
             sampler = copy(sampler)
             sampler.generator = None
+        elif isinstance(sampler, EpochSampler):  # which is told epochs that its owner has not reached
+            sampler = copy(sampler)
         return sampler
 
     found = copy(dataloader)

@@ -1,6 +1,5 @@
 """The hooks of a run: which are on, where they listen, how they are called, what follows if one raises, their life."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
@@ -9,16 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from ..errors import (
-    LoopscopeError,
-    RunNotice,
-    StateMutationError,
-    UnsuitableError,
-    UsageError,
-    require,
-    shortened,
-    with_lines,
-)
+from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, require, shortened, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -263,16 +253,18 @@ class HookSet:
         self.listeners = Listeners(self._hooks, self.loop)  # a hook may fit its schedule to the run it starts
 
     def keep_to(self, points: Set[HookPoint], reason: str) -> None:
-        """Leave out what acts, or fires elsewhere than at these; :class:`UsageError` where nothing is left."""
+        """Leave out what acts, or fires elsewhere than at these, before the start.
+
+        Raises :class:`UsageError` for a hook that was asked for by name, and where nothing is left.
+        """
         for hook in list(self._hooks):
             acts = isinstance(hook, InterventionHook) and (hook.mutates or bool(hook.commits))
             others = {listener.point for listener in self.listeners.of(hook)} - points
             if acts or others:
                 where = "it acts" if acts else f"it fires at {', '.join(point.name for point in sorted(others))}"
-                self.failures.left_out[hook.name] = sentence = (
-                    f"Hook {hook.name!r} is left out, since {where}: {reason}"
-                )
-                warnings.warn(sentence, RunNotice, stacklevel=2)
+                sentence = f"Hook {hook.name!r} cannot be served, since {where}: {reason}"
+                require(hook.name not in self.failures.required, sentence)
+                self.failures.left_out[hook.name] = sentence
                 self._drop(hook)
         require(bool(self._hooks), f"No hook is left that can be served: {reason}")
 

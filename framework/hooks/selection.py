@@ -277,7 +277,9 @@ def refuse_idle_options(given: OptionsByHook, active: Collection[str]) -> None:
     for name in given:
         if name not in active:
             HookRegistry.get(name)
-            raise UsageError(f"Options are given for hook {name!r}, which is not on; add --hooks {name}.")
+            raise UsageError(
+                f"Options are given for hook {name!r}, which is not on; add --hooks {name} (attach: hooks=[{name!r}])."
+            )
 
 
 def _configured(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -147,6 +148,9 @@ def _to_a_loop(
         raise UsageError(
             f"The optimizer is a {type(optimizer).__name__}; attach(model, optimizer) takes one of torch's."
         )
+    for name, given, kind in (("scaler", scaler, GradScaler), ("scheduler", scheduler, object)):
+        fits = given is None or (isinstance(given, kind) and not isinstance(given, Optimizer))
+        require(fits, f"The {name} is a {type(given).__name__}; give the loop's own {name}, or leave {name}= out.")
     if takes_closure(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} evaluates the loss within its step, where hooks cannot follow a loop of your "

@@ -23,7 +23,7 @@ from ..data import Batch
 from ..durable_files import plain_json
 from ..errors import RunNotice, UnsuitableError, UsageError, require
 from ..firing import Driver, HookManager, unmet
-from ..hooks import ENDLESS, RunInfo, treatments
+from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, summary_of, versions
@@ -204,14 +204,13 @@ class AttachedRun:
     def after_step(self) -> None:
         """Do what is due between two steps; raises what a hook raised in the one that is over."""
         driver, choices = self.driver, self.choices
-        step = driver.loop.step
+        step, in_steps = driver.loop.step, choices.loop == "step"
         self._progress.step(driver.loop)
-        if step % choices.log_every == 0:
-            if choices.loop == "step":
-                driver.end_interval()
-            else:
-                self.manager.dispatch.flush_steps(driver.loop.epoch)
-        if choices.loop == "step" and step % choices.due_every == 0:
+        if in_steps and (step % choices.log_every == 0 or step == choices.length):
+            driver.end_interval()
+        elif step % choices.log_every == 0:
+            self.manager.dispatch.flush_steps(driver.loop.epoch)
+        if in_steps and choices.is_due(step):
             driver.snapshot()
         self.manager.hooks.failures.raise_pending()
 
@@ -225,10 +224,15 @@ class AttachedRun:
             driver.evaluated(numbers)
         self._progress.evaluated(loop)
         driver.end_epoch()
-        if self.choices.loop == "epoch" and (loop.epoch + 1) % self.choices.due_every == 0:
+        if self.choices.loop == "epoch" and self.choices.is_due(loop.epoch + 1):
             driver.snapshot()
         loop.epoch += 1
         self.manager.hooks.failures.raise_pending()
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether a hook changes the gradients that the loop goes on with."""
+        return any(StatePart.GRADIENTS.value in parts for parts in self.treatments.values())
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Batch, Loader, TorchLoader
-from ..errors import LoopscopeError, require, unknown
+from ..errors import LoopscopeError, UsageError, require, unknown
 from ..hooks import (
     ENDLESS,
     KEYWORDS,
@@ -88,6 +88,10 @@ class Choices:
         """How often SNAPSHOT fires: in epochs of the epoch loop, in steps of the step loop."""
         return self.snapshot_every or (1 if self.loop == "epoch" else 1_000)
 
+    def is_due(self, count: int) -> bool:
+        """Return whether SNAPSHOT fires after so many epochs, or steps: always at the end, if that is known."""
+        return count % self.due_every == 0 or count == self.length
+
     def lacks(self, **more: str) -> dict[str, str]:
         """Return what these choices leave a loop without, with what to do about it."""
         given = {"needs_loss": self.loss, "needs_loader": self.loader, "needs_evaluation": self.evaluate}
@@ -98,7 +102,12 @@ class Choices:
         named = [item for item in self.hooks if isinstance(item, str)]
         own = [item for item in self.hooks if not isinstance(item, (str, TrainingHook))]
         made = [item for item in self.hooks if isinstance(item, TrainingHook)]
+        given = [hook.name for hook in made]
         made += [item.hook for item in build_hooks(own, self.hook_options, {}, [])]
+        if twice := [hook.name for hook in made if hook.name in named]:
+            raise UsageError(f"Hook {twice[0]!r} is given by name, and as a class or an object; leave one of them out.")
+        if idle := [name for name in given if name in self.hook_options]:
+            raise UsageError(f"Options are given for hook {idle[0]!r}, which is an object; give them as it is made.")
         keeping = any(sink.keeps for sink in self.made_sinks())
         names = select_hooks(self.with_hooks, named, hook_groups(), "attach")
         names = names or (always_on() if made or keeping else [])

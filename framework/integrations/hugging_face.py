@@ -141,7 +141,7 @@ class TrainerEvents(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Let the epoch end as the next one begins: its evaluation comes yet."""
-        self._own.pass_over()
+        self._own.pass_over(self._steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **parts: Any) -> None:
         """End the last epoch with the last numbers of the training, before the best weights may be loaded."""

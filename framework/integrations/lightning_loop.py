@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import ceil, isfinite
 from operator import attrgetter
 from typing import Any, cast
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
-from ..hooks import StatePart
 from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
@@ -210,8 +209,8 @@ class LightningLoop(Transient):
 
     def _unscaled(self) -> AbstractContextManager[bool]:
         task = self._run.driver.task
-        keeps = any(StatePart.GRADIENTS.value in parts for parts in self._run.treatments.values())
-        return unscaled(task.optimizer, scale_of(task.scaler, task.optimizer), keeps=keeps)
+        scale = scale_of(task.scaler, task.optimizer)
+        return nullcontext(False) if scale is None else unscaled(task.optimizer, scale, keeps=self._run.keeps_gradients)
 
     # Passes
 

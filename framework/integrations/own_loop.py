@@ -1,8 +1,8 @@
 """A loop of the user's own, as its calls tell of it: which step is open, how far it has come, where an epoch ends."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..data import Batch, MicroBatches
-from ..errors import RunNotice, UsageError, require
-from ..hooks import HookPoint, StatePart
+from ..errors import RunNotice, UsageError, listed, require
+from ..hooks import HookPoint
 from ..state import Transient
 from .attached_run import AttachedRun
 from .unscaling import scale_of, unscaled
@@ -27,8 +27,24 @@ class Accelerates(Protocol):
     sync_gradients: bool
     gradient_accumulation_steps: int
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Divide the loss by the micro-batches of a step, scale it, and add its gradients."""
+
+
+class Firing:
+    """On while hooks are called: a call of the optimizer is then theirs, and not one of the loop."""
+
+    # entered several times a step, where a context manager made of a generator would show
+    is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *error: object) -> None:
+        self.is_on = False
+
+
+AS_THEY_ARE = nullcontext(False)
 
 
 class OwnLoop(Transient):
@@ -50,7 +66,8 @@ class OwnLoop(Transient):
         self._index = 0
         self._is_open = self._is_complete = self._is_updating = False  # what of a step was had
         self._is_in_epoch = self._is_passed = False  # and what of an epoch
-        self._is_untold = self._is_firing = self._waits_between = False
+        self._is_untold = self._waits_between = False
+        self._firing = Firing()
         self._told: set[str] = set()
         self._handles = [
             self._optimizer.register_step_pre_hook(self._before_update),
@@ -65,31 +82,43 @@ class OwnLoop(Transient):
         ``others`` are the further ones of the step, where they are known before it.
         """
         run = self._run
-        if not run.is_started:
-            run.start(batch, steps, self.close)
-            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
-            self._is_passed |= self._is_in_epoch and steps is not None and self._index >= steps
+        self._start(batch, steps)
         if self._is_complete:
-            self._tell("skipped", "No optimizer.step() came after a backward pass: its step counts as skipped.")
+            self._tell(
+                "skipped",
+                "No optimizer.step() came after a backward pass, and its step counts as skipped; if several make up a "
+                "step, attach(..., accumulate=N) says how many.",
+            )
             self._end_step(skipped=True)
         if self._is_passed:
             self.end_epoch({})
         self.settle()
         if not self._is_in_epoch:
             self._is_in_epoch, self._index = True, 0
-            with self._firing():
-                self._driver.begin_epoch(takes_snapshot=True)
+            if run.manager.counts_epochs:  # else sums go on from one to the next
+                with self._firing:
+                    self._driver.begin_epoch(takes_snapshot=True)
         del self._parts[len(self._losses) :]  # the loop has dropped it, before its backward pass
         self._parts += [batch, *others]
         if self._is_open:
             self._driver.loop.batch = self._batch
             return
         self._is_open = True
-        with self._firing():
+        with self._firing:
             self._driver.begin_step(self._batch, self._index)
 
-    def pass_over(self) -> None:
+    def _start(self, batch: Batch | None, steps: int | None) -> None:
+        run = self._run
+        if not run.is_started:
+            run.start(batch, steps, self.close)
+            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
+            # the state of a loop may have been taken after the last step of an epoch, and within its body
+            self._is_passed = self._is_passed or (self._is_in_epoch and self._index == steps)
+
+    def pass_over(self, steps: int | None) -> None:
         """Note that the data of an epoch were all had; it ends as the next begins, or as the loop says so."""
+        if self._run.place:  # of an epoch in which nothing was left
+            self._start(None, steps)
         self._is_passed = self._is_in_epoch
 
     def first(self) -> tuple[int, int]:
@@ -105,7 +134,7 @@ class OwnLoop(Transient):
     def _batch(self) -> Batch:
         return self._parts if self._accumulate > 1 else self._parts[0]
 
-    def backward(self, loss: Any, *, last: bool) -> None:
+    def backward(self, loss: Any, *, last: bool, retain_graph: bool) -> None:
         """Run backward; with the last micro-batch of a step its gradients are complete."""
         _check_loss(loss)
         require(bool(self._parts), f"scope.backward(loss) came without a batch: {TELL}.")
@@ -116,9 +145,10 @@ class OwnLoop(Transient):
         )
         try:
             if self._accelerator is None:
-                self._driver.task.backward(loss)
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward(retain_graph=retain_graph)
             else:
-                self._accelerator.backward(loss)
+                self._accelerator.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error) and (acting := self._run.manager.hooks.acting):
                 raise UsageError(
@@ -144,25 +174,30 @@ class OwnLoop(Transient):
         """Do what waits for the end of a step: between two steps schedulers have stepped, too."""
         if self._waits_between:
             self._waits_between = False
-            with self._firing():
+            with self._firing:
                 self._run.after_step()
 
-    def end_epoch(self, numbers: Mapping[str, float]) -> None:
-        """End the epoch, unless none is under way."""
+    def _finish_step(self) -> None:
+        """End the step that is open, which no update has ended."""
         if self._is_complete:
             self._end_step(skipped=True)
         if self._parts:  # it is dropped with the epoch
             self._parts, self._losses, self._is_open = MicroBatches(), [], False
             self._driver.loop.step -= 1
         self.settle()
+
+    def end_epoch(self, numbers: Mapping[str, float]) -> None:
+        """End the epoch, unless none is under way."""
+        self._finish_step()
         if self._is_in_epoch:
             self._is_in_epoch = self._is_passed = False
-            with self._firing():
+            with self._firing:
                 self._run.after_epoch(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, between two steps."""
         require(not self._parts, "scope.state_dict() came within a step; call it after optimizer.step().")
+        require(self._run.is_started, "scope.state_dict() came before the first step, where there is no state to keep.")
         self.settle()
         self._run.place = {"loop": (self._is_in_epoch, self._is_passed, self._index)}
         return self._run.state_dict()
@@ -173,7 +208,9 @@ class OwnLoop(Transient):
             handle.remove()
         try:
             if status == "completed" and self._run.is_started:
-                self.end_epoch({})
+                self._finish_step()
+                if self._run.manager.counts_epochs:  # a pass that is broken off counts for no epoch of the step loop
+                    self.end_epoch({})
         except BaseException as raised:
             status, error = "failed", raised
             raise
@@ -185,7 +222,7 @@ class OwnLoop(Transient):
     def _gradients_complete(self) -> None:
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        with self._firing(), self._unscaled() as skipped:
+        with self._firing, self._unscaled() as skipped:
             self._driver.after_backward(loss, skipped=skipped)
         self._is_complete = True
         if skipped:
@@ -193,7 +230,7 @@ class OwnLoop(Transient):
 
     def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         skipping = vars(optimizer).get("found_inf")  # an optimizer that unscales by itself is called to skip, too
-        if self._is_firing or (skipping is not None and bool(skipping)):
+        if self._firing.is_on or (skipping is not None and bool(skipping)):
             return
         if any(value is not None for value in (*inputs[1:], options.get("closure"))):
             raise UsageError(
@@ -213,15 +250,15 @@ class OwnLoop(Transient):
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
             fused = vars(optimizer).get("grad_scale") is not None
-            with self._firing(), self._unscaled(if_scaled=fused):
+            with self._firing, self._unscaled(if_scaled=fused):
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._is_updating and not self._is_firing:
+        if self._is_updating and not self._firing.is_on:
             self._end_step(skipped=False)
 
     def _end_step(self, *, skipped: bool) -> None:
-        with self._firing():
+        with self._firing:
             self._driver.after_update(skipped=skipped)
         self._parts, self._losses = MicroBatches(), []
         self._is_open = self._is_complete = self._is_updating = False
@@ -232,31 +269,28 @@ class OwnLoop(Transient):
         """Take a step of a loop that says nothing of it."""
         run = self._run
         if not run.is_started:
-            self._is_untold = True
+            hooks = run.manager.hooks
+            hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
+            left = listed([*hooks.failures.left_out]) or "none"
             run.start(None, None, self.close)
-            with self._firing():
-                run.manager.hooks.keep_to(UNTOLD, f"this loop tells of nothing but its updates; {TELL}.")
-            self._tell("untold", f"This loop tells of nothing but its updates, so hooks see no more; {TELL}.")
+            self._is_untold = True
+            sentence = (
+                f"This loop tells of nothing but its updates, so hooks see no more, and are left out: {left}; {TELL}."
+            )
+            self._tell("untold", sentence)
         if self._is_untold:
             self.settle()
             self._driver.loop.step += 1
         else:
-            self._tell("unseen", f"optimizer.step() came without a batch before it, and was not seen by hooks; {TELL}.")
-
-    @contextmanager
-    def _firing(self) -> Iterator[None]:
-        """Take no call of the optimizer in the body for one of the loop: hooks may take steps."""
-        self._is_firing = True
-        try:
-            yield
-        finally:
-            self._is_firing = False
+            what = "a scope.backward(loss)" if self._parts else "a batch"
+            self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
 
     def _unscaled(self, *, if_scaled: bool = True) -> AbstractContextManager[bool]:
         """Show unscaled gradients to hooks for the body, which is told whether one is not finite."""
         scale = scale_of(self._scaler, self._optimizer) if if_scaled else None
-        keeps = any(StatePart.GRADIENTS.value in parts for parts in self._run.treatments.values())
-        return unscaled(self._optimizer, scale, keeps=keeps)
+        if scale is None:
+            return AS_THEY_ARE
+        return unscaled(self._optimizer, scale, keeps=self._run.keeps_gradients)
 
     def _tell(self, kind: str, sentence: str) -> None:
         if kind not in self._told:

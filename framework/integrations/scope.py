@@ -81,7 +81,7 @@ class Scope(AttachedScope):
         of the epoch that has come, and goes on within it where the loop is resumed. The epoch ends as
         :meth:`epoch_end` says so, or as the next one begins.
         """
-        require(not self._run.is_over, "This scope is closed; attach a new one for more training.")
+        self._require_open()
         if self._run.is_started:
             self._loop.end_epoch({})
         steps = steps_in(loader, self._accumulate)
@@ -90,16 +90,17 @@ class Scope(AttachedScope):
         for batch in loader:
             self._loop.micro_batch(batch, steps)
             yield batch
-        self._loop.pass_over()
+        self._loop.pass_over(steps)
 
-    def backward(self, loss: Tensor, *, last: bool = False) -> None:
+    def backward(self, loss: Tensor, *, last: bool = False, retain_graph: bool = False) -> None:
         """Run ``loss.backward()`` (scaled where there is a scaler, through the Accelerator where there is one).
 
         Nothing is divided: the losses of the micro-batches of a step add up, as their gradients do. With ``last`` the
-        step is complete though it has fewer micro-batches than ``accumulate``. Raises :class:`UsageError` for what is
-        no loss.
+        step is complete though it has fewer micro-batches than ``accumulate``; ``retain_graph`` is that of torch.
+        Raises :class:`UsageError` for what is no loss.
         """
-        self._loop.backward(loss, last=last)
+        self._require_open()
+        self._loop.backward(loss, last=last, retain_graph=retain_graph)
 
     def evaluate(self, function: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
         """Return what ``function`` returns, called so that it cannot change the training.
@@ -107,6 +108,7 @@ class Scope(AttachedScope):
         It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
         back. Named numbers that it returns are shown to hooks as the newest evaluation.
         """
+        self._require_open()
         run = self._run
         model = run.manager.task.model
 
@@ -121,7 +123,9 @@ class Scope(AttachedScope):
 
     def epoch_end(self, **metrics: float) -> None:
         """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
-        numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        self._require_open()
+        single = {name: value for name, value in metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
+        numbers = metrics | {name: value.item() for name, value in single.items()}
         for name, value in numbers.items():
             if not isinstance(value, (int, float)):
                 raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch are numbers.")
@@ -138,6 +142,9 @@ class Scope(AttachedScope):
     def close(self, status: str = "completed", error: BaseException | None = None) -> None:
         """End the run: deliver all metrics and write the summary; called again it does nothing."""
         self._loop.close(status, error)
+
+    def _require_open(self) -> None:
+        require(not self._run.is_over, "This scope is closed; attach a new one for more training.")
 
     def __enter__(self) -> Self:
         """Close the scope after the body."""

@@ -19,14 +19,11 @@ def scale_of(scaler: GradScaler | None, optimizer: Optimizer) -> Tensor | None:
 
 
 @contextmanager
-def unscaled(optimizer: Optimizer, scale: Tensor | None, *, keeps: bool) -> Iterator[bool]:
+def unscaled(optimizer: Optimizer, scale: Tensor, *, keeps: bool) -> Iterator[bool]:
     """Put unscaled copies in the place of scaled gradients for the body; yield whether one is not finite.
 
     What a hook commits to the gradients is scaled and kept where ``keeps``, anything else of the copies is dropped.
     """
-    if scale is None:
-        yield False
-        return
     scaled = [
         (each, each.grad) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
     ]

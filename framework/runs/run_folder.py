@@ -64,7 +64,7 @@ class RunFolder:
             if not allowed and any(path.exists() for path in self._left_by_a_run()):
                 raise UsageError(
                     f"{self.path} already holds {self._earlier_run()}, which is left as it is; choose another "
-                    "--output-dir, or write over it with --overwrite."
+                    "--output-dir, or write over it with --overwrite (attach: out=, overwrite=True)."
                 )
             self._found.update(self._lying())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())

@@ -160,6 +160,22 @@ def test_a_dataloader_becomes_a_function_of_seed_and_epoch(make):
     assert drawn(loader, 1, start=1) == second[1:]
 
 
+def parts_of(loader: DataLoader) -> list:
+    return [loader.sampler, loader.batch_sampler, loader.generator, getattr(loader.sampler, "generator", None)]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_dataloader_stays_its_owners_as_it_was(make):
+    untouched, taken = make(), make()
+    parts, loader = parts_of(taken), TorchLoader(taken, 3)
+    loader.drawn(4), drawn(loader, 1, start=1), drawn(loader, 2)
+    assert all(one is other for one, other in zip(parts, parts_of(taken), strict=True))
+    for owned in (untouched, taken):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        owned.seen = [batch.tolist() for epoch in range(2) for batch in owned]
+    assert taken.seen == untouched.seen
+
+
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_a_dataloader_leaves_the_runs_streams_alone_at_every_batch(make):
     np.random.standard_normal()  # leaves a cached Gaussian behind, which is part of the state

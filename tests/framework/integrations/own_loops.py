@@ -1,0 +1,228 @@
+"""Loops as people write them, bare and of Accelerate's, with and without a scope; and what they come to."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import loopscope
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from loopscope.integrations import Scope
+from loopscope.state import seed_everything
+from loopscope.state.digest import digest
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support import MODELS, OPTIMIZERS, ActingHook, SpyHook, at, data_for, drawing_evaluation, mean_loss
+
+QUIET = {"display": "none", "overwrite": True}
+Digests = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group."""
+
+    accelerate: bool = False
+    accumulate: int = 1
+    clips: float = 0.0
+    amp: str = "none"
+    scheduler: str = "step"
+    optimizer: str = "adamw_foreach"
+    model: str = "batchnorm_mlp"
+    scale: float = 0.0
+    """What the losses are scaled by at first; 0: there is no scaler."""
+    unscales: bool = True
+    """Whether the owner unscales the gradients before clipping them."""
+    divides: bool = False
+    """Whether the owner divides the losses by the micro-batches of a step, as Accelerate does by itself."""
+    epochs: int = 2
+
+    def __str__(self) -> str:
+        changed = {name: value for name, value in vars(self).items() if value != vars(Loop())[name]}
+        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
+
+
+class Parts:
+    """What a loop is made of, the same bytes at every call."""
+
+    def __init__(self, loop: Loop) -> None:
+        seed_everything(3)
+        self.loop = loop
+        self.digests: list[Digests] = []
+        """What there was after every update."""
+        self.skipped: list[int] = []
+        """The updates that the scaler has skipped."""
+        self.passes = 0
+        self.model = MODELS[loop.model]()
+        self.optimizer: Any = OPTIMIZERS[loop.optimizer](self.model.parameters())
+        self.scheduler: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.generator = torch.Generator().manual_seed(8)
+        data = data_for(loop.model)
+        self.evaluate = drawing_evaluation(data)
+        self.loader: Any = DataLoader(TensorDataset(*data), 7, shuffle=True, generator=self.generator)
+        self.scaler = GradScaler("cpu", init_scale=loop.scale) if loop.scale else None
+        self.accelerator = self.accelerated() if loop.accelerate else None
+        self.trained, self.raw = self.model, self.optimizer
+        if self.accelerator is not None:
+            of_theirs = (self.trained, self.optimizer, self.loader, self.scheduler)
+            self.trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(*of_theirs)
+
+    def accelerated(self) -> Accelerator:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        precision = {"none": "no"}.get(self.loop.amp, self.loop.amp)
+        return Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=self.loop.accumulate)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.loop.amp, torch.bfloat16)
+        with torch.autocast("cpu", dtype, enabled=self.loop.amp != "none" and not self.loop.accelerate):
+            return mean_loss(model, batch) / (self.loop.accumulate if self.loop.divides else 1)
+
+    def attach(self, out: Path, hooks: Sequence[Any], **options: Any) -> Scope:
+        if self.accelerator is not None:
+            options["accelerator"] = self.accelerator
+        else:
+            options |= {"accumulate": self.loop.accumulate, "scaler": self.scaler}
+        given = {"scheduler": self.scheduler, "loss": self.loss} | QUIET | options
+        return loopscope.attach(self.trained, self.optimizer, hooks=list(hooks), out=out, **given)
+
+    def digest(self) -> Digests:
+        """Digest all that the rest of a run depends on, the generators' positions among it."""
+        numpy = np.random.get_state()
+        held = {
+            "buffers": dict(self.model.named_buffers()),
+            "gradients": {name: each.grad for name, each in self.model.named_parameters()},
+            "modes": [module.training for module in self.model.modules()],
+            "optimizer": self.raw.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "generators": [torch.get_rng_state(), random.getstate(), numpy[1].tolist(), numpy[2:]],
+            "order": self.generator.get_state(),
+        }
+        weights = {name: digest(each) for name, each in self.model.named_parameters()}
+        return weights | {name: digest([value]) for name, value in held.items()}
+
+
+def train(parts: Parts, scope: Scope | None = None, *, evaluates: bool = False) -> Parts:
+    """Train, and digest what there is after every update; without a scope it is the owner's loop as it was."""
+    for _ in range(parts.loop.epochs):
+        for index, batch in enumerate(parts.loader if scope is None else scope.batches(parts.loader), start=1):
+            last = index == len(parts.loader)
+            with micro_step(parts) as complete:
+                run_backward(parts, parts.loss(parts.trained, batch), scope, last)
+                if not (complete() or last):
+                    continue
+                update(parts)
+            parts.digests.append(parts.digest())
+            parts.optimizer.zero_grad()
+            if evaluates and scope is not None and len(parts.digests) % 2 == 0:
+                scope.evaluate(parts.evaluate, parts.model)
+        if parts.loop.scheduler == "epoch":
+            parts.scheduler.step()
+        if scope is not None:
+            scope.epoch_end()
+    return parts
+
+
+@contextmanager
+def micro_step(parts: Parts) -> Iterator[Callable[[], bool]]:
+    """Enter what Accelerate counts micro-batches by; give the question whether a step is complete."""
+    parts.passes += 1
+    if parts.accelerator is None:
+        yield lambda: parts.passes == parts.loop.accumulate
+    else:
+        with parts.accelerator.accumulate(parts.trained):
+            yield lambda: parts.accelerator.sync_gradients
+
+
+def run_backward(parts: Parts, loss: Tensor, scope: Scope | None, last: bool) -> None:
+    if scope is not None:
+        scope.backward(loss, last=last)
+    elif parts.accelerator is not None:
+        parts.accelerator.backward(loss)
+    else:
+        (loss if parts.scaler is None else parts.scaler.scale(loss)).backward()
+
+
+def update(parts: Parts) -> None:
+    """Clip, step and schedule as the owner does."""
+    loop, scaler, weights = parts.loop, parts.scaler, list(parts.model.parameters())
+    if loop.accelerate and loop.clips:
+        parts.accelerator.clip_grad_norm_(weights, loop.clips)
+    elif loop.clips:
+        if scaler is not None and loop.unscales:
+            scaler.unscale_(parts.optimizer)
+        nn.utils.clip_grad_norm_(weights, loop.clips)
+    if scaler is None:
+        parts.optimizer.step()
+    else:
+        scale = scaler.get_scale()
+        scaler.step(parts.optimizer)
+        scaler.update()
+        parts.skipped += [len(parts.digests) + 1] if scaler.get_scale() < scale else []
+    parts.passes = 0
+    if loop.scheduler == "step" and len(parts.digests) + 1 not in parts.skipped:
+        parts.scheduler.step()
+
+
+@cache
+def alone(loop: Loop) -> Parts:
+    """Return what the owner's loop comes to without us."""
+    return train(Parts(loop))
+
+
+def attached(loop: Loop, out: Path, hooks: Sequence[Any], /, *, evaluates: bool = False, **options: Any) -> Parts:
+    """Return the same of the loop with hooks."""
+    parts = Parts(loop)
+    for hook in hooks:
+        if isinstance(hook, Vandal):
+            hook.parts = parts
+    with parts.attach(out, hooks, **options) as scope:
+        return train(parts, scope, evaluates=evaluates)
+
+
+def assert_equal(bare: Parts, found: Parts) -> None:
+    """Fail with the names of what differs, at the first update after which something does."""
+    assert bare.digests
+    assert len(bare.digests) == len(found.digests)
+    for step, (one, other) in enumerate(zip(bare.digests, found.digests, strict=True), start=1):
+        differing = [name for name in one if one[name] != other[name]]
+        assert not differing, f"{differing} after step {step}"
+
+
+class Vandal(ActingHook):
+    """Trains on, draws and zeroes weights, wherever it is let."""
+
+    name = "vandal"
+    parts: Parts
+
+    def __init__(self) -> None:
+        super().__init__(self.spoil)
+        self.acts = 0
+
+    def spoil(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
+        parts, self.acts = self.parts, self.acts + 1
+        torch.rand(5), random.random(), np.random.rand(2)
+        batch = data_for(parts.loop.model)
+        with torch.enable_grad():
+            parts.loss(parts.trained, batch).backward()
+        parts.raw.step()
+        with torch.no_grad():
+            for weight in parts.model.parameters():
+                weight.zero_()
+        return {"acts": self.acts}
+
+
+def spy(probe: Callable[[Any], Any], *points: Any) -> SpyHook:
+    return at(SpyHook, *points)(probe)
+
+
+def changed(loop: Loop, **fields: Any) -> Loop:
+    return replace(loop, **fields)

@@ -1,0 +1,49 @@
+"""Loops of Accelerate's: what is attached to them knows of the Accelerator's micro-batches and of what it wraps."""
+
+from pathlib import Path
+from typing import Any
+
+import loopscope
+import pytest
+from loopscope.errors import UsageError
+
+from tests.framework.integrations.own_loops import QUIET, Loop, Parts, alone, assert_equal, attached, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+
+
+def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:
+    attached(loop, out, ["observers"], **options)
+    return (out / f"{out.name}.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("counts", ["epoch", "step"])
+def test_hooks_report_the_same_as_in_a_loop_whose_owner_divides_the_losses(tmp_path, accumulate, counts):
+    theirs = record(tmp_path / "a" / "run", Loop(accelerate=True, accumulate=accumulate), loop=counts)
+    bare = record(tmp_path / "b" / "run", Loop(accumulate=accumulate, divides=True), loop=counts)
+    assert len(bare) >= 2
+    assert theirs == bare
+
+
+def test_a_shorter_last_group_is_a_step(tmp_path):
+    parts = Parts(Loop(accelerate=True, accumulate=2))
+    with parts.attach(tmp_path, ["training_metrics"], loop="step") as scope:
+        train(parts, scope)
+        assert "epoch 2, step 4" in str(scope.__rich__().title)
+
+
+def test_what_was_prepared_may_be_given_as_it_was_before(tmp_path):
+    loop = Loop(accelerate=True, accumulate=2, clips=0.1)
+    bare, parts = alone(loop), Parts(loop)
+    given = {"scheduler": parts.scheduler.scheduler, "accelerator": parts.accelerator, "out": tmp_path} | QUIET
+    with loopscope.attach(parts.model, parts.raw, hooks=["norms"], **given) as scope:
+        train(parts, scope)
+    assert_equal(bare, parts)
+
+
+@pytest.mark.parametrize("option", [{"accumulate": 2}, {"scaler": 1}], ids=["accumulate", "scaler"])
+def test_what_the_accelerator_knows_is_not_to_be_given(tmp_path, option):
+    parts = Parts(Loop(accelerate=True, accumulate=2))
+    with pytest.raises(UsageError, match="An Accelerator has its scaler and counts micro-batches by itself"):
+        parts.attach(tmp_path, ["norms"], **option)

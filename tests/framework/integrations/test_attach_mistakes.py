@@ -1,0 +1,310 @@
+"""What goes wrong when hooks are attached is told in a sentence, with what to do; and loops that tell nothing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import loopscope
+import pytest
+import torch
+from loopscope.errors import UsageError
+from loopscope.hooks import HookPoint, HookRegistry
+from loopscope.integrations import Scope
+from torch import nn
+
+from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, spy, train
+from tests.support import ActingHook, at, data_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+noted = pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+UPDATES = (HookPoint.PRE_UPDATE, HookPoint.POST_STEP)
+
+
+def norms() -> Any:
+    return HookRegistry.get("norms")()
+
+
+def told(capsys: Any) -> str:
+    """Return what was shown, as one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+# What cannot be attached
+
+
+REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
+    "a text for hooks": (lambda parts: {"hooks": "norms"}, "it is a list: hooks=\\['norms'\\]"),
+    "an unknown hook": (lambda parts: {"hooks": ["norm"]}, "Did you mean 'norms'"),
+    "a hook twice": (lambda parts: {"hooks": ["norms", norms()]}, "'norms' is given by name, and as .* leave one"),
+    "two objects": (lambda parts: {"hooks": [norms(), norms()]}, "Two hooks are named 'norms'"),
+    "idle options": (lambda parts: {"hook_options": {"hessian": {}}}, "not on; add .*hooks=\\['hessian'\\]"),
+    "late options": (lambda parts: {"hooks": [norms()], "hook_options": {"norms": {}}}, "give them as it is made"),
+    "an unknown option": (lambda parts: {"hook_options": {"norms": {"x": 1}}}, "Unknown option of hook 'norms': 'x'"),
+    "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
+    "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
+    "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes one of torch's"),
+    "another model": (lambda parts: {"target": nn.Linear(2, 2)}, "trains no parameter of the model .*; give the model"),
+    "no model": (lambda parts: {"target": parts.optimizer}, "it takes a model and its optimizer"),
+    "a scheduler as scaler": (lambda parts: {"scaler": parts.scheduler}, "The scaler is a StepLR; give the loop's own"),
+    "an optimizer as scheduler": (lambda parts: {"scheduler": parts.optimizer}, "The scheduler is a AdamW; give"),
+    "a closure's optimizer": (lambda parts: {"optimizer": torch.optim.LBFGS(parts.model.parameters())}, "no closure"),
+    "a hook that needs more": (lambda parts: {"hooks": ["hessian"], "loss": None}, "'hessian' .*; give loss=function"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_cannot_be_attached_is_refused_at_once(tmp_path, mistake):
+    parts = Parts(Loop())
+    change, sentence = REFUSED[mistake]
+    given = {"target": parts.model, "optimizer": parts.optimizer, "hooks": ["norms"]} | change(parts)
+    target, optimizer = given.pop("target"), given.pop("optimizer")
+    with pytest.raises(UsageError, match=sentence):
+        loopscope.attach(target, optimizer, out=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_for_one_optimizer_waits_for_the_end_of_the_first(tmp_path):
+    parts = Parts(Loop())
+    with parts.attach(tmp_path / "a", ["norms"]), pytest.raises(UsageError, match=r"close it first: scope\.close\(\)"):
+        parts.attach(tmp_path / "b", ["norms"])
+    parts.attach(tmp_path / "b", ["norms"]).close()
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
+    attached(Loop(), tmp_path, ["norms"])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=r"already holds a finished run.*out=, overwrite=True"):
+        attached(Loop(), tmp_path, ["norms"], overwrite=False)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# What a loop says wrongly
+
+
+def batch_of(parts: Parts, scope: Scope) -> Any:
+    return next(scope.batches(parts.loader))
+
+
+LOSSES = {
+    "a tuple": (lambda loss: (loss, 1), "tuple of 2; .* perhaps its first"),
+    "detached": (lambda loss: loss.detach(), "no graph to differentiate; .* do not detach"),
+    "a float": (lambda loss: loss.item(), "a float, not a tensor"),
+    "many": (lambda loss: loss + torch.zeros(3), "shape \\(3,\\); .*loss.mean()"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_no_loss_is_refused_before_its_backward_pass(tmp_path, loss):
+    parts = Parts(Loop())
+    make, sentence = LOSSES[loss]
+    with pytest.raises(UsageError, match=sentence), parts.attach(tmp_path, ["norms"]) as scope:
+        scope.backward(make(parts.loss(parts.model, batch_of(parts, scope))))
+
+
+CALLS: dict[str, tuple[Callable[[Parts, Scope], Any], str]] = {
+    "backward without batches": (lambda parts, scope: scope.backward(some_loss(parts)), "iterate over scope.batches"),
+    "two backward passes": (lambda parts, scope: [step(parts, scope, False), scope.backward(some_loss(parts))], "N"),
+    "a word for a number": (lambda parts, scope: scope.epoch_end(val_loss="a"), "val_loss is a str; .* numbers"),
+    "many numbers": (lambda parts, scope: scope.epoch_end(val_loss=torch.ones(2)), "val_loss is a Tensor"),
+    "a state within a step": (
+        lambda parts, scope: [batch_of(parts, scope), scope.state_dict()],
+        "after optimizer.step",
+    ),
+    "a state of nothing": (lambda parts, scope: scope.state_dict(), "before the first step"),
+    "a late state": (lambda parts, scope: [step(parts, scope), scope.load_state_dict({})], "right after attach"),
+    "no state": (lambda parts, scope: scope.load_state_dict({}), "not what scope.state_dict\\(\\) returned"),
+    "a closure": (lambda parts, scope: step(parts, scope, closure=lambda: some_loss(parts)), "without it"),
+    "batches once closed": (lambda parts, scope: [scope.close(), batch_of(parts, scope)], "closed; attach a new one"),
+    "backward once closed": (
+        lambda parts, scope: [scope.close(), scope.backward(some_loss(parts))],
+        "attach a new one",
+    ),
+    "an epoch once closed": (lambda parts, scope: [scope.close(), scope.epoch_end()], "attach a new one"),
+    "an evaluation once closed": (lambda parts, scope: [scope.close(), scope.evaluate(int)], "attach a new one"),
+}
+
+
+def some_loss(parts: Parts) -> torch.Tensor:
+    return parts.loss(parts.model, data_for(parts.loop.model))
+
+
+def step(parts: Parts, scope: Scope, updates: bool = True, closure: Any = None) -> None:
+    scope.backward(parts.loss(parts.model, batch_of(parts, scope)))
+    if updates:
+        parts.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("mistake", CALLS)
+def test_a_call_that_cannot_be_meant_is_refused(tmp_path, mistake):
+    parts = Parts(Loop())
+    call, sentence = CALLS[mistake]
+    with pytest.raises(UsageError, match=sentence), parts.attach(tmp_path, ["norms"]) as scope:
+        call(parts, scope)
+
+
+def loop_with(parts: Parts, scope: Scope, backward: Callable[[Any], None], updates: Callable[[int], int]) -> None:
+    for index, batch in enumerate(scope.batches(parts.loader), start=1):
+        backward(parts.loss(parts.model, batch))
+        for _ in range(updates(index)):
+            parts.optimizer.step()
+
+
+TOLD: dict[str, tuple[Any, Any, str]] = {
+    "loss.backward()": (lambda scope: torch.Tensor.backward, lambda i: 1, "came without a scope.backward"),
+    "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "attach(..., accumulate=N) says how many"),
+    "two updates": (lambda scope: scope.backward, lambda i: 2, "came without a batch before it"),
+}
+
+
+@noted
+@pytest.mark.parametrize("mistake", TOLD)
+def test_what_a_loop_does_not_say_is_noted(tmp_path, capsys, mistake):
+    parts = Parts(Loop())
+    backward, updates, sentence = TOLD[mistake]
+    with parts.attach(tmp_path, ["norms"], display="normal") as scope:
+        loop_with(parts, scope, backward(scope), updates)
+    assert sentence in told(capsys)
+
+
+@noted
+def test_a_group_of_fewer_micro_batches_is_noted(tmp_path, capsys):
+    parts = Parts(Loop(accumulate=4))
+    with parts.attach(tmp_path, ["norms"], display="normal") as scope:
+        loop_with(parts, scope, scope.backward, lambda index: index % 2)
+    assert "after 1 of 4 micro-batches" in (shown := told(capsys))
+    assert "scope.backward(loss, last=True)" in shown
+
+
+# Programs that end without a word
+
+PROGRAM = """
+import loopscope, torch
+from torch import nn
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scope = loopscope.attach(model, optimizer, hooks=["training_metrics"], out={out!r})
+for epoch in range(2):
+    for batch in scope.batches([torch.ones(3, 2)] * 4):
+        scope.backward(model(batch).mean())
+        optimizer.step()
+        {last}
+"""
+
+
+def program(out: Path, last: str) -> tuple[str, dict[str, Any], int]:
+    """Run a program that does not close its scope; return what it said, its summary, and the epochs on record."""
+    code = [sys.executable, "-c", PROGRAM.format(out=str(out), last=last)]
+    said = subprocess.run(code, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in (out / f"{out.name}.jsonl").read_text().splitlines()]
+    epochs = sum(line["hook_point"] == "POST_EPOCH" for line in lines)
+    return said.stdout + said.stderr, json.loads((out / "summary.json").read_text()), epochs
+
+
+def test_a_run_that_its_program_does_not_close_is_complete_and_says_so(tmp_path):
+    said, summary, epochs = program(tmp_path / "run", "pass")
+    assert "call scope.close()" in " ".join(said.split())
+    assert (summary["status"], summary["steps"], epochs) == ("completed", 8, 2)
+
+
+def test_a_loop_that_crashes_leaves_a_run_that_has_failed(tmp_path):
+    said, summary, epochs = program(tmp_path / "run", "assert scope.last_metrics() == {} or epoch == 0")
+    assert "AssertionError" in said
+    assert (summary["status"], summary["steps"], epochs) == ("failed", 5, 1)
+
+
+# Loops that tell nothing
+
+
+@noted
+def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
+    bare, parts, seen = alone(Loop()), Parts(Loop()), []
+    watch = spy(lambda ctx: seen.append((ctx.hook_point, ctx.step)), *UPDATES)
+    with parts.attach(tmp_path, [watch, "adam_dynamics"], display="normal") as scope:
+        assert_equal(bare, train(parts))
+        assert scope.last_metrics()
+    assert seen == [(point, step) for step in range(1, 7) for point in UPDATES]
+    assert "This loop tells of nothing but its updates" in told(capsys)
+    left = json.loads((tmp_path / "summary.json").read_text())["hooks_left_out"]
+    assert list(left) == ["training_metrics"]
+
+
+@pytest.mark.parametrize("hooks", [["norms", "adam_dynamics"], [Vandal()]], ids=["observer", "intervention"])
+def test_a_hook_asked_for_by_name_that_cannot_be_served_is_refused_before_the_first_update(tmp_path, hooks):
+    parts = Parts(Loop())
+    before = parts.digest()["optimizer"]
+    refused = rf"Hook '{'norms' if 'norms' in hooks else 'vandal'}' cannot be served.*scope\.batches\(loader\)"
+    with parts.attach(tmp_path / "run", hooks), pytest.raises(UsageError, match=refused):
+        train(parts)
+    assert parts.digest()["optimizer"] == before
+    assert not (tmp_path / "run").exists()
+
+
+# Compiled models
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize("hooks", [["observers"], ["all"]], ids=["observers", "interventions"])
+def test_hooks_leave_every_byte_of_a_compiled_model(tmp_path, how, hooks):
+    bare, parts = train(compiled(how)), compiled(how)
+    with parts.attach(tmp_path, hooks) as scope:
+        train(parts, scope)
+    assert_equal(bare, parts)
+    torch.compiler.reset()
+
+
+def compiled(how: str) -> Parts:
+    parts = Parts(Loop(epochs=1))
+    if how == "wrapped":
+        parts.trained = torch.compile(parts.model, backend="eager")
+    else:
+        parts.model.compile(backend="eager")
+    return parts
+
+
+# Graphs that live on
+
+
+class Memory(nn.Module):
+    """A model whose loss goes through what it was in the steps before, and through a head that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.past = torch.zeros(())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.past = self.past + self.head(self.body(inputs)).tanh().mean()
+        return self.past
+
+
+def remember(scope: Scope | None, model: Memory, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Train on a graph that is kept across steps, and return the weights."""
+    data = [torch.ones(2, 4) * number for number in range(3)]
+    for batch in data if scope is None else scope.batches(data):
+        (torch.Tensor.backward if scope is None else scope.backward)(model(batch).clone(), retain_graph=True)
+        optimizer.step()
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def remembered(out: Path, hooks: list[Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Memory()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    if not hooks:
+        return remember(None, model, optimizer)
+    with loopscope.attach(model, optimizer, hooks=hooks, out=out, display="none") as scope:
+        return remember(scope, model, optimizer)
+
+
+def test_a_loop_that_keeps_graphs_across_steps_can_be_observed(tmp_path):
+    pairs = zip(remembered(tmp_path, []), remembered(tmp_path, ["weight_updates", "norms"]), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_loop_that_keeps_graphs_across_steps_is_told_of_the_hook_that_is_rolled_back(tmp_path):
+    acting = at(ActingHook, HookPoint.POST_STEP)(lambda run_ctx, model_ctx: None)
+    with pytest.raises(UsageError, match="keeps a graph across steps, in which hook 'acting' is rolled back"):
+        remembered(tmp_path, [acting])

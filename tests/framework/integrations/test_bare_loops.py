@@ -1,0 +1,113 @@
+"""Loops of one's own come to the same bytes, after every update, with hooks as without."""
+
+import json
+from pathlib import Path
+
+import pytest
+from loopscope.hooks import HookPoint
+from loopscope.state.digest import digest
+
+from tests.framework.integrations.own_loops import (
+    Loop,
+    Parts,
+    Vandal,
+    alone,
+    assert_equal,
+    attached,
+    changed,
+    spy,
+    train,
+)
+from tests.support.cases import matrix
+
+pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")  # of the run's health, which is no matter of these
+HOOKS = {"observers": lambda: ["observers"], "interventions": lambda: ["all"], "vandal": lambda: [Vandal()]}
+BOTH, AMP, WHEN = [False, True], ["none", "bf16"], ["step", "epoch"]
+OVERFLOWING = 2.0**18
+"""Scale at which the first step is skipped, of a float16 loop, and a later one is not."""
+HALF = Loop(amp="fp16", scale=OVERFLOWING, epochs=3)
+HALVES = {
+    "plain": HALF,
+    "unscaled by its owner": changed(HALF, clips=0.1),
+    "clipped while scaled": changed(HALF, clips=0.1, unscales=False),
+    "fused": changed(HALF, optimizer="adamw_fused"),
+    "fused and clipped": changed(HALF, optimizer="adamw_fused", clips=0.1),
+    "accumulated": changed(HALF, accumulate=2, clips=0.1),
+}
+every_half = pytest.mark.parametrize("half", HALVES)
+
+
+@matrix("accelerate, accumulate, clips, amp, scheduler, hooks, audit", BOTH, [1, 2], [0.0, 0.1], AMP, WHEN, HOOKS, BOTH)
+def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, scheduler, hooks, audit):
+    loop = Loop(accelerate, accumulate, clips, amp, scheduler)
+    assert_equal(alone(loop), attached(loop, tmp_path, HOOKS[hooks](), evaluates=True, audit=audit))
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("transformer", "sgd_momentum"), ("tied", "adafactor")])
+def test_hooks_leave_every_byte_of_other_models_and_optimizers(tmp_path, model, optimizer):
+    loop = Loop(model=model, optimizer=optimizer, accumulate=2, clips=0.1, epochs=1)
+    assert_equal(alone(loop), attached(loop, tmp_path, ["all", Vandal()]))
+
+
+def test_an_evaluation_that_draws_changes_the_loop_that_calls_it_by_itself():
+    parts = Parts(Loop())
+    before = parts.digest()
+    parts.evaluate(parts.model.eval())
+    assert before["generators"] != parts.digest()["generators"]
+
+
+def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
+    parts, vandal = Parts(Loop()), Vandal()
+    vandal.parts = parts
+    vandal.spoil(None, None)
+    assert [digest for digest in train(parts).digests if digest in alone(Loop()).digests] == []
+
+
+@pytest.mark.parametrize("accelerate", [False, True], ids=["bare", "accelerate"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_hook_that_clips_is_the_clipping_of_the_owner(tmp_path, accelerate, accumulate):
+    loop = Loop(accelerate=accelerate, accumulate=accumulate)
+    options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
+    assert_equal(alone(changed(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
+    assert json.loads((tmp_path / "summary.json").read_text())["treatments"] == {"grad_clip": ["gradients"]}
+
+
+# Float16
+
+
+@matrix("half, hooks", HALVES, HOOKS)
+def test_hooks_leave_every_byte_of_a_loop_in_float16(tmp_path, half, hooks):
+    assert_equal(alone(HALVES[half]), attached(HALVES[half], tmp_path, HOOKS[hooks](), audit=hooks == "vandal"))
+
+
+@every_half
+def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
+    seen = []
+    found = attached(HALVES[half], tmp_path, [spy(lambda ctx: seen.append(ctx.step), HookPoint.POST_STEP)])
+    steps = len(found.digests)
+    assert 0 < len(found.skipped) < steps
+    assert seen == [step for step in range(1, steps + 1) if step not in found.skipped]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["skipped_steps"], summary["steps"]) == (len(found.skipped), steps)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
+@pytest.mark.parametrize("clips", [0.0, 0.1])
+def test_hooks_see_the_gradients_of_a_scaled_loss_unscaled(tmp_path, optimizer, clips):
+    loop = Loop(optimizer=optimizer, clips=clips, accumulate=2)
+    assert gradients_seen(changed(loop, scale=2.0**10), tmp_path) == gradients_seen(loop, tmp_path)
+
+
+def gradients_seen(loop: Loop, out: Path) -> list[int]:
+    seen: list[int] = []
+    look = lambda ctx: seen.append(digest([each.grad for each in ctx.model.parameters()]))
+    attached(loop, out, [spy(look, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE)])
+    assert len(seen) == 8
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
+def test_a_hook_that_clips_does_so_by_the_gradients_of_the_unscaled_loss(tmp_path, optimizer):
+    loop = Loop(optimizer=optimizer, scale=2.0**10)
+    options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
+    assert_equal(alone(changed(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
