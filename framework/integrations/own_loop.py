@@ -136,13 +136,15 @@ class OwnLoop(Transient):
 
     def backward(self, loss: Any, *, last: bool, retain_graph: bool) -> None:
         """Run backward; with the last micro-batch of a step its gradients are complete."""
-        _check_loss(loss)
-        require(bool(self._parts), f"scope.backward(loss) came without a batch: {TELL}.")
-        require(
-            not self._is_complete,
-            f"scope.backward(loss) came after the {self._accumulate} micro-batches of a step and before its "
-            "optimizer.step(); attach(..., accumulate=N) says how many there are.",
-        )
+        if not (isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim):
+            _check_loss(loss)
+        if not self._parts:
+            raise UsageError(f"scope.backward(loss) came without a batch: {TELL}.")
+        if self._is_complete:
+            raise UsageError(
+                f"scope.backward(loss) came after the {self._accumulate} micro-batches of a step and before its "
+                "optimizer.step(); attach(..., accumulate=N) says how many there are."
+            )
         try:
             if self._accelerator is None:
                 scaled = loss if self._scaler is None else self._scaler.scale(loss)
@@ -229,10 +231,11 @@ class OwnLoop(Transient):
             self._end_step(skipped=True)
 
     def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        skipping = vars(optimizer).get("found_inf")  # an optimizer that unscales by itself is called to skip, too
-        if self._firing.is_on or (skipping is not None and bool(skipping)):
+        # an optimizer that unscales by itself is told so for the call, and is called to skip a step, too
+        told = {} if self._scaler is None else vars(optimizer)
+        if self._firing.is_on or (told.get("found_inf") is not None and bool(told["found_inf"])):
             return
-        if any(value is not None for value in (*inputs[1:], options.get("closure"))):
+        if (len(inputs) > 1 or options) and any(each is not None for each in (*inputs[1:], *options.values())):
             raise UsageError(
                 f"{type(optimizer).__name__}.step was given a closure, which evaluates the loss within the step where "
                 "hooks cannot follow: compute the loss before, and call step() without it."
@@ -249,8 +252,7 @@ class OwnLoop(Transient):
             self._untold()
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
-            fused = vars(optimizer).get("grad_scale") is not None
-            with self._firing, self._unscaled(if_scaled=fused):
+            with self._firing, self._unscaled(if_scaled=told.get("grad_scale") is not None):
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:

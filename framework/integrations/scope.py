@@ -121,14 +121,15 @@ class Scope(AttachedScope):
             run.driver.evaluated(found)
         return found
 
-    def epoch_end(self, **metrics: float) -> None:
+    def epoch_end(self, **metrics: float | Tensor) -> None:
         """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
         self._require_open()
-        single = {name: value for name, value in metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
-        numbers = metrics | {name: value.item() for name, value in single.items()}
-        for name, value in numbers.items():
-            if not isinstance(value, (int, float)):
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not isinstance(number, (int, float)):
                 raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch are numbers.")
+            numbers[name] = number
         self._loop.end_epoch(numbers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
@@ -36,6 +37,7 @@ from tests.benchmarks.tied_memory import extra_memory
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] = {
     "loop": ("The loop", (loop_cost,)),
+    "attach": ("Loops that people have", (bare_attach, trainers)),
     "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
     "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),

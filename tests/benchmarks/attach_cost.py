@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from loopscope.loops import epoch_loop
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tests.benchmarks.loop_cost import Alternating, HeavyWork
 from tests.benchmarks.rows import MICROSECONDS, TIMES, Effort, Row
@@ -29,7 +29,7 @@ from tests.benchmarks.timing import Spread, clock, ratio
 OBSERVERS = ["path_length", "batch_dynamics", "training_diagnostics"]
 """Three that look at every step."""
 WIDTH, ROWS, CLASSES = 512, 512, 10
-STEPS = 24
+FIRST_STEPS, STEPS = 8, 24
 OURS, THEIRS = "three observers", "its own callback that logs gradient norms"
 Train = Callable[[str, Path, int], float]
 
@@ -114,10 +114,8 @@ def hugging_face(kind: str, folder: Path, steps: int) -> float:
         str(folder), num_train_epochs=1, per_device_train_batch_size=ROWS, report_to=[], use_cpu=True,
         disable_tqdm=True, logging_strategy="no", save_strategy="no", max_grad_norm=0,
     )  # fmt: skip
-    trainer = Trainer(
-        Classifier(), args, train_dataset=data(steps), data_collator=collated, callbacks=[clocked]
-    )  # fmt: skip
-    trainer.remove_callback(next(type(each) for each in trainer.callback_handler.callbacks if "Printer" in type(each).__name__))
+    trainer = Trainer(Classifier(), args, train_dataset=data(steps), data_collator=collated, callbacks=[clocked])
+    trainer.remove_callback(PrinterCallback)
     if kind == OURS:
         loopscope.attach(trainer, hooks=OBSERVERS, display="none")
     trainer.train()
@@ -160,7 +158,7 @@ def with_lightning(kind: str, folder: Path, steps: int) -> float:
 
 def per_step(times: Sequence[float]) -> float:
     """Return the median seconds between two steps, without the first, which start things."""
-    return median(after - before for before, after in zip(times[4:], times[5:], strict=False))
+    return median(after - before for before, after in pairwise(times[FIRST_STEPS // 2 :]))
 
 
 TRAINERS: Mapping[str, Train] = {"HF Trainer": hugging_face, "Lightning": with_lightning}
@@ -171,13 +169,12 @@ def trainers(effort: Effort) -> Iterator[Row]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name, train in TRAINERS.items():
         seconds: dict[str, list[float]] = {"alone": [], OURS: [], THEIRS: []}
-        for turn in range(effort.times(12) + 1):
+        for turn in range(effort.times(12)):
             for kind in seconds if turn % 2 else reversed(seconds):
                 with TemporaryDirectory() as folder, warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    seconds[kind].append(train(kind, Path(folder), STEPS))
-        bare = [*seconds["alone"][1:]] or seconds["alone"]
-        against = f"{name} alone, {median(bare) * 1e3:.1f} ms"
-        ours, theirs = (partial(ratio, seconds[kind][-len(bare) :])(bare) for kind in (OURS, THEIRS))
-        yield Row(f"{name} with {OURS}", against, TIMES, ours, 1.05)
-        yield Row(f"{name} with {THEIRS}", against, TIMES, theirs)
+                    seconds[kind].append(train(kind, Path(folder), FIRST_STEPS + effort.times(STEPS)))
+        alone = seconds["alone"]
+        against = f"{name} alone, {median(alone) * 1e3:.1f} ms"
+        yield Row(f"{name} with {OURS}", against, TIMES, ratio(seconds[OURS], alone), 1.05)
+        yield Row(f"{name} with {THEIRS}", against, TIMES, ratio(seconds[THEIRS], alone))
