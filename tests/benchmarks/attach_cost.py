@@ -26,8 +26,8 @@ from tests.benchmarks.rows import MICROSECONDS, TIMES, Effort, Row
 from tests.benchmarks.subjects import Subject, small_mlp
 from tests.benchmarks.timing import Spread, clock, ratio
 
-OBSERVERS = ["path_length", "batch_dynamics", "training_diagnostics"]
-"""Three that look at every step."""
+OBSERVERS = ["training_metrics", "training_diagnostics", "weight_updates"]
+"""Loss, the norms of all gradients of every step, and the updates of every parameter every hundred steps."""
 WIDTH, ROWS, CLASSES = 512, 512, 10
 FIRST_STEPS, STEPS = 8, 24
 OURS, THEIRS = "three observers", "its own callback that logs gradient norms"
