@@ -9,7 +9,7 @@ from loopscope.errors import UsageError
 
 from tests.framework.integrations.own_loops import QUIET, Loop, Parts, alone, assert_equal, attached, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 
 
 def record(out: Path, loop: Loop, /, **options: Any) -> list[str]:
