@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support import MODELS, OPTIMIZERS, ActingHook, SpyHook, at, data_for, drawing_evaluation, mean_loss
+from tests.support import MODELS, OPTIMIZERS, ActingHook, data_for, drawing_evaluation, mean_loss
 
 QUIET = {"display": "none", "overwrite": True}
 Digests = dict[str, int]
@@ -27,7 +27,12 @@ Digests = dict[str, int]
 
 @dataclass(frozen=True)
 class Loop:
-    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group."""
+    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group.
+
+    ``scale`` is that of the losses at first (0: there is no scaler), ``unscales`` whether gradients are unscaled before
+    they are clipped, ``divides`` whether losses are shared among the micro-batches as Accelerate does, ``compiled``
+    whether torch.compile is called ``in place``, or ``wrapped`` around the model.
+    """
 
     accelerate: bool = False
     accumulate: int = 1
@@ -37,13 +42,9 @@ class Loop:
     optimizer: str = "adamw_foreach"
     model: str = "batchnorm_mlp"
     scale: float = 0.0
-    """What the losses are scaled by at first; 0: there is no scaler."""
     unscales: bool = True
-    """Whether the owner unscales the gradients before clipping them."""
     divides: bool = False
-    """Whether the owner divides the losses by the micro-batches of a step, as Accelerate does by itself."""
     compiled: str = ""
-    """How torch.compile is called: for a model of its own (``wrapped``), or ``in place``."""
     epochs: int = 2
 
 
@@ -197,16 +198,9 @@ class Vandal(ActingHook):
         super().__init__(self.spoil)
 
     def spoil(self, run_ctx: Any, model_ctx: Any) -> None:
-        parts = self.parts
         torch.rand(5), random.random(), np.random.rand(2)
-        batch = data_for(parts.loop.model)
         with torch.enable_grad():
-            parts.loss(parts.trained, batch).backward()
-        parts.raw.step()
-        with torch.no_grad():
-            for weight in parts.model.parameters():
-                weight.zero_()
-
-
-def spy(probe: Callable[[Any], Any], *points: Any) -> SpyHook:
-    return at(SpyHook, *points)(probe)
+            self.parts.loss(self.parts.trained, data_for(self.parts.loop.model)).backward()
+        self.parts.raw.step()
+        for weight in self.parts.model.parameters():
+            weight.data.zero_()

@@ -16,8 +16,8 @@ from loopscope.hooks import HookPoint, HookRegistry
 from loopscope.integrations import Scope
 from torch import nn
 
-from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, spy, train
-from tests.support import ActingHook, at, data_for
+from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.support import ActingHook, SpyHook, at, data_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 noted = pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
@@ -49,6 +49,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "a scheduler as scaler": (lambda parts: {"scaler": parts.scheduler}, "The scaler is a StepLR; give the loop's own"),
     "an optimizer as scheduler": (lambda parts: {"scheduler": parts.optimizer}, "The scheduler is a AdamW; give"),
     "a closure's optimizer": (lambda parts: {"optimizer": torch.optim.LBFGS(parts.model.parameters())}, "no closure"),
+    "what the Accelerator knows": (
+        lambda parts: {"accelerator": parts, "accumulate": 2},
+        "counts micro-batches by itself",
+    ),
     "a hook that needs more": (lambda parts: {"hooks": ["hessian"], "loss": None}, "'hessian' .*; give loss=function"),
 }
 
@@ -207,7 +211,7 @@ def test_a_run_that_its_program_does_not_close_is_complete_and_says_how_it_ended
 @noted
 def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
     bare, parts, seen = alone(Loop()), Parts(Loop()), []
-    watch = spy(lambda ctx: seen.append((ctx.hook_point, ctx.step)), *UPDATES)
+    watch = at(SpyHook, *UPDATES)(lambda ctx: seen.append((ctx.hook_point, ctx.step)))
     with parts.attach(tmp_path, [watch, "adam_dynamics"], display="normal") as scope:
         assert_equal(bare, train(parts))
         assert scope.last_metrics()

@@ -17,9 +17,12 @@ from loopscope.training import TrainingTask
 
 from tests.contracts.test_hooks import COMMITTING, QUIET, make, refusal
 from tests.support import LOOPS, MODELS, Case, build, run_info
+from tests.support.cases import slow_unless
 
 pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
-SHORT = {"consecutive": {}, "loss_spikes": {"window": 2}, "variance": {"window": 2}}
+NAMES = {"quiet": QUIET, "committing": COMMITTING}
+SHORT = {"consecutive": {"interval": 2}, "loss_spikes": {"window": 2}, "variance": {"window": 2}}
+QUICK = [Case(loop="epoch"), Case("transformer", loop="epoch"), Case("tied", loop="step")]
 CASES = [Case(model, loop=loop) for model in MODELS for loop in LOOPS]
 
 
@@ -110,8 +113,8 @@ def made(names: list[str], case: Case) -> list[TrainingHook]:
     return hooks + [HookRegistry.get(name)(**options) for name, options in SHORT.items() if name in names]
 
 
-@pytest.mark.parametrize("names", [QUIET, COMMITTING], ids=["quiet", "committing"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
 def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names):
     steps = 5 if case.loop == "step" else 6
     ours = record_of_ours(case, made(names, case), tmp_path / "ours", steps)
@@ -121,16 +124,20 @@ def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names)
 
 
 def test_the_cases_meet_every_hook_that_an_attached_loop_can_serve():
-    met = {name for case in CASES for name in able(QUIET + COMMITTING, case)}
+    met = {name for case in QUICK for name in able(QUIET + COMMITTING, case)}
     left = {"counterfactual", "counterfactual_validator", "gradient_projection", "metis_split"}
     assert met == set(HookRegistry.names()) - left - set(SHORT)
 
 
-PLACES = [("epoch", place) for place in ("step 1", "step 4", "step 6", "epoch after step 6")] + [("step", "step 3")]
+PLACES = [("epoch", place) for place in ("step 1", "step 6", "step 4", "epoch after step 6")] + [("step", "step 3")]
+ROWS = [
+    pytest.param(*place, NAMES[kind], id=f"{place}-{kind}", marks=slow_unless(row % 2 == (kind == "quiet")))
+    for row, place in enumerate(PLACES)
+    for kind in NAMES
+]
 
 
-@pytest.mark.parametrize(("loop", "where"), PLACES)
-@pytest.mark.parametrize("names", [QUIET, COMMITTING], ids=["quiet", "committing"])
+@pytest.mark.parametrize(("loop", "where", "names"), ROWS)
 def test_a_loop_that_goes_on_from_a_state_leaves_the_record_of_one_not_broken_off(tmp_path, loop, where, names):
     case, steps, run = Case("tied", loop=loop), 5 if loop == "step" else 9, tmp_path / "run"
     whole = record_of_theirs(case, made(names, case), tmp_path / "whole", steps)
