@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from loopscope.integrations import Scope
-from loopscope.state import seed_everything
-from loopscope.state.digest import digest
+from loopscope.state import RandomStreams, TrainingState, of_the_run, seed_everything
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support import MODELS, OPTIMIZERS, ActingHook, SpyHook, at, data_for, drawing_evaluation, mean_loss
+from tests.support import MODELS, OPTIMIZERS, ActingHook, data_for, drawing_evaluation, mean_loss
 
 QUIET = {"display": "none", "overwrite": True}
 Digests = dict[str, int]
@@ -28,7 +27,12 @@ Digests = dict[str, int]
 
 @dataclass(frozen=True)
 class Loop:
-    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group."""
+    """A training as its owner wrote it: three batches in an epoch, so that two to a step leave a shorter last group.
+
+    ``scale`` is that of the losses at first (0: there is no scaler), ``unscales`` whether gradients are unscaled before
+    they are clipped, ``divides`` whether losses are shared among the micro-batches as Accelerate does, ``compiled``
+    whether torch.compile is called ``in place``, or ``wrapped`` around the model.
+    """
 
     accelerate: bool = False
     accumulate: int = 1
@@ -38,28 +42,20 @@ class Loop:
     optimizer: str = "adamw_foreach"
     model: str = "batchnorm_mlp"
     scale: float = 0.0
-    """What the losses are scaled by at first; 0: there is no scaler."""
     unscales: bool = True
-    """Whether the owner unscales the gradients before clipping them."""
     divides: bool = False
-    """Whether the owner divides the losses by the micro-batches of a step, as Accelerate does by itself."""
+    compiled: str = ""
     epochs: int = 2
-
-    def __str__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != vars(Loop())[name]}
-        return "-".join(f"{name}={value}" for name, value in changed.items()) or "plain"
 
 
 class Parts:
-    """What a loop is made of, the same bytes at every call."""
+    """What a loop is made of, the same bytes at every call, and what there was after its updates."""
 
     def __init__(self, loop: Loop) -> None:
         seed_everything(3)
         self.loop = loop
         self.digests: list[Digests] = []
-        """What there was after every update."""
         self.skipped: list[int] = []
-        """The updates that the scaler has skipped."""
         self.passes = 0
         self.model = MODELS[loop.model]()
         self.optimizer: Any = OPTIMIZERS[loop.optimizer](self.model.parameters())
@@ -69,8 +65,14 @@ class Parts:
         self.evaluate = drawing_evaluation(data)
         self.loader: Any = DataLoader(TensorDataset(*data), 7, shuffle=True, generator=self.generator)
         self.scaler = GradScaler("cpu", init_scale=loop.scale) if loop.scale else None
+        streams, held = RandomStreams(0, [self.generator]), {"scheduler": self.scheduler, "scaler": self.scaler}
+        self.state = TrainingState(self.model, self.optimizer, streams, **held)
         self.accelerator = self.accelerated() if loop.accelerate else None
         self.trained, self.raw = self.model, self.optimizer
+        if loop.compiled == "wrapped":
+            self.trained = torch.compile(self.model, backend="eager")
+        elif loop.compiled:
+            self.model.compile(backend="eager")
         if self.accelerator is not None:
             of_theirs = (self.trained, self.optimizer, self.loader, self.scheduler)
             self.trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(*of_theirs)
@@ -95,19 +97,8 @@ class Parts:
 
     def digest(self) -> Digests:
         """Digest all that the rest of a run depends on, the generators' positions among it."""
-        numpy = np.random.get_state()
-        held = {
-            "buffers": dict(self.model.named_buffers()),
-            "gradients": {name: each.grad for name, each in self.model.named_parameters()},
-            "modes": [module.training for module in self.model.modules()],
-            "optimizer": self.raw.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler and self.scaler.state_dict(),
-            "generators": [torch.get_rng_state(), random.getstate(), numpy[1].tolist(), numpy[2:]],
-            "order": self.generator.get_state(),
-        }
-        weights = {name: digest(each) for name, each in self.model.named_parameters()}
-        return weights | {name: digest([value]) for name, value in held.items()}
+        found = of_the_run(self.state.digest())
+        return {name: value for name, value in found.items() if "_optimizer_step_p" not in name}  # ours are there
 
 
 def train(parts: Parts, scope: Scope | None = None, *, evaluates: bool = False) -> Parts:
@@ -205,24 +196,11 @@ class Vandal(ActingHook):
 
     def __init__(self) -> None:
         super().__init__(self.spoil)
-        self.acts = 0
 
-    def spoil(self, run_ctx: Any, model_ctx: Any) -> dict[str, float]:
-        parts, self.acts = self.parts, self.acts + 1
+    def spoil(self, run_ctx: Any, model_ctx: Any) -> None:
         torch.rand(5), random.random(), np.random.rand(2)
-        batch = data_for(parts.loop.model)
         with torch.enable_grad():
-            parts.loss(parts.trained, batch).backward()
-        parts.raw.step()
-        with torch.no_grad():
-            for weight in parts.model.parameters():
-                weight.zero_()
-        return {"acts": self.acts}
-
-
-def spy(probe: Callable[[Any], Any], *points: Any) -> SpyHook:
-    return at(SpyHook, *points)(probe)
-
-
-def changed(loop: Loop, **fields: Any) -> Loop:
-    return replace(loop, **fields)
+            self.parts.loss(self.parts.trained, data_for(self.parts.loop.model)).backward()
+        self.parts.raw.step()
+        for weight in self.parts.model.parameters():
+            weight.data.zero_()

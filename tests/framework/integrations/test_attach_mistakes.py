@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from loopscope.hooks import HookPoint, HookRegistry
 from loopscope.integrations import Scope
 from torch import nn
 
-from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, spy, train
-from tests.support import ActingHook, at, data_for
+from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.support import ActingHook, SpyHook, at, data_for
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 noted = pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
 UPDATES = (HookPoint.PRE_UPDATE, HookPoint.POST_STEP)
 
@@ -30,9 +31,6 @@ def norms() -> Any:
 def told(capsys: Any) -> str:
     """Return what was shown, as one line."""
     return " ".join(capsys.readouterr().out.split())
-
-
-# What cannot be attached
 
 
 REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
@@ -51,6 +49,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "a scheduler as scaler": (lambda parts: {"scaler": parts.scheduler}, "The scaler is a StepLR; give the loop's own"),
     "an optimizer as scheduler": (lambda parts: {"scheduler": parts.optimizer}, "The scheduler is a AdamW; give"),
     "a closure's optimizer": (lambda parts: {"optimizer": torch.optim.LBFGS(parts.model.parameters())}, "no closure"),
+    "what the Accelerator knows": (
+        lambda parts: {"accelerator": parts, "accumulate": 2},
+        "counts micro-batches by itself",
+    ),
     "a hook that needs more": (lambda parts: {"hooks": ["hessian"], "loss": None}, "'hessian' .*; give loss=function"),
 }
 
@@ -79,9 +81,6 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
     with pytest.raises(UsageError, match=r"already holds a finished run.*out=, overwrite=True"):
         attached(Loop(), tmp_path, ["norms"], overwrite=False)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-# What a loop says wrongly
 
 
 def batch_of(parts: Parts, scope: Scope) -> Any:
@@ -155,6 +154,7 @@ def loop_with(parts: Parts, scope: Scope, backward: Callable[[Any], None], updat
 TOLD: dict[str, tuple[Any, Any, str]] = {
     "loss.backward()": (lambda scope: torch.Tensor.backward, lambda i: 1, "came without a scope.backward"),
     "accumulation": (lambda scope: scope.backward, lambda i: 1 - i % 2, "attach(..., accumulate=N) says how many"),
+    "short groups": (lambda scope: scope.backward, lambda i: i % 2, "say scope.backward(loss, last=True) for the last"),
     "two updates": (lambda scope: scope.backward, lambda i: 2, "came without a batch before it"),
 }
 
@@ -162,20 +162,11 @@ TOLD: dict[str, tuple[Any, Any, str]] = {
 @noted
 @pytest.mark.parametrize("mistake", TOLD)
 def test_what_a_loop_does_not_say_is_noted(tmp_path, capsys, mistake):
-    parts = Parts(Loop())
+    parts = Parts(Loop(accumulate=4 if mistake == "short groups" else 1))
     backward, updates, sentence = TOLD[mistake]
     with parts.attach(tmp_path, ["norms"], display="normal") as scope:
         loop_with(parts, scope, backward(scope), updates)
     assert sentence in told(capsys)
-
-
-@noted
-def test_a_group_of_fewer_micro_batches_is_noted(tmp_path, capsys):
-    parts = Parts(Loop(accumulate=4))
-    with parts.attach(tmp_path, ["norms"], display="normal") as scope:
-        loop_with(parts, scope, scope.backward, lambda index: index % 2)
-    assert "after 1 of 4 micro-batches" in (shown := told(capsys))
-    assert "scope.backward(loss, last=True)" in shown
 
 
 # Programs that end without a word
@@ -203,25 +194,24 @@ def program(out: Path, last: str) -> tuple[str, dict[str, Any], int]:
     return said.stdout + said.stderr, json.loads((out / "summary.json").read_text()), epochs
 
 
-def test_a_run_that_its_program_does_not_close_is_complete_and_says_so(tmp_path):
-    said, summary, epochs = program(tmp_path / "run", "pass")
-    assert "call scope.close()" in " ".join(said.split())
-    assert (summary["status"], summary["steps"], epochs) == ("completed", 8, 2)
+ENDS = {
+    "forgotten": ("pass", "call scope.close()", "completed", 8, 2),
+    "crashed": ("assert epoch == 0", "AssertionError", "failed", 5, 1),
+}
 
 
-def test_a_loop_that_crashes_leaves_a_run_that_has_failed(tmp_path):
-    said, summary, epochs = program(tmp_path / "run", "assert scope.last_metrics() == {} or epoch == 0")
-    assert "AssertionError" in said
-    assert (summary["status"], summary["steps"], epochs) == ("failed", 5, 1)
-
-
-# Loops that tell nothing
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_its_program_does_not_close_is_complete_and_says_how_it_ended(tmp_path, end):
+    last, sentence, status, steps, epochs = ENDS[end]
+    said, summary, found = program(tmp_path / "run", last)
+    assert sentence in " ".join(said.split())
+    assert (summary["status"], summary["steps"], found) == (status, steps, epochs)
 
 
 @noted
 def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
     bare, parts, seen = alone(Loop()), Parts(Loop()), []
-    watch = spy(lambda ctx: seen.append((ctx.hook_point, ctx.step)), *UPDATES)
+    watch = at(SpyHook, *UPDATES)(lambda ctx: seen.append((ctx.hook_point, ctx.step)))
     with parts.attach(tmp_path, [watch, "adam_dynamics"], display="normal") as scope:
         assert_equal(bare, train(parts))
         assert scope.last_metrics()
@@ -234,37 +224,22 @@ def test_observers_of_updates_need_nothing_but_attach(tmp_path, capsys):
 @pytest.mark.parametrize("hooks", [["norms", "adam_dynamics"], [Vandal()]], ids=["observer", "intervention"])
 def test_a_hook_asked_for_by_name_that_cannot_be_served_is_refused_before_the_first_update(tmp_path, hooks):
     parts = Parts(Loop())
-    before = parts.digest()["optimizer"]
+    before = parts.digest()
     refused = rf"Hook '{'norms' if 'norms' in hooks else 'vandal'}' cannot be served.*scope\.batches\(loader\)"
     with parts.attach(tmp_path / "run", hooks), pytest.raises(UsageError, match=refused):
         train(parts)
-    assert parts.digest()["optimizer"] == before
+    assert [name for name, value in parts.digest().items() if name[:2] == "pa" and value != before[name]] == []
     assert not (tmp_path / "run").exists()
-
-
-# Compiled models
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 @pytest.mark.parametrize("hooks", [["observers"], ["all"]], ids=["observers", "interventions"])
 def test_hooks_leave_every_byte_of_a_compiled_model(tmp_path, how, hooks):
-    bare, parts = train(compiled(how)), compiled(how)
+    bare, parts = alone(Loop(compiled=how)), Parts(Loop(compiled=how))
     with parts.attach(tmp_path, hooks) as scope:
         train(parts, scope)
     assert_equal(bare, parts)
     torch.compiler.reset()
-
-
-def compiled(how: str) -> Parts:
-    parts = Parts(Loop(epochs=1))
-    if how == "wrapped":
-        parts.trained = torch.compile(parts.model, backend="eager")
-    else:
-        parts.model.compile(backend="eager")
-    return parts
-
-
-# Graphs that live on
 
 
 class Memory(nn.Module):
@@ -280,23 +255,18 @@ class Memory(nn.Module):
         return self.past
 
 
-def remember(scope: Scope | None, model: Memory, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Train on a graph that is kept across steps, and return the weights."""
-    data = [torch.ones(2, 4) * number for number in range(3)]
-    for batch in data if scope is None else scope.batches(data):
-        (torch.Tensor.backward if scope is None else scope.backward)(model(batch).clone(), retain_graph=True)
-        optimizer.step()
-    return [weight.detach().clone() for weight in model.parameters()]
-
-
 def remembered(out: Path, hooks: list[Any]) -> list[torch.Tensor]:
+    """Train on a graph that is kept across steps, and return the weights; without hooks nobody is attached."""
     torch.manual_seed(0)
-    model = Memory()
+    model, data = Memory(), [torch.ones(2, 4) * number for number in range(3)]
     optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
-    if not hooks:
-        return remember(None, model, optimizer)
-    with loopscope.attach(model, optimizer, hooks=hooks, out=out, display="none") as scope:
-        return remember(scope, model, optimizer)
+    scope = loopscope.attach(model, optimizer, hooks=hooks, out=out, display="none") if hooks else nullcontext()
+    with scope:
+        backward = scope.backward if hooks else torch.Tensor.backward
+        for batch in scope.batches(data) if hooks else data:
+            backward(model(batch).clone(), retain_graph=True)
+            optimizer.step()
+    return list(model.parameters())
 
 
 def test_a_loop_that_keeps_graphs_across_steps_can_be_observed(tmp_path):

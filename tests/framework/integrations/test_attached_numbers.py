@@ -17,14 +17,18 @@ from loopscope.training import TrainingTask
 
 from tests.contracts.test_hooks import COMMITTING, QUIET, make, refusal
 from tests.support import LOOPS, MODELS, Case, build, run_info
+from tests.support.cases import slow_unless
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
+NAMES = {"quiet": QUIET, "committing": COMMITTING}
+SHORT = {"consecutive": {"interval": 2}, "loss_spikes": {"window": 2}, "variance": {"window": 2}}
+QUICK = [Case(loop="epoch"), Case("transformer", loop="epoch"), Case("tied", loop="step")]
 CASES = [Case(model, loop=loop) for model in MODELS for loop in LOOPS]
 
 
-def record_of_ours(case: Case, hooks: list[TrainingHook], out: Path, steps: int, **fields: Any) -> list[str]:
+def record_of_ours(case: Case, hooks: list[TrainingHook], out: Path, steps: int) -> list[str]:
     """Return the lines of the record of a loop of ours."""
-    task, state = build(case, steps=steps, **fields)
+    task, state = build(case, steps=steps, **fields_of(case))
     manager = HookManager(hooks, task, state, loop=case.loop, required=(), sinks=[JSONLSink()])
     out.mkdir()
     manager.start(replace(run_info(task, manager, case.loop), output_dir=out, strategy="ours"))
@@ -41,38 +45,55 @@ def attach(task: TrainingTask, case: Case, hooks: list[Any], out: Path, **option
     return loopscope.attach(task.model, task.optimizer, hooks=hooks, out=out, **given)
 
 
-def record_of_theirs(case: Case, hooks: list[TrainingHook], out: Path, steps: int, **fields: Any) -> list[str]:
-    """Return the lines of the record of the same training in a loop that its owner wrote."""
-    task, _ = build(case, steps=steps, **fields)
+def record_of_theirs(
+    case: Case, hooks: list[TrainingHook], out: Path, steps: int, *, where: str = "", kept: Any = None
+) -> list[str]:
+    """Return the lines of the record of the same training in a loop that its owner wrote.
+
+    The owner keeps a state ``where`` it is said, and is interrupted after that; or goes on from one that was ``kept``.
+    """
+    task, _ = build(case, steps=steps, **fields_of(case))
+    owned = {name: each for name in ("model", "optimizer", "scheduler") if (each := getattr(task, name)) is not None}
+
+    def keep(at: str) -> None:
+        if at == where:
+            states = {name: each.state_dict() for name, each in owned.items()}
+            torch.save([states, torch.get_rng_state(), scope.state_dict()], out / "state.pt")
+        elif (out / "state.pt").exists() and kept is None:  # so that there are steps of which the state knows nothing
+            raise Interrupted
+
     with attach(task, case, hooks, out) as scope:
-        run_theirs(task, case, scope, steps)
+        if kept is not None:
+            for name, each in owned.items():
+                each.load_state_dict(kept[0][name])
+            torch.set_rng_state(kept[1])
+            scope.load_state_dict(kept[2])
+        run_theirs(task, case, scope, range(kept[2]["loop"]["step"] if kept else 0, steps), keep)
     return (out / f"{out.name}.jsonl").read_text().splitlines()
 
 
-def run_theirs(
-    task: TrainingTask,
-    case: Case,
-    scope: Scope,
-    steps: int,
-    done: int = 0,
-    pause: Callable[[str], None] = lambda at: None,
-) -> None:
-    """Train from a step on, as the loops of ours do it; ``pause`` is told between two steps where that is."""
-    while done < steps:
+def run_theirs(task: TrainingTask, case: Case, scope: Scope, steps: range, pause: Callable[[str], None]) -> None:
+    """Train as the loops of ours do it; ``pause`` is told between two steps where that is."""
+    done = steps.start
+    while done < steps.stop:
         for batch in scope.batches(task.loader):
             task.optimizer.zero_grad()
             scope.backward(task.compute_loss(task.model, batch))
             task.optimizer.step()
             done += 1
-            if case.loop == "step" and (done % task.eval_every == 0 or done == steps):
+            if case.loop == "step" and (done % task.eval_every == 0 or done == steps.stop):
                 scope.evaluate(task.evaluate, task.model)
             pause(f"step {done}")
-            if done == steps:
+            if done == steps.stop:
                 break
         if case.loop == "epoch":
             task.scheduler.step()
             scope.epoch_end(**scope.evaluate(task.evaluate, task.model))
             pause(f"epoch after step {done}")
+
+
+class Interrupted(Exception):
+    """Breaks a loop off."""
 
 
 def fields_of(case: Case) -> dict[str, Any]:
@@ -86,74 +107,41 @@ def able(names: list[str], case: Case) -> list[str]:
     return [kind.name for kind in dict.fromkeys(kinds) if not (kind.needs_own_loop or kind.needs_reference_weights)]
 
 
-@pytest.mark.parametrize("names", [QUIET, COMMITTING], ids=["quiet", "committing"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+def made(names: list[str], case: Case) -> list[TrainingHook]:
+    """Make them, those that are told of few steps with windows to match."""
+    hooks = list(map(make, able(["training_metrics", *names], case)))
+    return hooks + [HookRegistry.get(name)(**options) for name, options in SHORT.items() if name in names]
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("case", [pytest.param(each, id=str(each), marks=slow_unless(each in QUICK)) for each in CASES])
 def test_every_hook_reports_the_same_as_in_a_loop_of_ours(tmp_path, case, names):
-    hooks, steps = able(["training_metrics", *names], case), 5 if case.loop == "step" else 6
-    ours = record_of_ours(case, list(map(make, hooks)), tmp_path / "ours", steps, **fields_of(case))
-    theirs = record_of_theirs(case, list(map(make, hooks)), tmp_path / "theirs", steps, **fields_of(case))
+    steps = 5 if case.loop == "step" else 6
+    ours = record_of_ours(case, made(names, case), tmp_path / "ours", steps)
+    theirs = record_of_theirs(case, made(names, case), tmp_path / "theirs", steps)
     assert len(ours) > 2
     assert theirs == ours
 
 
 def test_the_cases_meet_every_hook_that_an_attached_loop_can_serve():
-    met = {name for case in CASES for name in able(QUIET + COMMITTING, case)}
-    short = {"consecutive", "loss_spikes", "variance"}
+    met = {name for case in QUICK for name in able(QUIET + COMMITTING, case)}
     left = {"counterfactual", "counterfactual_validator", "gradient_projection", "metis_split"}
-    assert met == set(HookRegistry.names()) - left - short
+    assert met == set(HookRegistry.names()) - left - set(SHORT)
 
 
-# State
+PLACES = [("epoch", place) for place in ("step 1", "step 6", "step 4", "epoch after step 6")] + [("step", "step 3")]
+ROWS = [
+    pytest.param(*place, NAMES[kind], id=f"{place}-{kind}", marks=slow_unless(row % 2 == (kind == "quiet")))
+    for row, place in enumerate(PLACES)
+    for kind in NAMES
+]
 
 
-class Interrupted(Exception):
-    """Breaks a loop off."""
-
-
-def interrupted(case: Case, hooks: list[TrainingHook], out: Path, steps: int, where: str) -> dict[str, Any]:
-    """Train, break off at a place, and return what the owner keeps of it, through a file."""
-    task, _ = build(case, steps=steps, **fields_of(case))
-    kept: dict[str, Any] = {}
-
-    def pause(at: str) -> None:
-        if at == where:
-            owned = {name: getattr(task, name).state_dict() for name in ("model", "optimizer")}
-            owned["scheduler"] = task.scheduler and task.scheduler.state_dict()
-            torch.save(owned | {"random": torch.get_rng_state(), "scope": scope.state_dict()}, out / "state.pt")
-            kept.update(torch.load(out / "state.pt", weights_only=True))
-        elif kept:  # so that there are steps of which the state knows nothing
-            raise Interrupted
-
-    with pytest.raises(Interrupted), attach(task, case, hooks, out) as scope:
-        run_theirs(task, case, scope, steps, pause=pause)
-    return kept
-
-
-def resumed(case: Case, hooks: list[TrainingHook], out: Path, steps: int, kept: dict[str, Any]) -> list[str]:
-    """Go on from there with everything built anew."""
-    task, _ = build(case, steps=steps, **fields_of(case))
-    task.model.load_state_dict(kept["model"])
-    task.optimizer.load_state_dict(kept["optimizer"])
-    if task.scheduler is not None:
-        task.scheduler.load_state_dict(kept["scheduler"])
-    with attach(task, case, hooks, out) as scope:
-        scope.load_state_dict(kept["scope"])
-        torch.set_rng_state(kept["random"])
-        run_theirs(task, case, scope, steps, kept["scope"]["loop"]["step"])
-    return (out / f"{out.name}.jsonl").read_text().splitlines()
-
-
-PLACES = [("epoch", place) for place in ("step 1", "step 4", "step 6", "epoch after step 6")]
-PLACES += [("step", "step 3")]
-
-
-@pytest.mark.parametrize(("loop", "where"), PLACES)
-@pytest.mark.parametrize("names", [QUIET, COMMITTING], ids=["quiet", "committing"])
-def test_a_loop_that_goes_on_from_a_state_leaves_the_record_of_one_that_was_not_broken_off(
-    tmp_path, loop, where, names
-):
-    case, steps = Case("tied", loop=loop), 5 if loop == "step" else 9
-    hooks = able(["training_metrics", *names], case)
-    whole = record_of_theirs(case, list(map(make, hooks)), tmp_path / "whole", steps, **fields_of(case))
-    kept = interrupted(case, list(map(make, hooks)), tmp_path / "run", steps, where)
-    assert resumed(case, list(map(make, hooks)), tmp_path / "run", steps, kept) == whole
+@pytest.mark.parametrize(("loop", "where", "names"), ROWS)
+def test_a_loop_that_goes_on_from_a_state_leaves_the_record_of_one_not_broken_off(tmp_path, loop, where, names):
+    case, steps, run = Case("tied", loop=loop), 5 if loop == "step" else 9, tmp_path / "run"
+    whole = record_of_theirs(case, made(names, case), tmp_path / "whole", steps)
+    with pytest.raises(Interrupted):
+        record_of_theirs(case, made(names, case), run, steps, where=where)
+    kept = torch.load(run / "state.pt", weights_only=True)
+    assert record_of_theirs(case, made(names, case), run, steps, kept=kept) == whole

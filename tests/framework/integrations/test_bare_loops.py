@@ -1,26 +1,18 @@
 """Loops of one's own come to the same bytes, after every update, with hooks as without."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from loopscope.hooks import HookPoint
 from loopscope.state.digest import digest
 
-from tests.framework.integrations.own_loops import (
-    Loop,
-    Parts,
-    Vandal,
-    alone,
-    assert_equal,
-    attached,
-    changed,
-    spy,
-    train,
-)
+from tests.framework.integrations.own_loops import Loop, Parts, Vandal, alone, assert_equal, attached, train
+from tests.support import SpyHook, at
 from tests.support.cases import matrix
 
-pytestmark = pytest.mark.filterwarnings("ignore:Step [0-9,]+")  # of the run's health, which is no matter of these
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
 HOOKS = {"observers": lambda: ["observers"], "interventions": lambda: ["all"], "vandal": lambda: [Vandal()]}
 BOTH, AMP, WHEN = [False, True], ["none", "bf16"], ["step", "epoch"]
 OVERFLOWING = 2.0**18
@@ -28,11 +20,11 @@ OVERFLOWING = 2.0**18
 HALF = Loop(amp="fp16", scale=OVERFLOWING, epochs=3)
 HALVES = {
     "plain": HALF,
-    "unscaled by its owner": changed(HALF, clips=0.1),
-    "clipped while scaled": changed(HALF, clips=0.1, unscales=False),
-    "fused": changed(HALF, optimizer="adamw_fused"),
-    "fused and clipped": changed(HALF, optimizer="adamw_fused", clips=0.1),
-    "accumulated": changed(HALF, accumulate=2, clips=0.1),
+    "unscaled by its owner": replace(HALF, clips=0.1),
+    "clipped while scaled": replace(HALF, clips=0.1, unscales=False),
+    "fused": replace(HALF, optimizer="adamw_fused"),
+    "fused and clipped": replace(HALF, optimizer="adamw_fused", clips=0.1),
+    "accumulated": replace(HALF, accumulate=2, clips=0.1),
 }
 every_half = pytest.mark.parametrize("half", HALVES)
 
@@ -43,9 +35,8 @@ def test_hooks_leave_every_byte(tmp_path, accelerate, accumulate, clips, amp, sc
     assert_equal(alone(loop), attached(loop, tmp_path, HOOKS[hooks](), evaluates=True, audit=audit))
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("transformer", "sgd_momentum"), ("tied", "adafactor")])
-def test_hooks_leave_every_byte_of_other_models_and_optimizers(tmp_path, model, optimizer):
-    loop = Loop(model=model, optimizer=optimizer, accumulate=2, clips=0.1, epochs=1)
+def test_hooks_leave_every_byte_of_another_model_and_optimizer(tmp_path):
+    loop = Loop(model="tied", optimizer="adafactor", accumulate=2, clips=0.1, epochs=1)
     assert_equal(alone(loop), attached(loop, tmp_path, ["all", Vandal()]))
 
 
@@ -53,7 +44,7 @@ def test_an_evaluation_that_draws_changes_the_loop_that_calls_it_by_itself():
     parts = Parts(Loop())
     before = parts.digest()
     parts.evaluate(parts.model.eval())
-    assert before["generators"] != parts.digest()["generators"]
+    assert before["generators/torch"] != parts.digest()["generators/torch"]
 
 
 def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
@@ -68,7 +59,7 @@ def test_the_vandal_changes_a_loop_that_does_not_roll_it_back():
 def test_a_hook_that_clips_is_the_clipping_of_the_owner(tmp_path, accelerate, accumulate):
     loop = Loop(accelerate=accelerate, accumulate=accumulate)
     options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
-    assert_equal(alone(changed(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
+    assert_equal(alone(replace(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
     assert json.loads((tmp_path / "summary.json").read_text())["treatments"] == {"grad_clip": ["gradients"]}
 
 
@@ -83,7 +74,7 @@ def test_hooks_leave_every_byte_of_a_loop_in_float16(tmp_path, half, hooks):
 @every_half
 def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
     seen = []
-    found = attached(HALVES[half], tmp_path, [spy(lambda ctx: seen.append(ctx.step), HookPoint.POST_STEP)])
+    found = attached(HALVES[half], tmp_path, [at(SpyHook, HookPoint.POST_STEP)(lambda ctx: seen.append(ctx.step))])
     steps = len(found.digests)
     assert 0 < len(found.skipped) < steps
     assert seen == [step for step in range(1, steps + 1) if step not in found.skipped]
@@ -95,13 +86,13 @@ def test_steps_that_the_scaler_skips_are_counted(tmp_path, half):
 @pytest.mark.parametrize("clips", [0.0, 0.1])
 def test_hooks_see_the_gradients_of_a_scaled_loss_unscaled(tmp_path, optimizer, clips):
     loop = Loop(optimizer=optimizer, clips=clips, accumulate=2)
-    assert gradients_seen(changed(loop, scale=2.0**10), tmp_path) == gradients_seen(loop, tmp_path)
+    assert gradients_seen(replace(loop, scale=2.0**10), tmp_path) == gradients_seen(loop, tmp_path)
 
 
 def gradients_seen(loop: Loop, out: Path) -> list[int]:
     seen: list[int] = []
     look = lambda ctx: seen.append(digest([each.grad for each in ctx.model.parameters()]))
-    attached(loop, out, [spy(look, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE)])
+    attached(loop, out, [at(SpyHook, HookPoint.POST_BACKWARD, HookPoint.PRE_UPDATE)(look)])
     assert len(seen) == 8
     return seen
 
@@ -110,4 +101,4 @@ def gradients_seen(loop: Loop, out: Path) -> list[int]:
 def test_a_hook_that_clips_does_so_by_the_gradients_of_the_unscaled_loss(tmp_path, optimizer):
     loop = Loop(optimizer=optimizer, scale=2.0**10)
     options = {"hook_options": {"grad_clip": {"max_norm": 0.1}}}
-    assert_equal(alone(changed(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
+    assert_equal(alone(replace(loop, clips=0.1)), attached(loop, tmp_path, ["grad_clip"], **options))
