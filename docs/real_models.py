@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gradient_flow": {"interval": 1},
     "loss_spikes": {"window": 2},
     "path_length": {"every": 1},
-    "sharpness": {"batches": 2, "critical_passes": 2, "density_points": 9, "iterations": 4, "probes": 2},
+    "sharpness": {"batches": 2, "density_points": 9, "iterations": 4, "probes": 2},
     "subspace_gradient_info": {"every": 1},
     "variance": {"window": 2, "every": 2},
     "weight_average": {"interval": 1, "swa_interval": 1, "evaluate_every": 1},
