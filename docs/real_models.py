@@ -24,9 +24,9 @@ SIZES: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden
 TOKENS = {"vocab_size": VOCABULARY, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
 IMAGES = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 2], "layer_type": "basic", "num_labels": 3}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "attention": {"every": 1},
     "gradient_flow": {"interval": 1},
     "loss_spikes": {"window": 2},
+    "lr_probe": {"steps": 10},
     "path_length": {"every": 1},
     "sharpness": {"batches": 2, "density_points": 9, "iterations": 4, "probes": 2},
     "subspace_gradient_info": {"every": 1},
@@ -141,8 +141,9 @@ def trained(name: str, between: Callable[[nn.Module], Any] = lambda model: None,
             one_pass(loader, Tensor.backward)
         note()
         return Trained(model, steps, {}, {})
-    given = {"loss": loss_of, "loader": loader, "evaluate": evaluate, "length": EPOCHS, "display": "none"}
-    with loopscope.attach(model, optimizer, **given, **choices) as scope:
+    given: dict[str, Any] = {"loss": loss_of, "loader": loader, "evaluate": evaluate, "display": "none"}
+    lengths = {"length": EPOCHS, "snapshot_every": EPOCHS}
+    with loopscope.attach(model, optimizer, **given, **lengths, **choices) as scope:
         for _ in range(EPOCHS):
             one_pass(scope.batches(loader), scope.backward)
             scope.epoch_end(**scope.evaluate(evaluate, model))
