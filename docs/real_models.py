@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import transformers
 from loopscope.durable_files import read_json
 from loopscope.errors import UnsuitableError
+from loopscope.lowbit import MetisOptions, Recipe, find_recipe, quantize_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -109,12 +110,16 @@ class Trained:
     """Why, by the hook."""
 
 
-def trained(name: str, between: Callable[[nn.Module], Any] = lambda model: None, **choices: Any) -> Trained:
+def trained(
+    name: str, between: Callable[[nn.Module], Any] = lambda model: None, recipe: Recipe | None = None, **choices: Any
+) -> Trained:
     """Train a model in a plain loop, with hooks if there are ``choices`` for attach.
 
-    ``between`` is called between a backward pass and its update.
+    ``between`` is called between a backward pass and its update; with a ``recipe`` the model is quantised.
     """
     model, steps = made(name), list[list[Tensor]]()
+    if recipe is not None:
+        quantize_model(model, recipe)
     loader = DataLoader(samples(name), batch_size=BATCH)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -159,12 +164,15 @@ TREATMENTS: dict[str, dict[str, Any]] = {
     "model_smoothing": {"update_interval": EPOCHS * ROWS // BATCH},
     "output_projection_clip": {},
 }
+SPLIT = replace(find_recipe("fp4_metis"), metis=MetisOptions(rank=2, forward_warmup_steps=1))
+"""The recipe of the models that ``metis_split`` is tried on."""
 
 
 def treated(name: str, hook: str, folder: Path) -> Trained | UnsuitableError:
     """Train a model with a committing hook, or return why it cannot be."""
+    recipe = SPLIT if hook == "metis_split" else None
     try:
-        return trained(name, hooks=[hook], hook_options={hook: TREATMENTS[hook]}, out=folder)
+        return trained(name, recipe=recipe, hooks=[hook], hook_options={hook: TREATMENTS[hook]}, out=folder)
     except UnsuitableError as error:
         return error
 
@@ -175,7 +183,7 @@ REASONS = {
     r"finds nothing that it knows in": "no attention",
     r"needs a token embedding|needs an embedding and its output projection; the model has none": "no embedding",
     r"have a matrix each": "embedding not tied",
-    r"needs low-bit layers": "no low-bit layers",
+    r"needs low-bit layers that can be split": "its Conv1D cannot be split",
 }
 """What the table says of a hook that is left out, by what the hook says itself."""
 INTRO = """# Hooks on real models
@@ -186,7 +194,19 @@ configurations and the options. Every step of these trainings is, to the last bi
 What depends on the architecture is compared with plain formulas and with the models' own attention weights, by layer
 and head: `tests/framework/integrations/test_real_models.py`.
 
-*yes*: the hook reports numbers; otherwise why it is left out, which `summary.json` says in a sentence.
+*yes*: the hook reports numbers; otherwise why it is left out, which `summary.json` says in a sentence (a hook that was
+asked for by name says it in an error). `metis_split` is tried on the models after `quantize_model`.
+
+To know when reading the numbers:
+
+- `attention`: the circuits leave out what lies between projections and scores: rotary positions (Llama, OLMo-2,
+  GPT-NeoX) and the norms of queries and keys (OLMo-2). Entropies and scores have both.
+- `gradient_flow`: the blocks of a ResNet are its stages; its layers are `pattern` `resnet.encoder.stages.*.layers.*`.
+- `gradient_overflow`, `range_penalty` and `metis_split` know matrices: of a ResNet the classifier, no convolution.
+- `fourier`: spectra of the embedding and of an untied output projection; those of neurons, and the losses, are for
+  batches that are tuples of token pairs and targets.
+- `gradient_noise_scale` and `sharpness` take the loss for a mean over rows. Where rows have different numbers of
+  labels, as padding and random masks make them, the loss of these models is a mean over labels.
 """
 
 

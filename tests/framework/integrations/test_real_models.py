@@ -1,8 +1,8 @@
 """Hooks on real models, tiny and with random weights: they change nothing, and their numbers are the right ones."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,6 +12,7 @@ import pytest
 import torch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import HookRegistry, hook_kind
+from loopscope.training_hooks.gradients.gradient_flow import find_chains
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import default_collate
@@ -24,22 +25,17 @@ STEPS = EPOCHS * ROWS // BATCH
 EVERY = pytest.mark.parametrize("name", MODELS)
 AUDITED_ALWAYS = "Llama"
 """The model whose training is audited in every run of the suite; the others' audits are slow."""
-BLOCKS = {
-    "GPT-2": "transformer.h",
-    "Llama": "model.layers",
-    "OLMo-2": "model.layers",
-    "GPT-NeoX": "gpt_neox.layers",
-    "BERT": "bert.encoder.layer",
-    "ResNet": "resnet.encoder.stages",
-}
-ATTENTION = {"GPT-2": "attn", "Llama": "self_attn", "OLMo-2": "self_attn", "GPT-NeoX": "attention", "BERT": "attention"}
-PAIRS = {
-    "GPT-2": ("transformer.wte.weight", "lm_head.weight"),
-    "Llama": ("model.embed_tokens.weight", "lm_head.weight"),
-    "OLMo-2": ("model.embed_tokens.weight", "lm_head.weight"),
-    "GPT-NeoX": ("gpt_neox.embed_in.weight", "lm_head.weight"),
-    "BERT": ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-}
+BLOCKS, ATTENTION, PAIRS = {"ResNet": "resnet.encoder.stages"}, dict[str, str](), dict[str, tuple[str, str]]()
+for _name, _base, _blocks, _attention, _embedding, _head in (
+    ("GPT-2", "transformer", "h", "attn", "wte", "lm_head"),
+    ("Llama", "model", "layers", "self_attn", "embed_tokens", "lm_head"),
+    ("OLMo-2", "model", "layers", "self_attn", "embed_tokens", "lm_head"),
+    ("GPT-NeoX", "gpt_neox", "layers", "attention", "embed_in", "lm_head"),
+    ("BERT", "bert", "encoder.layer", "attention", "embeddings.word_embeddings", "cls.predictions.decoder"),
+):
+    BLOCKS[_name], ATTENTION[_name] = f"{_base}.{_blocks}", _attention
+    PAIRS[_name] = f"{_base}.{_embedding}.weight", f"{_head}.weight"
+TIED = ("GPT-2", "BERT")
 
 
 @cache
@@ -138,10 +134,11 @@ def test_entropies_are_those_of_the_models_own_attention_weights(name: str) -> N
     eager.load_state_dict(watched(name).model.state_dict())
     inputs = default_collate(samples(name))["input_ids"]
     weights = eager(input_ids=inputs, output_attentions=True).attentions
-    expected = {}
-    for layer, each in enumerate(weights):
-        for head, entropy in enumerate(torch.special.entr(each).sum(-1).mean(dim=(0, 2))):
-            expected[f"attention/entropy/{BLOCKS[name]}.{layer}.{ATTENTION[name]}.{head}"] = entropy
+    expected = {
+        f"attention/entropy/{BLOCKS[name]}.{layer}.{ATTENTION[name]}.{head}": entropy
+        for layer, each in enumerate(weights)
+        for head, entropy in enumerate(torch.special.entr(each).sum(-1).mean(dim=(0, 2)))
+    }
     agree(watched(name).metrics, expected)
     assert len(expected) == len([key for key in watched(name).metrics if key.startswith("attention/entropy/")]) == 4
 
@@ -149,28 +146,31 @@ def test_entropies_are_those_of_the_models_own_attention_weights(name: str) -> N
 @EVERY
 def test_the_gradient_flow_is_through_the_layers_of_the_model(name: str) -> None:
     model, batch = before(name, STEPS - 1)
-    blocks = {f"{BLOCKS[name]}.{key}": each for key, each in model.get_submodule(BLOCKS[name]).named_children()}
     expected: dict[str, Tensor] = {}
 
-    def follow(key: str) -> Callable[..., None]:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
-            tensor.register_hook(lambda gradient: expected.update({f"gradient_flow/norm/{key}": gradient.norm()}))
+    def follow(key: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = output if isinstance(output, Tensor) else output[0]
+        tensor.register_hook(lambda gradient: expected.update({f"gradient_flow/norm/{key}": gradient.norm()}))
 
-        return note
-
-    for key, block in blocks.items():
-        block.register_forward_hook(follow(key))
+    for key, block in model.get_submodule(BLOCKS[name]).named_children():
+        block.register_forward_hook(partial(follow, f"{BLOCKS[name]}.{key}"))
     loss_of(model, batch).backward()
     agree(watched(name).metrics, expected)
     assert expected.keys() == {key for key in watched(name).metrics if key.startswith("gradient_flow/norm/")}
     assert len(expected) == 2
 
 
+def test_the_pattern_that_the_docs_name_finds_the_layers_of_a_resnet() -> None:
+    pattern = "resnet.encoder.stages.*.layers.*"
+    assert f"`{pattern}`" in real_models.INTRO
+    (chain,) = find_chains(real_models.made("ResNet"), pattern)
+    assert len(chain.blocks) == 4
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_uses_of_the_embedding_are_told_apart_in_the_pair_that_is_there(name: str) -> None:
     """Tied in GPT-2 and BERT; two matrices are measured at the first step only."""
-    tied = name in ("GPT-2", "BERT")
+    tied = name in TIED
     model, batch = before(name, STEPS - 1 if tied else 0)
     table, head = (model.get_parameter(key) for key in PAIRS[name])
     assert (table is head) == tied
@@ -225,6 +225,19 @@ def test_the_sharpness_is_the_largest_eigenvalue_of_the_dense_hessian(tmp_path: 
         rows = torch.autograd.grad(flat, parameters, torch.eye(sum(sizes)), is_grads_batched=True)
     hessian = torch.cat([each.flatten(1) for each in rows], dim=1).double()
     agree(found.metrics, {"sharpness/sharpness": torch.linalg.eigvalsh(hessian)[-1]}, rel=1e-3)
+
+
+@EVERY
+def test_every_linear_layer_with_a_weight_of_its_own_is_split(name: str) -> None:
+    split, model = treated(name, "metis_split"), real_models.made(name)
+    tied = model.get_input_embeddings().weight if name in TIED else None
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear) and each.weight is not tied]
+    if name == "GPT-2":
+        assert not layers
+        assert "no Conv1D" in str(split)
+    else:
+        assert split.metrics["metis_split/layers"] == len(layers)
+        assert split.metrics["metis_split/reconstruction_error"] < 1e-6
 
 
 @EVERY
