@@ -1,9 +1,10 @@
-"""Writes docs/hooks/: one page for every hook that comes with loopscope, made from its class."""
+"""Writes docs/hooks/, a page for every hook that comes with loopscope, made from its class, and docs/real-models.md."""
 
 import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from loopscope import training_hooks
@@ -269,6 +270,8 @@ def main() -> int:
     """Write the pages and say what changed."""
     changed = write()
     print(f"docs/hooks: {', '.join(changed) or 'nothing'} changed, {len(pages())} pages.")
+    real_models = import_module("docs.real_models")  # which imports from here, and transformers
+    print(f"docs/real-models.md: {'changed' if real_models.write() else 'as it was'}.")
     return 0
 
 

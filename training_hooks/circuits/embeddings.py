@@ -1,6 +1,6 @@
 """Finding, by shape alone, the token embedding of a model, its output projection and its feed-forward neurons."""
 
-from loopscope.errors import UnsuitableError, unknown
+from loopscope.errors import UnsuitableError, listed, unknown
 from torch import nn
 
 
@@ -9,10 +9,10 @@ def first_embedding(model: nn.Module, hook: str) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             return f"{name}.weight" if name else "weight"
-    kinds = ", ".join(f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name)
+    kinds = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name]
     raise UnsuitableError(
         f"Hook {hook!r} needs a token embedding, and the model has no nn.Embedding. Its modules: "
-        f"{kinds or type(model).__name__}. Name a parameter with --hook-config {hook}.embedding=NAME."
+        f"{listed(kinds) or type(model).__name__}. Name a parameter with --hook-config {hook}.embedding=NAME."
     )
 
 

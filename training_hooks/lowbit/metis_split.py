@@ -56,7 +56,8 @@ class MetisSplit(InterventionHook):
         if not layers:
             raise UnsuitableError(
                 f"Hook {self.name!r} needs low-bit layers that can be split (recipe 'fp4_metis', or another with "
-                "metis and its forward part); the model has none that is trained."
+                "metis and its forward part; each an nn.Linear with a weight of its own, no Conv1D and no tied head); "
+                "the model has none that is trained."
             )
         sharded = [name for name, layer in layers.items() if is_sharded(layer.weight)]
         if sharded:
