@@ -367,7 +367,7 @@ def _start(hook: TrainingHook, run: RunInfo) -> None:
     if hook.needs_reference_weights and run.reference_weights is None:
         raise UnsuitableError(
             f"Hook {hook.name!r} measures against a reference solution, and there is none: name a run or a file of "
-            "final weights with --reference PATH."
+            "final weights with --reference PATH (reference= of attach)."
         )
     if sentence := unmet(hook, run.lacks):
         raise UnsuitableError(sentence)

@@ -47,6 +47,7 @@ def attach(
     audit: bool = False,
     on_hook_error: OnError = "raise",
     display: Shown = "normal",
+    reference: str | Path | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
     """Attach hooks to a training that already exists, without changing a bit of it; return its :class:`Scope`.
@@ -76,6 +77,7 @@ def attach(
         audit: compare every byte of the training state before and after every call of a hook.
         on_hook_error: ``raise`` ends the training at the first hook that raises, ``skip`` goes on without that hook.
         display: ``normal`` shows what the command shows, ``silent`` a bar and what was warned of, ``none`` nothing.
+        reference: a file of weights, saved as a state dict, for hooks that measure against a reference solution.
         config: what the record is to say of the training, as plain values.
 
     Raises:
@@ -104,6 +106,7 @@ def attach(
         audit=audit,
         on_hook_error=on_hook_error,
         display=display,
+        reference=reference,
         config=config or {},
     )
     if trainer := _trainer_of(target):

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoints import run_lock
@@ -26,7 +26,7 @@ from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
-from ..runs import ATTACHED, RunFolder, RunRecord, environment, summary_of, versions
+from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
 from ..state import RandomStreams, TrainingState
 from ..training import TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
@@ -68,6 +68,7 @@ class AttachedRun:
         self._progress: Progress = NoProgress()
         self._held = ExitStack()
         self._stored: Mapping[str, Any] | None = None
+        self._reference: Mapping[str, Tensor] | None = None
         self._at_exit: Callable[[str], None] = self.end
         self.is_built = self.is_started = self.is_over = False
         self.place: dict[str, Any] = {}
@@ -112,6 +113,8 @@ class AttachedRun:
             config=choices.config,
             compiled=compiled,
         )
+        if choices.reference is not None:
+            self._reference = load_reference(Path(choices.reference), model).weights
         state = TrainingState(
             model, optimizer, RandomStreams(choices.seed, loader.generators()), scheduler=scheduler, scaler=scaler
         )
@@ -124,6 +127,7 @@ class AttachedRun:
             sinks=[*choices.made_sinks(), *self._console.sinks()],
             on_error=choices.on_hook_error,
             audit=choices.audit,
+            reference_weights=self._reference,
         )
         self.driver = Driver(task, self.manager)
         self._loader = loader
@@ -167,6 +171,7 @@ class AttachedRun:
             loop=choices.loop,
             seed=choices.seed,
             optimizer_class=type(self._optimizer),
+            reference_weights=self._reference,
             treatments=self.treatments,
             lacks=self._lacks,
         )
@@ -195,7 +200,11 @@ class AttachedRun:
             "config": dict(choices.config),
             "hooks": {item.hook.name: item.options for item in self._hooks},
             "treatments": self.treatments,
-            "run": {"on_hook_error": choices.on_hook_error, "audit_hooks": choices.audit, "reference": None},
+            "run": {
+                "on_hook_error": choices.on_hook_error,
+                "audit_hooks": choices.audit,
+                "reference": choices.reference,
+            },
             "versions": versions(),
             "environment": environment(self.manager.task.model),
         }

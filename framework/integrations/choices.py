@@ -62,6 +62,7 @@ class Choices:
     audit: bool = False
     on_hook_error: OnError = "raise"
     display: Shown = "normal"
+    reference: str | Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
     run_folders, versions,
 )
+from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
@@ -17,6 +18,6 @@ __all__ = [
     "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder", "RunOptions",
     "RunRecord", "Session", "alternatives", "build_run", "check_device", "checked", "choices", "differences",
-    "environment", "field_names", "in_words", "pass_on", "read_initial", "read_status", "require", "run_folders",
-    "summary_of", "versions",
+    "environment", "field_names", "in_words", "load_reference", "pass_on", "read_initial", "read_status", "require",
+    "run_folders", "summary_of", "versions",
 ]
