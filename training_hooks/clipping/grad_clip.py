@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,6 +43,7 @@ def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class GradClip(InterventionHook):
     """Clip the gradients of every step: by their joint norm, by value, per parameter, or by what was usual so far.
 
@@ -119,39 +121,26 @@ class GradClip(InterventionHook):
             warm-up).
     """
 
-    def __init__(
-        self,
-        *,
-        method: Rule = "norm",
-        max_norm: float = 1.0,
-        max_value: float = 1.0,
-        alpha: float = 0.97,
-        z_threshold: float = 2.5,
-        warmup: int = 0,
-        beta: float = 0.98,
-        lambda_rel: float = 1.05,
-        lambda_abs: float = 1.0,
-    ) -> None:
+    method: Rule = "norm"
+    max_norm: float = 1.0
+    max_value: float = 1.0
+    alpha: float = 0.97
+    z_threshold: float = 2.5
+    warmup: int = 0
+    beta: float = 0.98
+    lambda_rel: float = 1.05
+    lambda_abs: float = 1.0
+
+    def __post_init__(self) -> None:
+        method = self.method
         if method not in get_args(Rule):
             raise unknown("grad_clip.method", method, get_args(Rule))
-        self.method: Rule = method
-        self.max_norm = max_norm
-        self.max_value = max_value
-        given = {
-            "max_norm": max_norm,
-            "max_value": max_value,
-            "alpha": alpha,
-            "z_threshold": z_threshold,
-            "warmup": warmup,
-            "beta": beta,
-            "lambda_rel": lambda_rel,
-            "lambda_abs": lambda_abs,
-        }
+        given = {name: value for name, value in vars(self).items() if name != "method"}
         _check_ranges(given)
         _refuse_options_of_other_rules(method, given)
-        warmup = warmup or int(OPTIONS[method].get("warmup", 0))
-        self._zclip = ZClip(alpha=alpha, z_threshold=z_threshold, warmup=warmup)
-        self._adagc = AdaGC(beta=beta, lambda_rel=lambda_rel, lambda_abs=lambda_abs, warmup=warmup)
+        warmup = self.warmup or int(OPTIONS[method].get("warmup", 0))
+        self._zclip = ZClip(alpha=self.alpha, z_threshold=self.z_threshold, warmup=warmup)
+        self._adagc = AdaGC(beta=self.beta, lambda_rel=self.lambda_rel, lambda_abs=self.lambda_abs, warmup=warmup)
         self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
             "value": self._by_value,
             "parameter": self._by_parameter,
