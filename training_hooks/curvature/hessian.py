@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
-from loopscope.errors import UsageError, require, unknown
+from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, accumulate, copied, cosine, dot, minus, norm, overwrite, trainable
 from loopscope.training import METHODS, Method
@@ -156,6 +156,7 @@ CURVATURE_AND_OWN_STEP = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Hessian(InterventionHook):
     """Measure how each step changes the gradient of the next batch, exactly and by the Hessian.
 
@@ -203,27 +204,20 @@ class Hessian(InterventionHook):
         + CURVATURE_AND_OWN_STEP
     )
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 1e-2,
-        every_n_steps: int = 1000,
-        burst_length: int = 11,
-        method: Method = "exact",
-        warmup: int = 0,
-    ) -> None:
-        require(epsilon > 0 and math.isfinite(epsilon), f"hessian.epsilon is {epsilon}; it must be a positive number.")
-        if method not in METHODS:
-            raise unknown("hessian.method", method, METHODS)
-        if burst_length < 2 and every_n_steps > 1:
-            raise UsageError(
-                f"hessian.burst_length is {burst_length}; entanglement needs at least 2 consecutive steps."
-            )
-        self.step_schedule = StepSchedule(
-            mode="burst", every_n_steps=every_n_steps, burst_length=burst_length, warmup=warmup
-        )
-        self.epsilon = epsilon
-        self.method: Method = method
+    epsilon: float = 1e-2
+    every_n_steps: int = 1000
+    burst_length: int = 11
+    method: Method = "exact"
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        every, length = self.every_n_steps, self.burst_length
+        require(0 < self.epsilon < math.inf, f"hessian.epsilon is {self.epsilon}; it must be a positive number.")
+        if self.method not in METHODS:
+            raise unknown("hessian.method", self.method, METHODS)
+        sentence = f"hessian.burst_length is {length}; entanglement needs at least 2 consecutive steps."
+        require(length >= 2 or every <= 1, sentence)
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=length, warmup=self.warmup)
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:

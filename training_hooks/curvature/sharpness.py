@@ -4,6 +4,7 @@ import math
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -128,6 +129,7 @@ STABILITY = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Sharpness(InterventionHook):
     """Measure the curvature of the training loss: eigenvalues of its Hessian, trace, density, critical sharpness.
 
@@ -184,28 +186,24 @@ class Sharpness(InterventionHook):
         + CRITICAL_SHARPNESS
     )
 
-    def __init__(
-        self,
-        *,
-        batches: int = 4,
-        critical_passes: int = 14,
-        density_points: int = 32,
-        density_probes: int = 2,
-        epsilon: float = 1e-2,
-        iterations: int = 16,
-        k: int = 3,
-        method: Method = "exact",
-        probes: int = 6,
-    ) -> None:
-        self.batches, self.critical_passes = batches, critical_passes
-        self.k, self.iterations, self.probes = k, iterations, probes
-        self.density_probes, self.density_points = density_probes, density_points
+    batches: int = 4
+    critical_passes: int = 14
+    density_points: int = 32
+    density_probes: int = 2
+    epsilon: float = 1e-2
+    iterations: int = 16
+    k: int = 3
+    method: Method = "exact"
+    probes: int = 6
+
+    def __post_init__(self) -> None:
         for option, least in LEAST.items():
             value = vars(self)[option]
             require(value >= least, f"sharpness.{option} is {value}; it must be at least {least}.")
-        if method not in METHODS:
-            raise unknown("sharpness.method", method, METHODS)
-        require(0 < epsilon < math.inf, f"sharpness.epsilon is {epsilon}; it must be a positive number.")
+        if self.method not in METHODS:
+            raise unknown("sharpness.method", self.method, METHODS)
+        require(0 < self.epsilon < math.inf, f"sharpness.epsilon is {self.epsilon}; it must be a positive number.")
+        iterations, k, probes, density_probes = self.iterations, self.k, self.probes, self.density_probes
         if 0 < iterations < k:
             raise UsageError(f"sharpness.iterations is {iterations}; for k = {k} eigenvalues it must be at least {k}.")
         if density_probes > probes:
@@ -213,10 +211,8 @@ class Sharpness(InterventionHook):
                 f"sharpness.density_probes is {density_probes}; it must be at most sharpness.probes ({probes}), of "
                 "which they are the first."
             )
-        if not iterations and not critical_passes:
+        if not iterations and not self.critical_passes:
             raise UsageError("sharpness.iterations and sharpness.critical_passes are both 0; nothing is left to do.")
-        self.epsilon = epsilon
-        self.method: Method = method
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
