@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
@@ -33,6 +33,7 @@ RATIO = (
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class WeightUpdates(TrainingHook):
     """Check at some steps the gradients' health, and how far the optimizer's step really moves each parameter.
 
@@ -104,36 +105,27 @@ class WeightUpdates(TrainingHook):
             | Who moves least. At each check the names are those of then.
     """
 
-    def __init__(
-        self,
-        *,
-        interval: int = 100,
-        sample_size: int = 1024,
-        exact: bool = False,
-        vanishing_grad_threshold: float = 1e-7,
-        exploding_grad_threshold: float = 1e2,
-        frozen_update_ratio_threshold: float = 1e-12,
-        frozen_patience_steps: int = 3,
-        topk: int = 5,
-    ) -> None:
-        require(interval >= 1, f"weight_updates.interval is {interval}; it must be at least 1.")
-        require(topk >= 0, f"weight_updates.topk is {topk}; it must be at least 0.")
-        self.new_monitor = partial(
-            WeightUpdateMonitor,
-            sample_size=sample_size,
-            exact=exact,
-            vanishing_grad_threshold=vanishing_grad_threshold,
-            exploding_grad_threshold=exploding_grad_threshold,
-            frozen_update_ratio_threshold=frozen_update_ratio_threshold,
-            frozen_patience_steps=frozen_patience_steps,
-        )
+    interval: int = 100
+    sample_size: int = 1024
+    exact: bool = False
+    vanishing_grad_threshold: float = 1e-7
+    exploding_grad_threshold: float = 1e2
+    frozen_update_ratio_threshold: float = 1e-12
+    frozen_patience_steps: int = 3
+    topk: int = 5
+
+    def __post_init__(self) -> None:
+        require(self.interval >= 1, f"weight_updates.interval is {self.interval}; it must be at least 1.")
+        require(self.topk >= 0, f"weight_updates.topk is {self.topk}; it must be at least 0.")
         try:
             self.monitor = self.new_monitor()
         except UsageError as error:
             raise UsageError(f"weight_updates.{error}") from error
-        self.interval = interval
-        self.topk = topk
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
+
+    def new_monitor(self) -> WeightUpdateMonitor:
+        """Return a monitor with those of the options that are its own."""
+        return WeightUpdateMonitor(**{each.name: vars(self)[each.name] for each in fields(WeightUpdateMonitor)})
 
     def start(self, run: RunInfo) -> None:
         """Say what is watched; refuse a model without trained parameters."""
