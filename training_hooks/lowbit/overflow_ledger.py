@@ -220,16 +220,17 @@ class Ledger:
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
         self._run = step if before is None else joined(before, step)
         extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
-        parts = [step.sums, step.maxima, self._run.sums, self._summed(extra.to(device))]
+        parts = [step.sums, step.maxima, self._run.sums, self._of_all_ranks(extra.to(device))]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
         pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
         sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces[:3])
         return Page(self.layers, self.roles, sums, maxima, run_sums, pieces[3])
 
-    def _summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum over ranks, if they see different values."""
+    def _of_all_ranks(self, numbers: Tensor, *, largest: bool = False) -> Tensor:
+        """Add numbers up over ranks, or take the largest, if they see different values."""
         if self._shared and numbers.numel() and distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(numbers, op=distributed.ReduceOp.SUM)
+            operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+            distributed.all_reduce(numbers, op=operation)
         return numbers
 
     def _gathered(self, device: torch.device) -> Counts:
@@ -239,10 +240,7 @@ class Ledger:
         shape = len(self.layers), len(self.roles)
         sums = torch.stack([counts.sums.to(device) for counts in grid]).view(*shape, len(SUMS))
         maxima = torch.stack([counts.maxima.to(device) for counts in grid]).view(*shape, len(MAXIMA))
-        if self._shared and distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(sums, op=distributed.ReduceOp.SUM)
-            distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX)
-        return Counts(sums, maxima)
+        return Counts(self._of_all_ranks(sums), self._of_all_ranks(maxima, largest=True))
 
     def of_the_run(self) -> dict[str, dict[str, Any]]:
         """Return the readings of the run so far of each role in which anything was quantised, ``all`` of them last."""
