@@ -52,7 +52,8 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
         named = [*arguments][: len(given) - given[::-1].index(True)] if entry in arguments else []
         values = [batch[name] if name in batch else arguments[name].default for name in named]
         complete = values and all(value is not inspect.Parameter.empty for value in values)
-        return tuple(map(_tensor, values)) if complete else model_inputs(batch[entry], entry)
+        tensors = (torch.as_tensor(value) if isinstance(value, np.ndarray) else value for value in values)
+        return tuple(tensors) if complete else model_inputs(batch[entry], entry)
     if not isinstance(batch, (tuple, list)) or not len(batch):
         raise UnsuitableError(
             "Hook 'attention' needs batches that are tensors, arrays, tuples, lists, mappings or dataclasses, not "
@@ -61,10 +62,6 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
     first = batch[0]
     several = isinstance(first, (tuple, list))
     return tuple(model_inputs(each, entry) for each in first) if several else model_inputs(first, entry, arguments)
-
-
-def _tensor(value: Any) -> Any:
-    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def arguments_of(model: nn.Module) -> dict[str, inspect.Parameter]:

@@ -91,7 +91,14 @@ class MetisSplit(InterventionHook):
         names = [f"{name}.factors.{part}".lstrip(".") for name in layers for part in Decomposition._fields]
         model_ctx.thaw_parameters(names)
         model_ctx.reset_optimizer_state(names)
-        return {"layers": len(layers), **_summary(stacked(measured))}
+        weights, residuals, lost, largest, largest_residual = stacked(measured).unbind(1)
+        energy = weights.square().sum()
+        return {
+            "layers": len(layers),
+            "residual_share": residuals.square().sum() / energy,
+            "range_ratio": (largest_residual / largest).mean(),
+            "reconstruction_error": (lost.square().sum() / energy).sqrt(),
+        }
 
     def _refuse_forgotten(self, layers: Mapping[str, BitLinear], ctx: RunDataContext) -> None:
         known = {name for group in ctx.optimizer_groups for name in group.names}
@@ -137,14 +144,3 @@ def _measured(weight: Tensor, parts: Decomposition, residual: Tensor) -> Tensor:
     lost = Decomposition(*(part.to(wide) for part in parts)).product() + residual.to(wide) - weight.to(wide)
     norms = [joint_norm([matrix]) for matrix in (weight, residual, lost)]
     return torch.stack([number.to(wide) for number in (*norms, weight.abs().max(), residual.abs().max())])
-
-
-def _summary(rows: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of all layers; ``rows`` has one of :func:`_measured` for each."""
-    weights, residuals, lost, largest, largest_residual = rows.unbind(1)
-    energy = weights.square().sum()
-    return {
-        "residual_share": residuals.square().sum() / energy,
-        "range_ratio": (largest_residual / largest).mean(),
-        "reconstruction_error": (lost.square().sum() / energy).sqrt(),
-    }
