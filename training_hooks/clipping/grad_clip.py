@@ -1,8 +1,8 @@
 """Clipping of the gradients by one of six rules, as a declared change of the run."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,15 +16,16 @@ from ..measures import stacked
 from .adaptive_clipping import AdaGC, Gammas, ZClip
 
 Rule = Literal["norm", "value", "parameter", "norm_sum", "zclip", "adagc"]
-OPTIONS: Mapping[Rule, Mapping[str, float]] = {
-    "norm": {"max_norm": 1.0},
-    "value": {"max_value": 1.0},
-    "parameter": {"max_norm": 1.0},
-    "norm_sum": {"max_norm": 1.0},
-    "zclip": {"alpha": 0.97, "z_threshold": 2.5, "warmup": 25},
-    "adagc": {"beta": 0.98, "lambda_rel": 1.05, "lambda_abs": 1.0, "warmup": 100},
+OPTIONS: Mapping[Rule, Sequence[str]] = {
+    "norm": ["max_norm"],
+    "value": ["max_value"],
+    "parameter": ["max_norm"],
+    "norm_sum": ["max_norm"],
+    "zclip": ["alpha", "z_threshold", "warmup"],
+    "adagc": ["beta", "lambda_rel", "lambda_abs", "warmup"],
 }
-"""The options of every rule with their defaults."""
+"""The options of every rule."""
+PUBLISHED_WARMUP: Mapping[Rule, int] = {"zclip": 25, "adagc": 100}
 
 
 def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,7 @@ class GradClip(InterventionHook):
         given = {name: value for name, value in vars(self).items() if name != "method"}
         _check_ranges(given)
         _refuse_options_of_other_rules(method, given)
-        warmup = self.warmup or int(OPTIONS[method].get("warmup", 0))
+        warmup = self.warmup or PUBLISHED_WARMUP.get(method, 0)
         self._zclip = ZClip(alpha=self.alpha, z_threshold=self.z_threshold, warmup=warmup)
         self._adagc = AdaGC(beta=self.beta, lambda_rel=self.lambda_rel, lambda_abs=self.lambda_abs, warmup=warmup)
         self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
@@ -237,7 +238,7 @@ def _check_ranges(options: Mapping[str, float]) -> None:
 
 
 def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -> None:
-    defaults = {name: value for rule in OPTIONS.values() for name, value in rule.items()} | {"warmup": 0}
+    defaults = {each.name: each.default for each in fields(GradClip)}
     for name, value in options.items():
         if value != defaults[name] and name not in OPTIONS[method]:
             owners = " and ".join(f"'{rule}'" for rule, own in OPTIONS.items() if name in own)

@@ -8,21 +8,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
 from torch import Tensor, nn
 
-from .tied_embeddings import (
-    PICTURE,
-    THROUGH_INPUT,
-    THROUGH_OUTPUT,
-    EmbeddingPair,
-    Pass,
-    TiedGradients,
-    pair_of,
-    squares,
-    watch,
-)
+from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, Pass, TiedGradients, pair_of, squares, watch
 
 Scope = Literal["weight", "logits"]
 NAME = "output_projection_clip"
@@ -45,12 +35,10 @@ class ClipOptions:
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError`."""
-        if self.window_size < 1:
-            raise UsageError(f"output_projection_clip.window_size is {self.window_size}; it must be at least 1.")
-        if not (self.scale_factor > 0 and math.isfinite(self.scale_factor)):
-            raise UsageError(f"output_projection_clip.scale_factor is {self.scale_factor}; it must be positive.")
-        if self.scope not in (scopes := get_args(Scope)):
-            raise UsageError(f"output_projection_clip.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
+        size, factor, scopes = self.window_size, self.scale_factor, get_args(Scope)
+        require(size >= 1, f"{NAME}.window_size is {size}; it must be at least 1.")
+        require(0 < factor < math.inf, f"{NAME}.scale_factor is {factor}; it must be positive.")
+        require(self.scope in scopes, f"{NAME}.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
 
 
 class NormHistory(Remembering):
@@ -199,6 +187,7 @@ def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class OutputProjectionClip(InterventionHook):
     """Keep the output projection's gradient in a tied matrix below a multiple of the embedding's.
 
@@ -234,11 +223,7 @@ class OutputProjectionClip(InterventionHook):
             place=2,
             title="Gradients before clipping, and the clip threshold",
             y_label="L2 norm",
-            curves={
-                "embedding_grad_l2_norm": THROUGH_INPUT,
-                "output_proj_grad_l2_norm": THROUGH_OUTPUT,
-                "output_proj_clip_threshold": "clip threshold",
-            },
+            curves={**NORMS, "output_proj_clip_threshold": "clip threshold"},
             log_y=True,
             shares={"clipped_fraction": "clipped"},
         ),
@@ -262,21 +247,18 @@ class OutputProjectionClip(InterventionHook):
             | Its mean over steps is how often the clip acts.
     """
 
-    def __init__(
-        self,
-        *,
-        window_size: int = 5,
-        scale_factor: float = 0.1,
-        scope: Scope = "weight",
-        embedding: str | None = None,
-        projection: str | None = None,
-    ) -> None:
-        self.options = ClipOptions(window_size=window_size, scale_factor=scale_factor, scope=scope)
-        self._wanted = embedding, projection
+    window_size: int = 5
+    scale_factor: float = 0.1
+    scope: Scope = "weight"
+    embedding: str | None = None
+    projection: str | None = None
+
+    def __post_init__(self) -> None:
+        self.options = ClipOptions(window_size=self.window_size, scale_factor=self.scale_factor, scope=self.scope)
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
-        self._clipper = OutputProjectionClipper(pair_of(run, self.name, *self._wanted), self.options)
+        self._clipper = OutputProjectionClipper(pair_of(run, self.name, self.embedding, self.projection), self.options)
         self._clipper.history.load_state_dict(self._history)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
