@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.data import Loader, rows
-from loopscope.errors import RunNotice, UnsuitableError, listed, require, shortened
+from loopscope.errors import UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..measures import drawn_loader, effective_rank, leading_share
+from ..measures import drawn_loader, effective_rank, leading_share, notice
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
 from .attention_scores import AttentionCall, RowStatistics, reading, sampling_error
 
@@ -231,9 +231,7 @@ class Attention(TrainingHook):
         self._layers = find_attention(run.model, self._projections)
         self._draw(run.model, run.task.loader)
         if self._rows < 2:
-            warnings.warn(
-                "attention/entropy has no error: that needs attention.rows of at least 2.", RunNotice, stacklevel=2
-            )
+            notice("attention/entropy has no error: that needs attention.rows of at least 2.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""

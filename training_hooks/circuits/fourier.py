@@ -1,18 +1,17 @@
 """The Fourier spectra of embedding, decoder and neurons: which frequencies a model of modular arithmetic uses."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, listed, require
+from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor, nn
 
-from ..measures import entropy_of_shares, gini, splitmix64
+from ..measures import entropy_of_shares, gini, notice, splitmix64
 from .embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
 from .modular_addition import (
     ablated_losses,
@@ -228,11 +227,9 @@ class Fourier(TrainingHook):
                 f"fourier.frequencies names {listed(beyond)}; {length} rows have the frequencies 1 to {length // 2}."
             )
         if self.rows == 1 < length:
-            warnings.warn(
+            notice(
                 "fourier.rows is 1: restricted and excluded loss come without bias and error, which need at least 2 "
-                "rows (--hook-config fourier.rows=2).",
-                RunNotice,
-                stacklevel=2,
+                "rows (--hook-config fourier.rows=2)."
             )
 
     def _checked_length(self, model: nn.Module, name: str, option: str) -> int:

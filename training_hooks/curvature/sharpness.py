@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,13 +9,13 @@ from itertools import islice
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
 from loopscope.data import Loader
-from loopscope.errors import RunNotice, UsageError, require, unknown
+from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGroup, RunInfo
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from ..measures import drawn_loader
+from ..measures import drawn_loader, notice
 from .lanczos import Density, Product, Tridiagonal, jackknife_error, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
 from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold, steps_taken
@@ -230,7 +229,7 @@ class Sharpness(InterventionHook):
         if self.batches > 1 and run.steps_per_epoch == 1:
             said.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
         for sentence in said if self.iterations else ():
-            warnings.warn(sentence, RunNotice, stacklevel=2)
+            notice(sentence)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Measure the spectra, then the critical sharpness."""

@@ -1,7 +1,6 @@
 """How many values leave the range of a narrow format: counted in quantised layers, or asked what if."""
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +8,14 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, require, unknown
+from loopscope.errors import UnsuitableError, UsageError, counted, require, unknown
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from loopscope.state import whole
 from torch import Tensor, nn
 
+from ..measures import notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
 from .overflow_ledger import Alarm, Ledger, Values, infos, summary, values_by_role, values_together
 from .product_errors import LAYERS, PRODUCTS, oriented
@@ -151,14 +151,12 @@ class GradientOverflow(TrainingHook):
             self._fit_schedule()
             layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
             often = _often(self.step_schedule.every_n_steps)
-            warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=2)
+            notice(f"gradient_overflow counts the casts of {layers}, {often}.")
         if self._asks:
             ways = ", ".join(map(label, self._casts.casts))
             subjects = ", ".join(self._casts.subjects).replace("_", " ")
             often = _often(self.interval if self._counts else self.step_schedule.every_n_steps)
-            warnings.warn(
-                f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=2
-            )
+            notice(f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.")
 
     def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""

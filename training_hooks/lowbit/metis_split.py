@@ -1,18 +1,17 @@
 """The split of low-bit weights into trained factors and a residual (Metis), as a declared change of the run."""
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext, StatePart, StepSchedule
 from loopscope.data import derived_seed
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.errors import UnsuitableError, UsageError, listed
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from ..measures import stacked
+from ..measures import notice, stacked
 
 
 @HookRegistry.register
@@ -66,11 +65,9 @@ class MetisSplit(InterventionHook):
         self._seed = run.seed
         self.step_schedule = schedule({options_of(layer) for layer in layers.values()}, run.steps)
         if self.step_schedule.warmup >= run.steps:
-            warnings.warn(
+            notice(
                 f"Hook {self.name!r} splits no weight: the run has {run.steps} steps, and forward_warmup_steps is "
-                f"{self.step_schedule.warmup}.",
-                RunNotice,
-                stacklevel=2,
+                f"{self.step_schedule.warmup}."
             )
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from loopscope.errors import listed
+from loopscope.errors import RunNotice, listed
 from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
 EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+def notice(sentence: str) -> None:
+    """Tell the user what a hook does without, or measures against, where going on is what was asked for."""
+    warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 class Alerts(Remembering):

@@ -1,16 +1,15 @@
 """The health of gradients and of the updates that the optimizer makes of them, at some steps."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, require
+from loopscope.errors import UnsuitableError, UsageError, counted, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 
-from ..measures import Alerts
+from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
 
 CONDITIONS = {
@@ -136,11 +135,9 @@ class WeightUpdates(TrainingHook):
         sample = counted(self.monitor.sample_size, "element")
         how = "exactly" if self.monitor.exact else f"in samples of up to {sample} each"
         often = "every step" if self.interval == 1 else f"step 1 and every {self.interval:,} steps after it"
-        warnings.warn(
+        notice(
             f"weight_updates checks the {counted(len(trained), 'parameter')} ({counted(elements, 'element')}) of "
-            f"strategy {run.strategy!r} {how}, at {often}.",
-            RunNotice,
-            stacklevel=2,
+            f"strategy {run.strategy!r} {how}, at {often}."
         )
 
     def end(self, status: str) -> None:
@@ -150,7 +147,7 @@ class WeightUpdates(TrainingHook):
         last = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in self._conditions.counts.items())
         outcome = f"of the parameters were, when last checked, {last}" if self._checks else "none was due"
         checked = counted(self._checks, "step")
-        warnings.warn(f"weight_updates has checked {checked}: {outcome}.", RunNotice, stacklevel=2)
+        notice(f"weight_updates has checked {checked}: {outcome}.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
