@@ -122,7 +122,7 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
     small = value.double() @ output.double()
     finite = small.isfinite().all(dim=(1, 2))
     eigenvalues = torch.linalg.eigvals(small.where(finite[:, None, None], 0))
-    score: Tensor = eigenvalues.real.sum(dim=-1) / eigenvalues.abs().sum(dim=-1)
+    score = torch.div(eigenvalues.real.sum(dim=-1), eigenvalues.abs().sum(dim=-1))
     return score.where(finite, torch.nan)
 
 

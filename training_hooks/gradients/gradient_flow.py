@@ -88,8 +88,7 @@ def square_norm(gradient: Tensor) -> Tensor:
     """Return ‖g‖₂² as a zero-dimensional float64 tensor, whose range also holds the squares of vanishing gradients."""
     if is_sharded(gradient):
         return joint_norm([gradient]).double().square()
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-    return norm.square()
+    return torch.square(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
 
 
 def gains(chain: Chain, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..measures import notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
-from .overflow_ledger import Alarm, Ledger, Values, infos, summary, values_by_role, values_together
+from .overflow_ledger import Alarm, Ledger, Values, infos, values_by_role, values_together
 from .product_errors import LAYERS, PRODUCTS, oriented
 
 QUANTIZERS = "quantizers"
@@ -257,7 +257,7 @@ class GradientOverflow(TrainingHook):
         """Return the counts of the whole run, a row for each role, and for all roles of the quantised layers."""
         rows: dict[str, Values] = {}
         for subject, ledger in self._ledgers.items():
-            rows |= summary(ledger, together=subject == QUANTIZERS)
+            rows |= ledger.table(together=subject == QUANTIZERS)
         return rows
 
     def state_dict(self) -> dict[str, Any]:

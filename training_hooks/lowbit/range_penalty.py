@@ -37,8 +37,7 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
         inverse_cube = wide.add(OFFSET).pow_(-3)
         norms.append(joint_norm([wide.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
     elements = sum(matrix.numel() for matrix in matrices)
-    norm: Tensor = torch.linalg.vector_norm(stacked(norms)) * (2 * penalty.weight / elements)
-    return norm
+    return torch.mul(torch.linalg.vector_norm(stacked(norms)), 2 * penalty.weight / elements)
 
 
 @HookRegistry.register

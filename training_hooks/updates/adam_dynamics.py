@@ -36,8 +36,7 @@ def spread_indices(count: int, size: int) -> Tensor:
 
 def energy(tensor: Tensor) -> Tensor:
     """Return the squared norm of a tensor, zero-dimensional."""
-    norm: Tensor = torch.linalg.vector_norm(tensor)
-    return norm.square()
+    return torch.square(torch.linalg.vector_norm(tensor))
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
