@@ -219,12 +219,10 @@ class Sharpness(InterventionHook):
         if self.method == "exact" and self.iterations:
             refuse_exact_under_fsdp(self.name, run.model)
         self._optimizer_class = run.optimizer_class
-        counts = {"trace": ("probes", self.probes), "density": ("density_probes", self.density_probes)}
-        counts["sharpness"] = ("batches", self.batches)
         said = [
             f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."
-            for metric, (option, count) in counts.items()
-            if count == 1
+            for metric, option in {"trace": "probes", "density": "density_probes", "sharpness": "batches"}.items()
+            if vars(self)[option] == 1
         ]
         if self.batches > 1 and run.steps_per_epoch == 1:
             said.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")

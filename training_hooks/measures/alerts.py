@@ -10,7 +10,6 @@ from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
-EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 def notice(sentence: str) -> None:
@@ -43,7 +42,7 @@ class Alerts(Remembering):
         *,
         step: int,
         checked: int,
-        lingering: Mapping[str, str] = EMPTY,
+        lingering: Mapping[str, str] = MappingProxyType({}),
         worst: float | None = None,
         limit: float | None = None,
     ) -> None:
