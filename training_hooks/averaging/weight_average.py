@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -127,7 +126,6 @@ AVERAGE = """
 
 
 @HookRegistry.register
-@dataclass(kw_only=True, eq=False)
 class WeightAverage(TrainingHook):
     """Average the weights over the steps, exponentially (EMA) and over the last part of the run (SWA), beside the run.
 
@@ -160,30 +158,32 @@ class WeightAverage(TrainingHook):
         lambda hook: {kind: Average(decay) for kind, decay in hook.decays.items()}, by_options=True, saved=False
     )
 
-    decay: float = 0.999
-    interval: int = 10
-    swa_start: float = 0.75
-    swa_interval: int = 10
-    averages: Literal["ema", "swa", "both"] = "both"
-    evaluate: bool = True
-    evaluate_every: int = 5
-
-    def __post_init__(self) -> None:
-        decay, swa_start, averages = self.decay, self.swa_start, self.averages
+    def __init__(
+        self,
+        *,
+        decay: float = 0.999,
+        interval: int = 10,
+        swa_start: float = 0.75,
+        swa_interval: int = 10,
+        averages: Literal["ema", "swa", "both"] = "both",
+        evaluate: bool = True,
+        evaluate_every: int = 5,
+    ) -> None:
         require(0 < decay < 1, f"weight_average.decay is {decay}; it must lie between 0 and 1.")
-        for option, value in (("interval", self.interval), ("swa_interval", self.swa_interval)):
+        for option, value in (("interval", interval), ("swa_interval", swa_interval)):
             require(value >= 1, f"weight_average.{option} is {value}; it must be at least 1 step.")
-        every = self.evaluate_every
-        require(every >= 1, f"weight_average.evaluate_every is {every}; it must be at least 1.")
+        require(evaluate_every >= 1, f"weight_average.evaluate_every is {evaluate_every}; it must be at least 1.")
         if not (0 <= swa_start < 1 or (swa_start >= 1 and float(swa_start).is_integer())):
             raise UsageError(
                 f"weight_average.swa_start is {swa_start}; it must be a share of the steps in [0, 1) or a whole step."
             )
         if averages not in (*KINDS, "both"):
             raise unknown("choice of weight_average.averages:", averages, [*KINDS, "both"])
+        self.swa_start, self.swa_interval = swa_start, swa_interval
+        self.evaluate, self.evaluate_every = evaluate, evaluate_every
         decays = {"ema": decay, "swa": 1.0}
         self.decays = decays if averages == "both" else {averages: decays[averages]}
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval, warmup=self.interval - 1)
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval, warmup=interval - 1)
         self._run: RunInfo | None = None
 
     def start(self, run: RunInfo) -> None:
