@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
 from loopscope.data import Loader, rows
-from loopscope.errors import RunNotice, UnsuitableError, listed, require, shortened
+from loopscope.errors import UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..measures import drawn_loader, effective_rank, leading_share
+from ..measures import drawn_loader, effective_rank, leading_share, notice
 from .attention_layers import AttentionLayer, HeadWeights, find_attention
 from .attention_scores import AttentionCall, RowStatistics, reading, sampling_error
 
@@ -52,7 +52,8 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
         named = [*arguments][: len(given) - given[::-1].index(True)] if entry in arguments else []
         values = [batch[name] if name in batch else arguments[name].default for name in named]
         complete = values and all(value is not inspect.Parameter.empty for value in values)
-        return tuple(map(_tensor, values)) if complete else model_inputs(batch[entry], entry)
+        tensors = (torch.as_tensor(value) if isinstance(value, np.ndarray) else value for value in values)
+        return tuple(tensors) if complete else model_inputs(batch[entry], entry)
     if not isinstance(batch, (tuple, list)) or not len(batch):
         raise UnsuitableError(
             "Hook 'attention' needs batches that are tensors, arrays, tuples, lists, mappings or dataclasses, not "
@@ -61,10 +62,6 @@ def model_inputs(batch: Any, entry: str = "", arguments: Mapping[str, inspect.Pa
     first = batch[0]
     several = isinstance(first, (tuple, list))
     return tuple(model_inputs(each, entry) for each in first) if several else model_inputs(first, entry, arguments)
-
-
-def _tensor(value: Any) -> Any:
-    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def arguments_of(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -125,7 +122,7 @@ def copying_score(output: Tensor, value: Tensor) -> Tensor:
     small = value.double() @ output.double()
     finite = small.isfinite().all(dim=(1, 2))
     eigenvalues = torch.linalg.eigvals(small.where(finite[:, None, None], 0))
-    score: Tensor = eigenvalues.real.sum(dim=-1) / eigenvalues.abs().sum(dim=-1)
+    score = torch.div(eigenvalues.real.sum(dim=-1), eigenvalues.abs().sum(dim=-1))
     return score.where(finite, torch.nan)
 
 
@@ -235,9 +232,7 @@ class Attention(TrainingHook):
         self._layers = find_attention(run.model, self._projections)
         self._draw(run.model, run.task.loader)
         if self._rows < 2:
-            warnings.warn(
-                "attention/entropy has no error: that needs attention.rows of at least 2.", RunNotice, stacklevel=2
-            )
+            notice("attention/entropy has no error: that needs attention.rows of at least 2.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return what the rows look like, unless that was reported at this step; at SNAPSHOT also the circuits."""

@@ -62,8 +62,7 @@ class RowStatistics:
 
 
 def _ratio(values: Tensor, counts: Tensor) -> Tensor:
-    ratio: Tensor = values.sum(dim=0) / counts.sum(dim=0)
-    return ratio
+    return torch.div(values.sum(dim=0), counts.sum(dim=0))
 
 
 def sampling_error(influence: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """The Fourier spectra of embedding, decoder and neurons: which frequencies a model of modular arithmetic uses."""
 
-import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, listed, require
+from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor, nn
 
-from ..measures import entropy_of_shares, gini, splitmix64
+from ..measures import entropy_of_shares, gini, notice, splitmix64
 from .embeddings import feed_forward_inputs, first_embedding, matrix_named, output_projection
 from .modular_addition import (
     ablated_losses,
@@ -78,6 +78,7 @@ def neuron_spectra(activations: Sequence[Tensor], p: int) -> Tensor:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Fourier(TrainingHook):
     """Measure the one-sided Fourier spectra of embedding, decoder and neurons along the vocabulary.
 
@@ -178,99 +179,88 @@ class Fourier(TrainingHook):
         full_train_loss_error | as restricted_loss_error | [0, ∞) | The same of full_train_loss.
     """
 
-    def __init__(
-        self,
-        *,
-        top_k: int = 5,
-        embedding: str = "",
-        decoder: str = "",
-        period: int = 0,
-        stride: int = 0,
-        key_factor: float = 2.0,
-        rows: int | None = None,
-        frequencies: list[int] | Literal["now", "reference"] = "now",
-    ) -> None:
-        for option, value, least in (("top_k", top_k, 1), ("stride", stride, 0), ("rows", rows or 0, 0)):
+    top_k: int = 5
+    embedding: str = ""
+    decoder: str = ""
+    period: int = 0
+    stride: int = 0
+    key_factor: float = 2.0
+    rows: int | None = None
+    frequencies: list[int] | Literal["now", "reference"] = "now"
+
+    def __post_init__(self) -> None:
+        for option, value, least in (("top_k", self.top_k, 1), ("stride", self.stride, 0), ("rows", self.rows or 0, 0)):
             require(value >= least, f"fourier.{option} is {value}; it must be at least {least}.")
+        period, frequencies = self.period, self.frequencies
         require(period == 0 or period >= 2, f"fourier.period is {period}; it must be 0 (all rows) or at least 2.")
-        require(key_factor > 0, f"fourier.key_factor is {key_factor}; it must be positive.")
-        self._top_k = top_k
-        self._embedding = embedding
-        self._decoder = decoder
-        self._period = period
-        self._stride = stride
-        self._key_factor = key_factor
-        self._rows = rows
+        require(self.key_factor > 0, f"fourier.key_factor is {self.key_factor}; it must be positive.")
         differ = not isinstance(frequencies, str) and len(set(frequencies)) == len(frequencies) > 0
         require(
             differ or frequencies in ("now", "reference"),
             f"fourier.frequencies is {frequencies!r}; it must be now, reference or a list of different frequencies.",
         )
-        self._frequencies = frequencies
         self.uses_reference_weights = frequencies == "reference"
         self._loop = "epoch"
 
     def start(self, run: RunInfo) -> None:
         """Find the embedding; raises :class:`UnsuitableError` if there is none that fits the options."""
         self._loop = run.loop
-        name = self._embedding or first_embedding(run.model, self.name)
+        name = self.embedding or first_embedding(run.model, self.name)
         length = self._checked_length(run.model, name, "embedding")
-        if self._decoder:
-            self._checked_length(run.model, self._decoder, "decoder")
-        if self._stride > length // 2:
+        if self.decoder:
+            self._checked_length(run.model, self.decoder, "decoder")
+        if self.stride > length // 2:
             raise UnsuitableError(
-                f"fourier.stride is {self._stride}, but {length} rows have {length // 2} frequencies; it must be at "
+                f"fourier.stride is {self.stride}, but {length} rows have {length // 2} frequencies; it must be at "
                 "most that."
             )
         self._check_losses(run, length)
 
     def _check_losses(self, run: RunInfo, length: int) -> None:
-        if self._frequencies == "reference" and run.reference_weights is None:
+        if self.frequencies == "reference" and run.reference_weights is None:
             raise UnsuitableError(
                 "fourier.frequencies is 'reference', and there is no reference solution: name a run or a file of final "
                 "weights with --reference PATH."
             )
-        given = [] if isinstance(self._frequencies, str) else self._frequencies
+        given = [] if isinstance(self.frequencies, str) else self.frequencies
         if beyond := [k for k in given if k not in range(1, length // 2 + 1)]:
             raise UnsuitableError(
                 f"fourier.frequencies names {listed(beyond)}; {length} rows have the frequencies 1 to {length // 2}."
             )
-        if self._rows == 1 < length:
-            warnings.warn(
+        if self.rows == 1 < length:
+            notice(
                 "fourier.rows is 1: restricted and excluded loss come without bias and error, which need at least 2 "
-                "rows (--hook-config fourier.rows=2).",
-                RunNotice,
-                stacklevel=2,
+                "rows (--hook-config fourier.rows=2)."
             )
 
     def _checked_length(self, model: nn.Module, name: str, option: str) -> int:
         rows = len(matrix_named(model, name, f"fourier.{option}"))
-        length = self._period or rows
+        length = self.period or rows
         if not 2 <= length <= rows:
             raise UnsuitableError(
-                f"fourier.period is {self._period}, but {name!r} has {rows} rows; at least 2 are needed."
+                f"fourier.period is {self.period}, but {name!r} has {rows} rows; at least 2 are needed."
             )
         return length
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return the spectra of the weights after an epoch, those of the neurons and the losses at SNAPSHOT."""
-        name = self._embedding or first_embedding(ctx.model, self.name)
-        table = whole(ctx.model.get_parameter(name))[: self._period or None]
+        name = self.embedding or first_embedding(ctx.model, self.name)
+        table = whole(ctx.model.get_parameter(name))[: self.period or None]
         power = one_sided_power(table)
         metrics: dict[str, Any] = {}
         if ctx.hook_point is HookPoint.POST_EPOCH or self._loop == "step":
             metrics |= self._of_the_embedding(power, ctx.epoch) | self._of_the_decoder(ctx.model, name, len(table))
-            metrics |= self._of_the_stride(power, self._stride or data_stride(ctx.config, len(table)), len(table))
+            metrics |= self._of_the_stride(power, self.stride or data_stride(ctx.config, len(table)), len(table))
         if ctx.hook_point is HookPoint.SNAPSHOT:
             metrics |= self._of_pairs(ctx, power, len(table))
         return metrics
 
     def _of_the_embedding(self, power: Tensor, epoch: int) -> dict[str, Any]:
-        metrics = spectrum(power, self._top_k)
+        metrics = spectrum(power, self.top_k)
         fractions = power / power.sum()
         entropy = entropy_of_shares(fractions)
         before = torch.full_like(power, torch.nan) if self._since is None else self._since.to(power.device)
-        self._since = acquisition(before, fractions * len(power) >= self._key_factor, epoch)
+        self._since = acquisition(before, fractions * len(power) >= self.key_factor, epoch)
         keys = torch.stack(metrics["key_frequencies"]) - 1
         return metrics | {
             "total_power": power.sum(),
@@ -281,11 +271,11 @@ class Fourier(TrainingHook):
         }
 
     def _of_the_decoder(self, model: nn.Module, embedding: str, length: int) -> dict[str, Any]:
-        name = self._decoder or output_projection(model, embedding)
+        name = self.decoder or output_projection(model, embedding)
         if not name:
             return {}
         matrix = whole(model.get_parameter(name))[:length]
-        found = spectrum(one_sided_power(matrix), self._top_k)
+        found = spectrum(one_sided_power(matrix), self.top_k)
         return {f"decoder_{key}": value for key, value in found.items()}
 
     def _of_the_stride(self, power: Tensor, stride: int, length: int) -> dict[str, Any]:
@@ -304,7 +294,7 @@ class Fourier(TrainingHook):
             pairs, targets = first_batch
             self._adds = bool((pairs.sum(dim=1) % p == targets).all())
         metrics = self._of_the_neurons(ctx, p, power.device)
-        if self._adds and self._rows != 0:
+        if self._adds and self.rows != 0:
             metrics |= self._losses(ctx, power, p)
         return metrics
 
@@ -316,12 +306,12 @@ class Fourier(TrainingHook):
         captured = ctx.forward(pairs, capture=layers).captured
         power = neuron_spectra([captured[layer] for layer in layers], p)
         purity = (power.max(dim=0).values / power.sum(dim=0)).nanmean()
-        found = spectrum(power.sum(dim=1), self._top_k) | {"purity": purity}
+        found = spectrum(power.sum(dim=1), self.top_k) | {"purity": purity}
         return {f"neuron_{key}": value for key, value in found.items()}
 
     def _losses(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return the losses with frequencies kept and removed, if the model has p classes."""
-        count = min(p, self._rows or (p if p * p <= ALL_PAIRS else max(GROUPS, ALL_PAIRS // p)))
+        count = min(p, self.rows or (p if p * p <= ALL_PAIRS else max(GROUPS, ALL_PAIRS // p)))
         groups = [rows.to(power.device) for rows in fixed_rows(p, count)]
         size = max(1, min(PAIRS_AT_ONCE, LOGITS_AT_ONCE // p))
         pieces = [piece for rows in groups for piece in rows_of_pairs(rows, p).split(size)]  # type: ignore[no-untyped-call]
@@ -344,9 +334,9 @@ class Fourier(TrainingHook):
 
     def _kept_frequencies(self, ctx: RunDataContext, power: Tensor) -> Tensor:
         """Return the frequencies of the losses: the option's, or the strongest now or in the reference solution."""
-        if not isinstance(self._frequencies, str):
-            return torch.tensor(self._frequencies, device=power.device)
-        if self._frequencies == "reference" and ctx.reference_weights is not None:
-            name = self._embedding or first_embedding(ctx.model, self.name)
-            power = one_sided_power(whole(ctx.reference_weights[name])[: self._period or None])
-        return power.topk(min(self._top_k, len(power))).indices + 1
+        if not isinstance(self.frequencies, str):
+            return torch.tensor(self.frequencies, device=power.device)
+        if self.frequencies == "reference" and ctx.reference_weights is not None:
+            name = self.embedding or first_embedding(ctx.model, self.name)
+            power = one_sided_power(whole(ctx.reference_weights[name])[: self.period or None])
+        return power.topk(min(self.top_k, len(power))).indices + 1

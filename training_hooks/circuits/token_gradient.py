@@ -7,19 +7,18 @@ from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
 from torch import Tensor
 
-from ..measures import gini, participation_ratio
+from ..measures import gini, leading_share, participation_ratio
 from .embeddings import first_embedding, first_name, matrix_named
 
 
 def concentration(norms: Tensor, top_k: int) -> dict[str, Tensor]:
     """Return how the gradient is spread over tokens, from the norms of its rows, shape (tokens,)."""
-    energy = norms.square()
     return {
         "mean_norm": norms.mean(),
         "max_norm": norms.max(),
         "gini": gini(norms),
-        "effective_tokens": participation_ratio(energy),
-        "top_k_share": energy.topk(min(top_k, len(energy))).values.sum() / energy.sum(),
+        "effective_tokens": participation_ratio(norms.square()),
+        "top_k_share": leading_share(norms, top_k),
         "untouched_fraction": (norms == 0).to(norms.dtype).mean(),
     }
 

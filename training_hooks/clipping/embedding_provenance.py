@@ -8,7 +8,7 @@ from loopscope.errors import UsageError
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, RunInfo
 from torch import Tensor, nn
 
-from .tied_embeddings import PICTURE, THROUGH_INPUT, THROUGH_OUTPUT, EmbeddingPair, TiedGradients, all_sums, pair_of
+from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, TiedGradients, all_sums, pair_of
 
 INTERVAL_APART = 100
 """Steps between measurements of two matrices, whose gradients any norm shows."""
@@ -60,7 +60,7 @@ class EmbeddingProvenance(TrainingHook):
             place=0,
             title="Gradients of input embedding and output projection",
             y_label="L2 norm",
-            curves={"embedding_grad_l2_norm": THROUGH_INPUT, "output_proj_grad_l2_norm": THROUGH_OUTPUT},
+            curves=NORMS,
             log_y=True,
         ),
         MetricPanel(

@@ -1,7 +1,8 @@
 """Clipping of the gradients by one of six rules, as a declared change of the run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,15 +16,16 @@ from ..measures import stacked
 from .adaptive_clipping import AdaGC, Gammas, ZClip
 
 Rule = Literal["norm", "value", "parameter", "norm_sum", "zclip", "adagc"]
-OPTIONS: Mapping[Rule, Mapping[str, float]] = {
-    "norm": {"max_norm": 1.0},
-    "value": {"max_value": 1.0},
-    "parameter": {"max_norm": 1.0},
-    "norm_sum": {"max_norm": 1.0},
-    "zclip": {"alpha": 0.97, "z_threshold": 2.5, "warmup": 25},
-    "adagc": {"beta": 0.98, "lambda_rel": 1.05, "lambda_abs": 1.0, "warmup": 100},
+OPTIONS: Mapping[Rule, Sequence[str]] = {
+    "norm": ["max_norm"],
+    "value": ["max_value"],
+    "parameter": ["max_norm"],
+    "norm_sum": ["max_norm"],
+    "zclip": ["alpha", "z_threshold", "warmup"],
+    "adagc": ["beta", "lambda_rel", "lambda_abs", "warmup"],
 }
-"""The options of every rule with their defaults."""
+"""The options of every rule."""
+PUBLISHED_WARMUP: Mapping[Rule, int] = {"zclip": 25, "adagc": 100}
 
 
 def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
@@ -42,6 +44,7 @@ def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class GradClip(InterventionHook):
     """Clip the gradients of every step: by their joint norm, by value, per parameter, or by what was usual so far.
 
@@ -119,39 +122,26 @@ class GradClip(InterventionHook):
             warm-up).
     """
 
-    def __init__(
-        self,
-        *,
-        method: Rule = "norm",
-        max_norm: float = 1.0,
-        max_value: float = 1.0,
-        alpha: float = 0.97,
-        z_threshold: float = 2.5,
-        warmup: int = 0,
-        beta: float = 0.98,
-        lambda_rel: float = 1.05,
-        lambda_abs: float = 1.0,
-    ) -> None:
+    method: Rule = "norm"
+    max_norm: float = 1.0
+    max_value: float = 1.0
+    alpha: float = 0.97
+    z_threshold: float = 2.5
+    warmup: int = 0
+    beta: float = 0.98
+    lambda_rel: float = 1.05
+    lambda_abs: float = 1.0
+
+    def __post_init__(self) -> None:
+        method = self.method
         if method not in get_args(Rule):
             raise unknown("grad_clip.method", method, get_args(Rule))
-        self.method: Rule = method
-        self.max_norm = max_norm
-        self.max_value = max_value
-        given = {
-            "max_norm": max_norm,
-            "max_value": max_value,
-            "alpha": alpha,
-            "z_threshold": z_threshold,
-            "warmup": warmup,
-            "beta": beta,
-            "lambda_rel": lambda_rel,
-            "lambda_abs": lambda_abs,
-        }
+        given = {name: value for name, value in vars(self).items() if name != "method"}
         _check_ranges(given)
         _refuse_options_of_other_rules(method, given)
-        warmup = warmup or int(OPTIONS[method].get("warmup", 0))
-        self._zclip = ZClip(alpha=alpha, z_threshold=z_threshold, warmup=warmup)
-        self._adagc = AdaGC(beta=beta, lambda_rel=lambda_rel, lambda_abs=lambda_abs, warmup=warmup)
+        warmup = self.warmup or PUBLISHED_WARMUP.get(method, 0)
+        self._zclip = ZClip(alpha=self.alpha, z_threshold=self.z_threshold, warmup=warmup)
+        self._adagc = AdaGC(beta=self.beta, lambda_rel=self.lambda_rel, lambda_abs=self.lambda_abs, warmup=warmup)
         self._act: Mapping[Rule, Callable[[Vector, ModelDataContext], Metrics]] = {
             "value": self._by_value,
             "parameter": self._by_parameter,
@@ -248,7 +238,7 @@ def _check_ranges(options: Mapping[str, float]) -> None:
 
 
 def _refuse_options_of_other_rules(method: Rule, options: Mapping[str, float]) -> None:
-    defaults = {name: value for rule in OPTIONS.values() for name, value in rule.items()} | {"warmup": 0}
+    defaults = {each.name: each.default for each in fields(GradClip)}
     for name, value in options.items():
         if value != defaults[name] and name not in OPTIONS[method]:
             owners = " and ".join(f"'{rule}'" for rule, own in OPTIONS.items() if name in own)

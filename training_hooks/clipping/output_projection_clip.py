@@ -8,21 +8,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
 from torch import Tensor, nn
 
-from .tied_embeddings import (
-    PICTURE,
-    THROUGH_INPUT,
-    THROUGH_OUTPUT,
-    EmbeddingPair,
-    Pass,
-    TiedGradients,
-    pair_of,
-    squares,
-    watch,
-)
+from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, Pass, TiedGradients, pair_of, squares, watch
 
 Scope = Literal["weight", "logits"]
 NAME = "output_projection_clip"
@@ -45,12 +35,10 @@ class ClipOptions:
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError`."""
-        if self.window_size < 1:
-            raise UsageError(f"output_projection_clip.window_size is {self.window_size}; it must be at least 1.")
-        if not (self.scale_factor > 0 and math.isfinite(self.scale_factor)):
-            raise UsageError(f"output_projection_clip.scale_factor is {self.scale_factor}; it must be positive.")
-        if self.scope not in (scopes := get_args(Scope)):
-            raise UsageError(f"output_projection_clip.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
+        size, factor, scopes = self.window_size, self.scale_factor, get_args(Scope)
+        require(size >= 1, f"{NAME}.window_size is {size}; it must be at least 1.")
+        require(0 < factor < math.inf, f"{NAME}.scale_factor is {factor}; it must be positive.")
+        require(self.scope in scopes, f"{NAME}.scope is {self.scope!r}; it is one of {', '.join(scopes)}.")
 
 
 class NormHistory(Remembering):
@@ -155,42 +143,28 @@ class OutputProjectionClipper:
             factors = [torch.ones_like(output_norm) if threshold is None else clip_factor(output_norm, threshold)]
         else:
             output_norm = torch.stack([norm for norm, _ in logits]).square().sum().sqrt() / loss_scale
-        mean = self.history.mean
+        metrics = {
+            "embedding_grad_l2_norm": input_norm,
+            "output_proj_grad_l2_norm": output_norm,
+            "clipped_fraction": (torch.stack(factors) < 1).to(input_norm.dtype).mean(),
+        }
+        change = None
+        if threshold is not None and (mean := self.history.mean) is not None:
+            metrics |= {"embedding_grad_rolling_avg": mean, "output_proj_clip_threshold": threshold}
+            change = (factors[0] - 1) / loss_scale if self.options.scope == "weight" else None
         self.history.add(input_norm)
-        before = torch.full_like(input_norm, torch.nan) if mean is None else mean
-        return Decision(input_norm, output_norm, before, threshold, torch.stack(factors), output, loss_scale)
+        return Decision(metrics, output, change)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was measured of one step, and the factor on the output projection's share of the gradient."""
+    """What was measured of one step, and how the gradient through the output projection is to be changed after it."""
 
-    input_norm: Tensor
-    output_norm: Tensor
-    mean_norm: Tensor
-    """The mean of the norms before this one, NaN without any."""
-    threshold: Tensor | None
-    factors: Tensor
-    """One factor (scope ``weight``), or one for each backward pass."""
+    metrics: dict[str, Tensor]
     output: Tensor
     """The sum of g_out, scaled like the loss."""
-    loss_scale: float
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the norms, and what was made of them as far as there was a threshold."""
-        values = {
-            "embedding_grad_l2_norm": self.input_norm,
-            "output_proj_grad_l2_norm": self.output_norm,
-            "clipped_fraction": (self.factors < 1).to(self.input_norm.dtype).mean(),
-        }
-        if self.threshold is None:
-            return values
-        return values | {"embedding_grad_rolling_avg": self.mean_norm, "output_proj_clip_threshold": self.threshold}
-
-    @property
-    def change(self) -> Tensor:
-        """What the output projection's gradient, as it is held, is multiplied by and added: (c − 1) / loss scale."""
-        return (self.factors[0] - 1) / self.loss_scale
+    change: Tensor | None
+    """What that is multiplied by and added to the gradient: (c − 1) / loss scale; ``None``: it stays as it is."""
 
 
 def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
@@ -199,6 +173,7 @@ def clip_factor(norm: Tensor, threshold: Tensor) -> Tensor:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class OutputProjectionClip(InterventionHook):
     """Keep the output projection's gradient in a tied matrix below a multiple of the embedding's.
 
@@ -234,11 +209,7 @@ class OutputProjectionClip(InterventionHook):
             place=2,
             title="Gradients before clipping, and the clip threshold",
             y_label="L2 norm",
-            curves={
-                "embedding_grad_l2_norm": THROUGH_INPUT,
-                "output_proj_grad_l2_norm": THROUGH_OUTPUT,
-                "output_proj_clip_threshold": "clip threshold",
-            },
+            curves={**NORMS, "output_proj_clip_threshold": "clip threshold"},
             log_y=True,
             shares={"clipped_fraction": "clipped"},
         ),
@@ -262,21 +233,18 @@ class OutputProjectionClip(InterventionHook):
             | Its mean over steps is how often the clip acts.
     """
 
-    def __init__(
-        self,
-        *,
-        window_size: int = 5,
-        scale_factor: float = 0.1,
-        scope: Scope = "weight",
-        embedding: str | None = None,
-        projection: str | None = None,
-    ) -> None:
-        self.options = ClipOptions(window_size=window_size, scale_factor=scale_factor, scope=scope)
-        self._wanted = embedding, projection
+    window_size: int = 5
+    scale_factor: float = 0.1
+    scope: Scope = "weight"
+    embedding: str | None = None
+    projection: str | None = None
+
+    def __post_init__(self) -> None:
+        self.options = ClipOptions(window_size=self.window_size, scale_factor=self.scale_factor, scope=self.scope)
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
-        self._clipper = OutputProjectionClipper(pair_of(run, self.name, *self._wanted), self.options)
+        self._clipper = OutputProjectionClipper(pair_of(run, self.name, self.embedding, self.projection), self.options)
         self._clipper.history.load_state_dict(self._history)
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
@@ -292,9 +260,9 @@ class OutputProjectionClip(InterventionHook):
         decision = self._clipper.decide(weight.grad, run_ctx.loss_scale or 1.0)
         if decision is None:
             return {}
-        if self.options.scope == "weight" and decision.threshold is not None:
+        if decision.change is not None:
             model_ctx.add_to_gradients({name: decision.output}, decision.change)
-        return decision.metrics()
+        return decision.metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history of norms."""
@@ -362,11 +330,10 @@ class TiedGradientClipping:
         decision = self.clipper.decide(self._weight.grad, loss_scale)
         if decision is None:
             return {}
-        if self.clipper.options.scope == "weight" and decision.threshold is not None and self._weight.grad is not None:
-            self._weight.grad.addcmul_(
-                decision.output.to(self._weight.grad.dtype), decision.change.to(self._weight.grad)
-            )
-        return decision.metrics()
+        gradient = self._weight.grad
+        if decision.change is not None and gradient is not None:
+            gradient.addcmul_(decision.output.to(gradient.dtype), decision.change.to(gradient))
+        return decision.metrics
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the history of norms."""

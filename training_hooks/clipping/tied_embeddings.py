@@ -19,10 +19,11 @@ ROWS_TOGETHER = 512
 ELEMENTS_TOGETHER = 2**20
 """Elements whose sizes are held in memory at once."""
 PICTURE = "provenance"
-THROUGH_INPUT = "through the input embedding (g_in)"
-THROUGH_OUTPUT = "through the output projection (g_out)"
-"""The picture that the hooks about the two gradients share, and how it calls them."""
-
+NORMS = {
+    "embedding_grad_l2_norm": "through the input embedding (g_in)",
+    "output_proj_grad_l2_norm": "through the output projection (g_out)",
+}
+"""The picture that the hooks about the two gradients share, and how it calls their norms."""
 
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "Convolution")
 """How the names of the graph's nodes begin that multiply by a matrix."""

@@ -1,16 +1,15 @@
 """What the order of the data did to an epoch: its gradient against those of the same epoch in shuffled orders."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
-from loopscope.errors import RunNotice, require
+from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, dot, minus, trainable
 from torch import Tensor
 
-from ..measures import critical_value
+from ..measures import critical_value, notice
 from .splits import CONFIDENCE, FEWEST, squared_errors
 
 NO_ORDERING = 1e-5
@@ -201,11 +200,9 @@ class Counterfactual(InterventionHook):
     def start(self, run: RunInfo) -> None:
         """Say what the errors would need if there are too few shuffles for them."""
         if self.k < FEWEST:
-            warnings.warn(
+            notice(
                 f"counterfactual.k is {self.k}: fractions and excess come without errors, which need at least {FEWEST} "
-                f"shuffles (--hook-config counterfactual.k={FEWEST}).",
-                RunNotice,
-                stacklevel=2,
+                f"shuffles (--hook-config counterfactual.k={FEWEST})."
             )
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext
-from loopscope.errors import UsageError, require
+from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext
 from torch import Tensor
 
@@ -98,9 +98,9 @@ class CounterfactualValidator(DebugInterventionHook):
 
     def __init__(self, *, k_max: int = 8, confidence: float = 0.95, tolerance: float = 0.1) -> None:
         require(FEWEST <= k_max <= MOST, f"counterfactual_validator.k_max is {k_max}; it must lie in {FEWEST}..{MOST}.")
-        if not 0 < confidence < 1:
-            raise UsageError(f"counterfactual_validator.confidence is {confidence}; it must lie between 0 and 1.")
-        require(tolerance > 0, f"counterfactual_validator.tolerance is {tolerance}; it must be a positive number.")
+        hook = "counterfactual_validator"
+        require(0 < confidence < 1, f"{hook}.confidence is {confidence}; it must lie between 0 and 1.")
+        require(tolerance > 0, f"{hook}.tolerance is {tolerance}; it must be a positive number.")
         self.k_max = k_max
         self.confidence = confidence
         self.tolerance = tolerance

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
-from loopscope.errors import UsageError, require, unknown
+from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, accumulate, copied, cosine, dot, minus, norm, overwrite, trainable
 from loopscope.training import METHODS, Method
@@ -19,42 +19,6 @@ from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_t
 def curvature_along(direction: Vector, product: Vector) -> Tensor:
     """Return the Rayleigh quotient dᵀ(Hd)/‖d‖² from a direction d and the product H d."""
     return dot(direction, product) / dot(direction, direction)
-
-
-def approximation(estimate: Vector, exact: Vector) -> dict[str, Tensor]:
-    """Compare an estimate with the exact vector: its norm, the norm of the difference over ‖exact‖, the cosine."""
-    return {
-        "norm": norm(estimate),
-        "error": norm(minus(estimate, exact)) / norm(exact),
-        "cosine": cosine(estimate, exact),
-    }
-
-
-def entanglement_metrics(before: Vector, after: Vector, previous: Vector, update: Vector) -> dict[str, Tensor]:
-    """Describe the change of a gradient from ``before`` to ``after`` by an ``update`` made from batch A.
-
-    ``previous`` is the gradient of A, ``before`` and ``after`` those of batch B around the update.
-    """
-    change = minus(after, before)
-    return {
-        "entanglement_norm": norm(change),
-        "entanglement_ratio": norm(change) / norm(before),
-        "entanglement_cosine": cosine(change, before),
-        "gradient_cosine": cosine(previous, before),
-        "update_norm": norm(update),
-    }
-
-
-def solution_metrics(solution: Vector, update: Vector, change: Vector, before: Vector) -> dict[str, Tensor]:
-    """Hold an update, the entanglement ``change`` and the gradient ``before`` against the way to a solution.
-
-    ``solution`` is θ_ref − θ. Positive is towards the reference: gradients count by the descent that they cause.
-    """
-    return {
-        "update_solution_cosine": cosine(update, solution),
-        "entanglement_solution_cosine": -cosine(change, solution),
-        "gradient_solution_cosine": -cosine(before, solution),
-    }
 
 
 def preconditioned_curvature(direction: Vector, product: Vector, preconditioner: Vector) -> Tensor:
@@ -156,6 +120,7 @@ CURVATURE_AND_OWN_STEP = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Hessian(InterventionHook):
     """Measure how each step changes the gradient of the next batch, exactly and by the Hessian.
 
@@ -205,27 +170,20 @@ class Hessian(InterventionHook):
         + CURVATURE_AND_OWN_STEP
     )
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 1e-2,
-        every_n_steps: int = 1000,
-        burst_length: int = 11,
-        method: Method = "exact",
-        warmup: int = 0,
-    ) -> None:
-        require(epsilon > 0 and math.isfinite(epsilon), f"hessian.epsilon is {epsilon}; it must be a positive number.")
-        if method not in METHODS:
-            raise unknown("hessian.method", method, METHODS)
-        if burst_length < 2 and every_n_steps > 1:
-            raise UsageError(
-                f"hessian.burst_length is {burst_length}; entanglement needs at least 2 consecutive steps."
-            )
-        self.step_schedule = StepSchedule(
-            mode="burst", every_n_steps=every_n_steps, burst_length=burst_length, warmup=warmup
-        )
-        self.epsilon = epsilon
-        self.method: Method = method
+    epsilon: float = 1e-2
+    every_n_steps: int = 1000
+    burst_length: int = 11
+    method: Method = "exact"
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        every, length = self.every_n_steps, self.burst_length
+        require(0 < self.epsilon < math.inf, f"hessian.epsilon is {self.epsilon}; it must be a positive number.")
+        if self.method not in METHODS:
+            raise unknown("hessian.method", self.method, METHODS)
+        sentence = f"hessian.burst_length is {length}; entanglement needs at least 2 consecutive steps."
+        require(length >= 2 or every <= 1, sentence)
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=every, burst_length=length, warmup=self.warmup)
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
@@ -260,32 +218,41 @@ class Hessian(InterventionHook):
         update = minus(live, start)
         overwrite(live, start)
         before = model_ctx.compute_batch_gradients()
-        metrics = entanglement_metrics(before, after, gradient, update)
-
         change = minus(after, before)
+        size = norm(change)
+        metrics: dict[str, Tensor] = {
+            "entanglement_norm": size,
+            "entanglement_ratio": size / norm(before),
+            "entanglement_cosine": cosine(change, before),
+            "gradient_cosine": cosine(gradient, before),
+            "update_norm": norm(update),
+        }
         rates = previous.rates  # plain SGD would have made −η·g of the gradient
         sgd_update = {name: -rates[name] * value for name, value in gradient.items() if name in rates}
         times, products = model_ctx.hessian_operator(method=self.method, epsilon=self.epsilon), {}
         for label, step, kind in (("first_order", update, "update"), ("sgd", sgd_update, "gradient")):
-            products[kind] = times(step)
-            metrics |= {f"{label}_{key}": value for key, value in approximation(products[kind], change).items()}
-            metrics[f"{kind}_curvature"] = curvature_along(step, products[kind])
-        metrics |= self._against_threshold(previous.threshold, update, products["update"], ctx, model_ctx)
-        if ctx.reference_weights is not None:
-            solution = minus(placed_like(live, ctx.reference_weights), start)
-            metrics |= solution_metrics(solution, update, change, before)
-        return metrics | self._trail.add(change)
-
-    def _against_threshold(
-        self, threshold: float | None, update: Vector, product: Vector, ctx: RunDataContext, model_ctx: ModelDataContext
-    ) -> Metrics:
-        """Return the curvature along the update in Adam's metric, and over what the optimizer bears where known."""
-        curvature, metrics = curvature_along(update, product), {}
+            product = products[kind] = times(step)
+            metrics |= {
+                f"{label}_norm": norm(product),
+                f"{label}_error": norm(minus(product, change)) / size,
+                f"{label}_cosine": cosine(product, change),
+                f"{kind}_curvature": curvature_along(step, product),
+            }
+        curvature = metrics["update_curvature"]
         if issubclass(self._optimizer_class, Adam):
             preconditioner = adam_preconditioner(model_ctx.optimizer_state, ctx.optimizer_groups)
-            curvature = preconditioned_curvature(update, product, preconditioner)
+            curvature = preconditioned_curvature(update, products["update"], preconditioner)
             metrics["preconditioned_curvature"] = curvature
-        return metrics if threshold is None else metrics | {"stability_ratio": curvature / threshold}
+        if previous.threshold is not None:
+            metrics["stability_ratio"] = curvature / previous.threshold
+        if ctx.reference_weights is not None:
+            solution = minus(placed_like(live, ctx.reference_weights), start)
+            metrics |= {
+                "update_solution_cosine": cosine(update, solution),
+                "entanglement_solution_cosine": -cosine(change, solution),
+                "gradient_solution_cosine": -cosine(before, solution),
+            }
+        return metrics | self._trail.add(change)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of a burst needs; empty between bursts."""

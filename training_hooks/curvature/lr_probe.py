@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 
 import torch
@@ -68,6 +69,7 @@ def coming_batches(loader: Loader, step: int) -> Iterator[Batch]:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class LrProbe(InterventionHook):
     """Test a range of learning rates: train on with a growing one, read off the losses, and undo it all.
 
@@ -114,16 +116,15 @@ class LrProbe(InterventionHook):
             | The curve to plot against the logarithm of rates.
     """
 
-    def __init__(
-        self,
-        *,
-        divergence: float = 4.0,
-        every: int = 1,
-        lr_max: float = 1.0,
-        lr_min: float = 1e-6,
-        smoothing: float = 0.8,
-        steps: int = 50,
-    ) -> None:
+    divergence: float = 4.0
+    every: int = 1
+    lr_max: float = 1.0
+    lr_min: float = 1e-6
+    smoothing: float = 0.8
+    steps: int = 50
+
+    def __post_init__(self) -> None:
+        lr_min, lr_max, smoothing, steps = self.lr_min, self.lr_max, self.smoothing, self.steps
         if not 0 < lr_min < lr_max < math.inf:
             raise UsageError(
                 f"lr_probe.lr_min is {lr_min} and lr_probe.lr_max is {lr_max}; they must be positive and ascending."
@@ -135,11 +136,8 @@ class LrProbe(InterventionHook):
                 f"lr_probe.steps is {steps}; with lr_probe.smoothing = {smoothing} it must be at least "
                 f"{self._skip + 3}, of which the first {self._skip} are not read."
             )
-        require(divergence > 1, f"lr_probe.divergence is {divergence}; it must be above 1.")
-        require(every >= 1, f"lr_probe.every is {every}; it must be at least 1.")
-        self.divergence = divergence
-        self.every = every
-        self.smoothing = smoothing
+        require(self.divergence > 1, f"lr_probe.divergence is {self.divergence}; it must be above 1.")
+        require(self.every >= 1, f"lr_probe.every is {self.every}; it must be at least 1.")
         self.rates = growing_rates(lr_min, lr_max, steps)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

@@ -2,20 +2,20 @@
 
 import math
 import random
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext
 from loopscope.data import Loader
-from loopscope.errors import RunNotice, UsageError, require, unknown
+from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, MetricValue, ModelDataContext, OptimizerGroup, RunInfo
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from ..measures import drawn_loader
+from ..measures import drawn_loader, notice
 from .lanczos import Density, Product, Tridiagonal, jackknife_error, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
 from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold, steps_taken
@@ -128,6 +128,7 @@ STABILITY = """
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class Sharpness(InterventionHook):
     """Measure the curvature of the training loss: eigenvalues of its Hessian, trace, density, critical sharpness.
 
@@ -186,28 +187,24 @@ class Sharpness(InterventionHook):
         + CRITICAL_SHARPNESS
     )
 
-    def __init__(
-        self,
-        *,
-        batches: int = 4,
-        critical_passes: int = 14,
-        density_points: int = 32,
-        density_probes: int = 2,
-        epsilon: float = 1e-2,
-        iterations: int = 16,
-        k: int = 3,
-        method: Method = "exact",
-        probes: int = 6,
-    ) -> None:
-        self.batches, self.critical_passes = batches, critical_passes
-        self.k, self.iterations, self.probes = k, iterations, probes
-        self.density_probes, self.density_points = density_probes, density_points
+    batches: int = 4
+    critical_passes: int = 14
+    density_points: int = 32
+    density_probes: int = 2
+    epsilon: float = 1e-2
+    iterations: int = 16
+    k: int = 3
+    method: Method = "exact"
+    probes: int = 6
+
+    def __post_init__(self) -> None:
         for option, least in LEAST.items():
             value = vars(self)[option]
             require(value >= least, f"sharpness.{option} is {value}; it must be at least {least}.")
-        if method not in METHODS:
-            raise unknown("sharpness.method", method, METHODS)
-        require(0 < epsilon < math.inf, f"sharpness.epsilon is {epsilon}; it must be a positive number.")
+        if self.method not in METHODS:
+            raise unknown("sharpness.method", self.method, METHODS)
+        require(0 < self.epsilon < math.inf, f"sharpness.epsilon is {self.epsilon}; it must be a positive number.")
+        iterations, k, probes, density_probes = self.iterations, self.k, self.probes, self.density_probes
         if 0 < iterations < k:
             raise UsageError(f"sharpness.iterations is {iterations}; for k = {k} eigenvalues it must be at least {k}.")
         if density_probes > probes:
@@ -215,10 +212,8 @@ class Sharpness(InterventionHook):
                 f"sharpness.density_probes is {density_probes}; it must be at most sharpness.probes ({probes}), of "
                 "which they are the first."
             )
-        if not iterations and not critical_passes:
+        if not iterations and not self.critical_passes:
             raise UsageError("sharpness.iterations and sharpness.critical_passes are both 0; nothing is left to do.")
-        self.epsilon = epsilon
-        self.method: Method = method
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
@@ -226,17 +221,15 @@ class Sharpness(InterventionHook):
         if self.method == "exact" and self.iterations:
             refuse_exact_under_fsdp(self.name, run.model)
         self._optimizer_class = run.optimizer_class
-        counts = {"trace": ("probes", self.probes), "density": ("density_probes", self.density_probes)}
-        counts["sharpness"] = ("batches", self.batches)
         said = [
             f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."
-            for metric, (option, count) in counts.items()
-            if count == 1
+            for metric, option in {"trace": "probes", "density": "density_probes", "sharpness": "batches"}.items()
+            if vars(self)[option] == 1
         ]
         if self.batches > 1 and run.steps_per_epoch == 1:
             said.append("sharpness/sharpness has no error: that needs 2 batches, and the data are one.")
         for sentence in said if self.iterations else ():
-            warnings.warn(sentence, RunNotice, stacklevel=2)
+            notice(sentence)
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Measure the spectra, then the critical sharpness."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import UnsuitableError, UsageError, listed, require
+from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Alert, GradientTap, Metrics, Recovery, RunInfo
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
@@ -88,8 +88,7 @@ def square_norm(gradient: Tensor) -> Tensor:
     """Return ‖g‖₂² as a zero-dimensional float64 tensor, whose range also holds the squares of vanishing gradients."""
     if is_sharded(gradient):
         return joint_norm([gradient]).double().square()
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-    return norm.square()
+    return torch.square(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
 
 
 def gains(chain: Chain, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -160,10 +159,9 @@ class GradientFlow(TrainingHook):
         self, *, interval: int = 100, pattern: str = "", vanishing_gain: float = 0.1, amplifying_gain: float = 10.0
     ) -> None:
         require(interval >= 1, f"gradient_flow.interval is {interval}; it must be at least 1 step.")
-        if not 0 < vanishing_gain < 1:
-            raise UsageError(f"gradient_flow.vanishing_gain is {vanishing_gain}; it must lie between 0 and 1.")
-        if not 1 < amplifying_gain < float("inf"):
-            raise UsageError(f"gradient_flow.amplifying_gain is {amplifying_gain}; it must be a number above 1.")
+        low, high = vanishing_gain, amplifying_gain
+        require(0 < low < 1, f"gradient_flow.vanishing_gain is {low}; it must lie between 0 and 1.")
+        require(1 < high < math.inf, f"gradient_flow.amplifying_gain is {high}; it must be a number above 1.")
         self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
         self._pattern = pattern
         self._vanishing_gain = vanishing_gain
@@ -242,10 +240,8 @@ def _told(
     now = sorted({*found} | ({*told} - over))
     if found.keys() - told:
         named = listed([f"{block} ({gain:.2g})" for block, gain in found.items()], LISTED)
-        sentence, worst = (
-            f"Step {step:,}: on its way backward the gradient {what} in {named}.",
-            next(iter(found.values())),
-        )
+        sentence = f"Step {step:,}: on its way backward the gradient {what} in {named}."
+        worst = next(iter(found.values()))
         warnings.warn(Alert(sentence, metric=metric, step=step, value=worst, limit=limit), stacklevel=3)
     elif told and not now:
         sentence = f"Step {step:,}: it is over that the gradient {what}."

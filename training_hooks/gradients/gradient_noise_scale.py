@@ -1,17 +1,18 @@
 """The gradient noise scale: how many samples a batch needs before its gradient is more signal than noise."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
 from loopscope.data import held, micro_batches, rows
-from loopscope.errors import RunNotice, require
+from loopscope.errors import require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import Vector, accumulate, dot, tensors_of
 from torch import Tensor
+
+from ..measures import notice
 
 ROWS_SEEN = 256
 """Rows whose order is looked at before the run."""
@@ -179,19 +180,15 @@ class GradientNoiseScale(TrainingHook):
         with held(run.task.loader):
             like, seen = order_shown(run.task.loader.batches(0))
         if abs(like) * math.sqrt(seen) > NO_CHANCE:
-            warnings.warn(
+            notice(
                 f"gradient_noise_scale takes the rows of a batch for independent draws, but in strategy "
                 f"{run.strategy!r} neighbours among the first {seen} rows are {'' if like > 0 else 'un'}alike "
-                f"(correlation {like:.2f}): its numbers tell of the batches of this order, not of the data.",
-                RunNotice,
-                stacklevel=2,
+                f"(correlation {like:.2f}): its numbers tell of the batches of this order, not of the data."
             )
         if not self.decay or run.steps <= self.step_schedule.every_n_steps:
-            warnings.warn(
+            notice(
                 "gradient_noise_scale gives no standard errors: they need at least 2 measurements in one average "
-                f"(every_n_steps below the {run.steps:,} steps of the run, and decay above 0).",
-                RunNotice,
-                stacklevel=2,
+                f"(every_n_steps below the {run.steps:,} steps of the run, and decay above 0)."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:

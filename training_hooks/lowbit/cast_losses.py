@@ -29,7 +29,7 @@ def losses(
         casts: what would be done to each of them.
         earlier: for each tensor the largest magnitudes of earlier ones, for rules with a history.
     """
-    kinds = [_in_pieces(cast) for cast in casts]
+    kinds = [each.rounding == "nearest" and each.rows == 1 and (each.blocks() or 1) <= PIECE for each in casts]
     if tensors and len(set(kinds)) == 2:
         alike = {kind: [cast for cast, other in zip(casts, kinds, strict=True) if other == kind] for kind in kinds}
         by_cast = {kind: iter(zip(*losses(tensors, some, earlier), strict=True)) for kind, some in alike.items()}
@@ -53,10 +53,6 @@ def losses(
                 for index, counts in zip(members, group.lost([past[index] for index in members]), strict=True):
                     found[index] += counts
     return found
-
-
-def _in_pieces(cast: Cast) -> bool:
-    return cast.rounding == "nearest" and cast.rows == 1 and (cast.blocks() or 1) <= PIECE
 
 
 def _row(tensor: Tensor) -> int:
@@ -112,7 +108,9 @@ class _Group:
         self.sizes = torch.tensor([each.numel() for each in tensors], dtype=torch.float64)
         self._length = max(1, PIECE // self.width)
         self._smallest = math.gcd(*(width for width in widths if width)) if widths else FLAT
-        parts = [room.magnitudes(part).view(-1, self._smallest).amax(1) for part in _split(self.rows, self._length)]
+        parts = [
+            room.magnitudes(part).view(-1, self._smallest).amax(1) for part in torch.split(self.rows, self._length)
+        ]
         self._largest = torch.cat(parts)
         self.largest = torch.stack([part.amax() for part in self.largest_in(self._smallest)])
 
@@ -128,18 +126,14 @@ class _Group:
         unit = ((254 - exponent) << 23).view(torch.float32)
         scales = [self._scales(cast, earlier) for cast in self.casts]
         columns = [_column(one, self._lengths(cast)) for cast, one in zip(self.casts, scales, strict=True)]
-        limits, halves = (
-            [
-                _limits_of(each, cast.number_format.maximum * share)
-                for cast, each in zip(self.casts, columns, strict=True)
-            ]
-            for share in (1.0, 0.5)
-        )
+        maxima = [cast.number_format.maximum for cast in self.casts]
+        limits = [_limits_of(each, largest) for each, largest in zip(columns, maxima, strict=True)]
+        halves = [_limits_of(each, largest * 0.5) for each, largest in zip(columns, maxima, strict=True)]
         sums: list[list[Tensor]] = [[] for _ in [None, *self.casts]]
         for begin in range(0, len(self.rows), self._length):
             part = self.rows[begin : begin + self._length]
             lengths = [rows * self.width for rows in self.rows_of_each] if len(self.sizes) > 1 else [part.numel()]
-            units = unit if len(unit) == 1 else _column(list(_split(unit, 1)), self.rows_of_each).unsqueeze(1)
+            units = unit if len(unit) == 1 else _column(list(torch.split(unit, 1)), self.rows_of_each).unsqueeze(1)
             magnitude = self.room.magnitudes(part)
             sums[0].append(self._sums(part, magnitude, units, lengths))
             for number, cast in enumerate(self.casts):
@@ -243,11 +237,6 @@ def _parts(values: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _sums_of(values: Tensor, lengths: list[int]) -> list[Tensor]:
     return [part.sum() for part in _parts(values, lengths)]
-
-
-def _split(values: Tensor, length: int) -> Iterable[Tensor]:
-    parts: tuple[Tensor, ...] = torch.split(values, length)
-    return parts
 
 
 def _limits_of(scales: Tensor, maximum: float) -> Tensor:

@@ -1,22 +1,23 @@
 """How many values leave the range of a narrow format: counted in quantised layers, or asked what if."""
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, unknown
+from loopscope.errors import UnsuitableError, UsageError, counted, require, unknown
 from loopscope.hooks import GradientTap, MetricInfo, Metrics, RunInfo, Tap
 from loopscope.lowbit import ROLES, BitLinear, QuantizationTap, quantized_modules
 from loopscope.lowbit.casts import Cast, FormatRegistry, RuleRegistry
 from loopscope.state import whole
 from torch import Tensor, nn
 
+from ..measures import notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
-from .overflow_ledger import Alarm, Ledger, Values, infos, summary, values_by_role, values_together
+from .overflow_ledger import Alarm, Ledger, Values, infos, values_by_role, values_together
 from .product_errors import LAYERS, PRODUCTS, oriented
 
 QUANTIZERS = "quantizers"
@@ -33,6 +34,7 @@ def quantizing(model: nn.Module) -> list[str]:
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class GradientOverflow(TrainingHook):
     """Count how many values leave the range of a narrow format, or vanish in it, and how much noise the cast adds.
 
@@ -83,40 +85,34 @@ class GradientOverflow(TrainingHook):
     name = "gradient_overflow"
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
 
-    def __init__(
-        self,
-        *,
-        interval: int = 100,
-        count_interval: int = 1,
-        formats: str = "",
-        rules: str = "tensor,nvfp4,mx_floor",
-        of: str = OUTPUT,
-        top_k: int = 3,
-        overflow_threshold: float = 0.1,
-        noise_threshold: float = math.sqrt(3),
-    ) -> None:
-        _check_least("interval", interval, 1)
-        _check_least("count_interval", count_interval, 1)
-        _check_least("top_k", top_k, 0)
-        _check_least("noise_threshold", noise_threshold, 0)
-        if not 0 < overflow_threshold <= 1:
-            raise UsageError(
-                f"gradient_overflow.overflow_threshold is {overflow_threshold}; it is a share above 0 and up to 1."
-            )
-        self._interval = interval
-        self._count_interval = count_interval
-        self._asks_always = bool(formats.strip())
+    interval: int = 100
+    count_interval: int = 1
+    formats: str = ""
+    rules: str = "tensor,nvfp4,mx_floor"
+    of: str = OUTPUT
+    top_k: int = 3
+    overflow_threshold: float = 0.1
+    noise_threshold: float = math.sqrt(3)
+
+    def __post_init__(self) -> None:
+        for option, least in {"interval": 1, "count_interval": 1, "top_k": 0, "noise_threshold": 0}.items():
+            value = vars(self)[option]
+            in_range = least <= value < math.inf
+            require(in_range, f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
+        share = self.overflow_threshold
+        sentence = f"gradient_overflow.overflow_threshold is {share}; it is a share above 0 and up to 1."
+        require(0 < share <= 1, sentence)
+        formats = self.formats.strip()
+        self._asks_always = bool(formats)
         self._casts = HypotheticalCasts(
             [
                 Cast(format_name, rule)
-                for format_name in _several("formats", formats.strip() or "e2m1", "format", FormatRegistry.names())
-                for rule in _several("rules", rules, "scaling rule", RuleRegistry.names())
+                for format_name in _several("formats", formats or "e2m1", "format", FormatRegistry.names())
+                for rule in _several("rules", self.rules, "scaling rule", RuleRegistry.names())
             ],
-            _several("of", of, "subject", SUBJECTS),
+            _several("of", self.of, "subject", SUBJECTS),
         )
-        self._top_k = top_k
-        self._thresholds = overflow_threshold, noise_threshold
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
         self._plain_schedule: StepSchedule | None = None
         self.reset()
 
@@ -130,7 +126,7 @@ class GradientOverflow(TrainingHook):
         self._seen: list[tuple[str, Mapping[str, Tensor]]] = []
         self._layers: dict[str, tuple[nn.Module, bool]] = {}
         self._ledgers = {subject: Ledger() for subject in (QUANTIZERS, *self._casts.subjects)}
-        self._alarms = {subject: Alarm(*self._thresholds) for subject in self._ledgers}
+        self._alarms = {subject: Alarm(self.overflow_threshold, self.noise_threshold) for subject in self._ledgers}
 
     def start(self, run: RunInfo) -> None:
         """Decide between counting and asking; raises :class:`UnsuitableError` if there is nothing for either."""
@@ -155,21 +151,19 @@ class GradientOverflow(TrainingHook):
             self._fit_schedule()
             layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
             often = _often(self.step_schedule.every_n_steps)
-            warnings.warn(f"gradient_overflow counts the casts of {layers}, {often}.", RunNotice, stacklevel=2)
+            notice(f"gradient_overflow counts the casts of {layers}, {often}.")
         if self._asks:
             ways = ", ".join(map(label, self._casts.casts))
             subjects = ", ".join(self._casts.subjects).replace("_", " ")
-            often = _often(self._interval if self._counts else self.step_schedule.every_n_steps)
-            warnings.warn(
-                f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.", RunNotice, stacklevel=2
-            )
+            often = _often(self.interval if self._counts else self.step_schedule.every_n_steps)
+            notice(f"gradient_overflow asks what {subjects} would lose in {ways}, {often}.")
 
     def _fit_schedule(self) -> None:
         """Fire where quantisers are counted; what if is asked at some of these steps."""
-        every = self._count_interval
-        if self._asks and self._interval % every:
+        every = self.count_interval
+        if self._asks and self.interval % every:
             raise UsageError(
-                f"gradient_overflow.interval is {self._interval}; where quantised layers are counted every {every} "
+                f"gradient_overflow.interval is {self.interval}; where quantised layers are counted every {every} "
                 f"steps (count_interval), it must be a multiple of {every}."
             )
         self._plain_schedule = self.step_schedule
@@ -220,7 +214,7 @@ class GradientOverflow(TrainingHook):
 
     def _asks_at(self, step: int) -> bool:
         """Return whether the hypothetical casts are made at a step at which the hook fires."""
-        return self._asks and (not self._counts or (step - 1) % self._interval == 0)
+        return self._asks and (not self._counts or (step - 1) % self.interval == 0)
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Begin the step's counts at PRE_STEP; at POST_BACKWARD return what they say."""
@@ -252,7 +246,7 @@ class GradientOverflow(TrainingHook):
         if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked
             self._alarms[subject].see(page, ctx.step)
         more = values_together(page) if subject == QUANTIZERS else self._casts.values(subject, page)
-        return more | values_by_role(page, self._top_k)
+        return more | values_by_role(page, self.top_k)
 
     def check(self, values: Mapping[str, Any], step: int) -> None:
         """Give the warnings that have come up by ``step``."""
@@ -263,7 +257,7 @@ class GradientOverflow(TrainingHook):
         """Return the counts of the whole run, a row for each role, and for all roles of the quantised layers."""
         rows: dict[str, Values] = {}
         for subject, ledger in self._ledgers.items():
-            rows |= summary(ledger, together=subject == QUANTIZERS)
+            rows |= ledger.table(together=subject == QUANTIZERS)
         return rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,11 +279,6 @@ class GradientOverflow(TrainingHook):
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the readings; ``<parameter>`` stands for a role, or for <layer>/<role>."""
         return infos()
-
-
-def _check_least(option: str, value: float, least: float) -> None:
-    if not least <= value < math.inf:
-        raise UsageError(f"gradient_overflow.{option} is {value}; it must be a number of at least {least}.")
 
 
 def _several(option: str, text: str, kind: str, known: Sequence[str]) -> list[str]:

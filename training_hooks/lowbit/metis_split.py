@@ -1,18 +1,17 @@
 """The split of low-bit weights into trained factors and a residual (Metis), as a declared change of the run."""
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext, StatePart, StepSchedule
 from loopscope.data import derived_seed
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, listed
+from loopscope.errors import UnsuitableError, UsageError, listed
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.lowbit import BitLinear, Decomposition, MetisOptions, split_weight
 from loopscope.state import is_sharded, joint_norm
 from torch import Tensor, nn
 
-from ..measures import stacked
+from ..measures import notice, stacked
 
 
 @HookRegistry.register
@@ -67,11 +66,9 @@ class MetisSplit(InterventionHook):
         self._seed = run.seed
         self.step_schedule = schedule({options_of(layer) for layer in layers.values()}, run.steps)
         if self.step_schedule.warmup >= run.steps:
-            warnings.warn(
+            notice(
                 f"Hook {self.name!r} splits no weight: the run has {run.steps} steps, and forward_warmup_steps is "
-                f"{self.step_schedule.warmup}.",
-                RunNotice,
-                stacklevel=2,
+                f"{self.step_schedule.warmup}."
             )
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
@@ -92,7 +89,14 @@ class MetisSplit(InterventionHook):
         names = [f"{name}.factors.{part}".lstrip(".") for name in layers for part in Decomposition._fields]
         model_ctx.thaw_parameters(names)
         model_ctx.reset_optimizer_state(names)
-        return {"layers": len(layers), **_summary(stacked(measured))}
+        weights, residuals, lost, largest, largest_residual = stacked(measured).unbind(1)
+        energy = weights.square().sum()
+        return {
+            "layers": len(layers),
+            "residual_share": residuals.square().sum() / energy,
+            "range_ratio": (largest_residual / largest).mean(),
+            "reconstruction_error": (lost.square().sum() / energy).sqrt(),
+        }
 
     def _refuse_forgotten(self, layers: Mapping[str, BitLinear], ctx: RunDataContext) -> None:
         known = {name for group in ctx.optimizer_groups for name in group.names}
@@ -138,14 +142,3 @@ def _measured(weight: Tensor, parts: Decomposition, residual: Tensor) -> Tensor:
     lost = Decomposition(*(part.to(wide) for part in parts)).product() + residual.to(wide) - weight.to(wide)
     norms = [joint_norm([matrix]) for matrix in (weight, residual, lost)]
     return torch.stack([number.to(wide) for number in (*norms, weight.abs().max(), residual.abs().max())])
-
-
-def _summary(rows: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of all layers; ``rows`` has one of :func:`_measured` for each."""
-    weights, residuals, lost, largest, largest_residual = rows.unbind(1)
-    energy = weights.square().sum()
-    return {
-        "residual_share": residuals.square().sum() / energy,
-        "range_ratio": (largest_residual / largest).mean(),
-        "reconstruction_error": (lost.square().sum() / energy).sqrt(),
-    }

@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 from ..measures import Alerts
 
 Numbers = npt.NDArray[np.float64]
+Values = dict[str, float | int]
 WHOLE = ("total_elements", "total_overflow_elements", "total_quantizations", "overflow_count", "non_finite_count")
 """Readings that are whole numbers."""
 CUMULATIVE = (
@@ -136,7 +137,6 @@ def _family(names: Iterable[str], name: str, over: str) -> list[MetricInfo]:
 
 
 OVERFLOW, NOISE = "element_overflow_rate", "gradient_to_noise_ratio"
-ALL = "all roles"
 QUANTIZATIONS = SUMS.index("quantizations")
 
 
@@ -220,16 +220,17 @@ class Ledger:
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
         self._run = step if before is None else joined(before, step)
         extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
-        parts = [step.sums, step.maxima, self._run.sums, self._summed(extra.to(device))]
+        parts = [step.sums, step.maxima, self._run.sums, self._of_all_ranks(extra.to(device))]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
         pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
         sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces[:3])
         return Page(self.layers, self.roles, sums, maxima, run_sums, pieces[3])
 
-    def _summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum over ranks, if they see different values."""
+    def _of_all_ranks(self, numbers: Tensor, *, largest: bool = False) -> Tensor:
+        """Add numbers up over ranks, or take the largest, if they see different values."""
         if self._shared and numbers.numel() and distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(numbers, op=distributed.ReduceOp.SUM)
+            operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+            distributed.all_reduce(numbers, op=operation)
         return numbers
 
     def _gathered(self, device: torch.device) -> Counts:
@@ -239,21 +240,20 @@ class Ledger:
         shape = len(self.layers), len(self.roles)
         sums = torch.stack([counts.sums.to(device) for counts in grid]).view(*shape, len(SUMS))
         maxima = torch.stack([counts.maxima.to(device) for counts in grid]).view(*shape, len(MAXIMA))
-        if self._shared and distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(sums, op=distributed.ReduceOp.SUM)
-            distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX)
-        return Counts(sums, maxima)
+        return Counts(self._of_all_ranks(sums), self._of_all_ranks(maxima, largest=True))
 
-    def of_the_run(self) -> dict[str, dict[str, Any]]:
-        """Return the readings of the run so far of each role in which anything was quantised, ``all`` of them last."""
+    def table(self, *, together: bool) -> dict[str, Values]:
+        """Return a row for each role in which anything was quantised so far, and one for all of them ``together``."""
         if self._run is None:
             return {}
         both = torch.cat([self._run.sums, self._run.maxima], -1).cpu().numpy()
         sums, maxima = np.split(both, [len(SUMS)], -1)
-        by_role = readings(sums.sum(0), maxima.max(0))
-        heard = np.flatnonzero(by_role["total_quantizations"]).tolist()
-        found = {self.roles[index]: {name: values[index] for name, values in by_role.items()} for index in heard}
-        return found | {ALL: readings(sums.sum((0, 1)), maxima.max((0, 1)))}
+        rows = dict(zip(self.roles, zip(sums.sum(0), maxima.max(0), strict=True), strict=True))
+        rows = {role: row for role, row in rows.items() if row[0][QUANTIZATIONS]}
+        if together:
+            rows["all roles"] = sums.sum((0, 1)), maxima.max((0, 1))
+        found = {role: readings(*row) for role, row in rows.items()}
+        return {role: {name: plain(name, values[name]) for name in TABLE} for role, values in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the run so far, and what they are of; the step in progress begins anew."""
@@ -280,7 +280,6 @@ def joined(one: Counts, other: Counts) -> Counts:
     return Counts(one.sums + other.sums, torch.maximum(one.maxima, other.maxima))
 
 
-Values = dict[str, float | int]
 TABLE = (
     *("total_quantizations", "overflow_count", "batch_overflow_rate"),
     *("total_elements", "total_overflow_elements", "element_overflow_rate"),
@@ -357,13 +356,3 @@ class Alarm(Remembering):
         checked = int((~np.isnan(values)).sum())
         worst, limit = abs(min(texts.values(), default=0.0)), abs(begins)
         self.alerts.see(condition, found, step=step, checked=checked, lingering=late, worst=worst, limit=limit)
-
-
-def summary(ledger: Ledger, *, together: bool) -> dict[str, Values]:
-    """Return the table of the whole run, a row for each role, and one for all of them ``together``."""
-    found = ledger.of_the_run()
-    return {
-        role: {name: plain(name, values[name]) for name in TABLE}
-        for role, values in found.items()
-        if together or role != ALL
-    }

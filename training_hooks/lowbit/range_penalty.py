@@ -1,6 +1,7 @@
 """How near weights come to both ends of a narrow format's range, and what a penalty on that adds to the loss."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, TrainingHook
@@ -36,11 +37,11 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
         inverse_cube = wide.add(OFFSET).pow_(-3)
         norms.append(joint_norm([wide.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
     elements = sum(matrix.numel() for matrix in matrices)
-    norm: Tensor = torch.linalg.vector_norm(stacked(norms)) * (2 * penalty.weight / elements)
-    return norm
+    return torch.mul(torch.linalg.vector_norm(stacked(norms)), 2 * penalty.weight / elements)
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class RangePenaltyReport(TrainingHook):
     """Measure how near weights come to zero and to large values, and the share of a penalty on both in the loss.
 
@@ -80,33 +81,32 @@ class RangePenaltyReport(TrainingHook):
             penalty_grad_norm with the gradient's whole norm.
     """
 
-    def __init__(
-        self,
-        *,
-        weight: float = 0.0,
-        large: float = 1.0,
-        small: float = 1.0,
-        pattern: str = "*",
-        every_n_steps: int = 100,
-    ) -> None:
-        for option, value in (("weight", weight), ("large", large), ("small", small)):
+    weight: float = 0.0
+    large: float = 1.0
+    small: float = 1.0
+    pattern: str = "*"
+    every_n_steps: int = 100
+
+    def __post_init__(self) -> None:
+        factors = {"weight": self.weight, "large": self.large, "small": self.small}
+        for option, value in factors.items():
             require(0 <= value < float("inf"), f"range_penalty.{option} is {value}; it must be a number of at least 0.")
-        require(every_n_steps >= 1, f"range_penalty.every_n_steps is {every_n_steps}; it must be at least 1.")
-        self._penalty = RangePenalty(weight=weight, large=large, small=small)
-        self._pattern = pattern
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every_n_steps)
+        every = self.every_n_steps
+        require(every >= 1, f"range_penalty.every_n_steps is {every}; it must be at least 1.")
+        self._penalty = RangePenalty(**factors)
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=every)
 
     def start(self, run: RunInfo) -> None:
         """Refuse a model without matrices whose range is penalised."""
         matrices = any(parameter.ndim == 2 for parameter in run.model.parameters())
-        if not (matrices and penalised(run.model, self._pattern)):
+        if not (matrices and penalised(run.model, self.pattern)):
             raise UnsuitableError(
-                f"Hook {self.name!r} needs trained matrices whose name matches {self._pattern!r}; the model has none."
+                f"Hook {self.name!r} needs trained matrices whose name matches {self.pattern!r}; the model has none."
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return both means, and of a penalty its value, gradient and share."""
-        matrices = list(penalised(ctx.model, self._pattern).values())
+        matrices = list(penalised(ctx.model, self.pattern).values())
         square, inverse_square = mean_squares(matrices)
         means = {"mean_square": square, "mean_inverse_square": inverse_square}
         if not self._penalty.weight or not isinstance(ctx.loss, Tensor):

@@ -1,6 +1,6 @@
 """Mathematics that several rooms of hooks share."""
 
-from .alerts import Alerts
+from .alerts import Alerts, notice
 from .drawn_rows import drawn_loader
 from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, meshes_of, over_ranks, stacked
 from .jackknife import jackknife_variance
@@ -14,6 +14,6 @@ from .student_t import central_probability, critical_value
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "central_probability", "critical_value",
     "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "jackknife_variance", "laid_out_like",
-    "leading_share", "meshes_of", "over_ranks", "participation_ratio", "singular_values", "smaller_gram", "splitmix64",
-    "stable_rank", "stacked",
+    "leading_share", "meshes_of", "notice", "over_ranks", "participation_ratio", "singular_values", "smaller_gram",
+    "splitmix64", "stable_rank", "stacked",
 ]

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from loopscope.errors import listed
+from loopscope.errors import RunNotice, listed
 from loopscope.hooks import Alert, Recovery, Remembered, Remembering
 
 NAMED = 5
 """Parameters that a warning names."""
-EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+def notice(sentence: str) -> None:
+    """Tell the user what a hook does without, or measures against, where going on is what was asked for."""
+    warnings.warn(sentence, RunNotice, stacklevel=3)
 
 
 class Alerts(Remembering):
@@ -38,7 +42,7 @@ class Alerts(Remembering):
         *,
         step: int,
         checked: int,
-        lingering: Mapping[str, str] = EMPTY,
+        lingering: Mapping[str, str] = MappingProxyType({}),
         worst: float | None = None,
         limit: float | None = None,
     ) -> None:

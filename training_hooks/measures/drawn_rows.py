@@ -1,9 +1,9 @@
 """Rows to measure on, drawn by a seed that no order changes, so that orders are compared on equal terms."""
 
-import warnings
-
 from loopscope.data import Loader
-from loopscope.errors import LoopscopeError, RunNotice, shortened
+from loopscope.errors import LoopscopeError, shortened
+
+from .alerts import notice
 
 ROWS_SEED = 0
 """Of the draw; the same in every run, so that equal weights have equal numbers."""
@@ -14,10 +14,8 @@ def drawn_loader(hook: str, loader: Loader) -> Loader:
     try:
         return loader.drawn(ROWS_SEED)
     except (LoopscopeError, NotImplementedError, TypeError) as error:
-        warnings.warn(
+        notice(
             f"Hook {hook!r} measures the first rows of the run's own order, which another order does not share: "
-            f"{shortened(str(error), 150)}",
-            RunNotice,
-            stacklevel=2,
+            f"{shortened(str(error), 150)}"
         )
         return loader

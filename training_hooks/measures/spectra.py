@@ -74,11 +74,9 @@ def gini(values: Tensor) -> Tensor:
     """
     count = values.numel()
     ranks = torch.arange(1, count + 1, device=values.device, dtype=values.dtype)
-    differences: Tensor = ((2 * ranks - count - 1) * values.sort().values).sum()
-    return differences / (count * values.sum())
+    return torch.div(((2 * ranks - count - 1) * values.sort().values).sum(), count * values.sum())
 
 
 def entropy_of_shares(fractions: Tensor) -> Tensor:
     """Return the entropy −Σ f ln f of fractions that add up to 1, in nats, with 0·ln 0 = 0."""
-    terms: Tensor = torch.special.entr(fractions)
-    return terms.sum(-1)
+    return torch.sum(torch.special.entr(fractions), dim=-1)

@@ -36,8 +36,7 @@ def spread_indices(count: int, size: int) -> Tensor:
 
 def energy(tensor: Tensor) -> Tensor:
     """Return the squared norm of a tensor, zero-dimensional."""
-    norm: Tensor = torch.linalg.vector_norm(tensor)
-    return norm.square()
+    return torch.square(torch.linalg.vector_norm(tensor))
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -256,7 +255,8 @@ class AdamDynamics(InterventionHook):
     mutates = False
     uses_reference_weights = True
     _step = Remembered(int)
-    _groups = Remembered(list[OptimizerGroup], saved=False)
+    _groups = Remembered(list[dict[str, Any]])
+    """The optimizer's groups at that step, as plain values."""
     metrics = MOMENTS + "".join(RATE.format(name=name, level=level) for name, level in PERCENTILES.items()) + SOLUTION
 
     def __init__(self, *, every_n_steps: int = 100, sample: int = 8192) -> None:
@@ -276,14 +276,15 @@ class AdamDynamics(InterventionHook):
         """Note the settings with which the optimizer is about to make its step."""
         self._step, self._groups = ctx.step, []
         for group in ctx.optimizer_groups:
-            self._groups.append(replace(group, options={name: group.options[name] for name in OPTIONS}))
+            self._groups.append(asdict(replace(group, options={name: group.options[name] for name in OPTIONS})))
         return {}
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Return the metrics of the step just made; nothing if no parameter had a gradient."""
         if self._step != run_ctx.step:
             return {}
-        groups = {str(index): self._read(each, run_ctx, model_ctx) for index, each in enumerate(self._groups)}
+        made = [OptimizerGroup(**group) for group in self._groups]
+        groups = {str(index): self._read(each, run_ctx, model_ctx) for index, each in enumerate(made)}
         groups = {index: readings for index, readings in groups.items() if readings}
         if not groups:
             return {}
@@ -315,20 +316,11 @@ class AdamDynamics(InterventionHook):
         """Return the metrics of a set of parameters, leaving out those that this optimizer or run cannot have."""
         sums = added([each for each, _ in readings])
         metrics = moment_metrics(sums, torch.cat([rates.to(sums.first.device) for _, rates in readings]))
-        if not any(group.options["decoupled_weight_decay"] for group in self._groups):
+        if not any(group["options"]["decoupled_weight_decay"] for group in self._groups):
             del metrics["decay_share"]
-        if not any(group.weight_decay and not group.options["decoupled_weight_decay"] for group in self._groups):
+        if not any(each["weight_decay"] and not each["options"]["decoupled_weight_decay"] for each in self._groups):
             del metrics["coupled_decay_share"]
         return metrics | (solution_metrics(sums) if solution else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last step that was due, and its groups as plain values."""
-        return super().state_dict() | {"groups": [asdict(group) for group in self._groups]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self._groups = [OptimizerGroup(**group) for group in state["groups"]]
 
     def describe_metrics(self) -> Sequence[MetricInfo]:
         """Describe the metrics over all parameters, then those of each group, reported if there are several."""

@@ -139,7 +139,13 @@ class WeightUpdateMonitor(Remembering):
     def check_gradients(self, model: nn.Module, optimizer: Optimizer) -> dict[str, GradientDiagnostics]:
         """Measure the gradients by parameter name, and keep the weights they belong to; before the step."""
         parameters = trainable(model)
-        return self.gradients(parameters, step_rates(parameters, optimizer), extremes=True)
+        rates = {
+            id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
+            for group in optimizer.param_groups
+            for value in group["params"]
+        }
+        named = {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
+        return self.gradients(parameters, named, extremes=True)
 
     def check_updates(self, model: nn.Module, optimizer: Optimizer) -> dict[str, UpdateDiagnostics]:
         """Measure what the step did to the weights that :meth:`check_gradients` kept; empty if it kept none.
@@ -277,16 +283,6 @@ class WeightUpdateMonitor(Remembering):
 def step_rate(rate: float, weight_decay: float, options: Mapping[str, Any]) -> tuple[float, float]:
     """Return a group's rates as :data:`Rates` has them; ``options``: those of the group."""
     return rate, rate * weight_decay if options.get("decoupled_weight_decay", False) else 0.0
-
-
-def step_rates(parameters: Named, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
-    """Return the rates of every parameter that some group of the optimizer has, by name."""
-    rates = {
-        id(value): step_rate(float(group["lr"]), float(group.get("weight_decay", 0.0)), group)
-        for group in optimizer.param_groups
-        for value in group["params"]
-    }
-    return {name: rates[id(value)] for name, value in parameters.items() if id(value) in rates}
 
 
 def distribution(name: str, values: Iterable[float]) -> dict[str, float]:

@@ -1,16 +1,15 @@
 """The health of gradients and of the updates that the optimizer makes of them, at some steps."""
 
-import warnings
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule, TrainingHook
-from loopscope.errors import RunNotice, UnsuitableError, UsageError, counted, require
+from loopscope.errors import UnsuitableError, UsageError, counted, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import trainable
 
-from ..measures import Alerts
+from ..measures import Alerts, notice
 from .update_monitor import GradientDiagnostics, UpdateDiagnostics, WeightUpdateMonitor, step_rate
 
 CONDITIONS = {
@@ -33,6 +32,7 @@ RATIO = (
 
 
 @HookRegistry.register
+@dataclass(kw_only=True, eq=False)
 class WeightUpdates(TrainingHook):
     """Check at some steps the gradients' health, and how far the optimizer's step really moves each parameter.
 
@@ -104,36 +104,27 @@ class WeightUpdates(TrainingHook):
             | Who moves least. At each check the names are those of then.
     """
 
-    def __init__(
-        self,
-        *,
-        interval: int = 100,
-        sample_size: int = 1024,
-        exact: bool = False,
-        vanishing_grad_threshold: float = 1e-7,
-        exploding_grad_threshold: float = 1e2,
-        frozen_update_ratio_threshold: float = 1e-12,
-        frozen_patience_steps: int = 3,
-        topk: int = 5,
-    ) -> None:
-        require(interval >= 1, f"weight_updates.interval is {interval}; it must be at least 1.")
-        require(topk >= 0, f"weight_updates.topk is {topk}; it must be at least 0.")
-        self.new_monitor = partial(
-            WeightUpdateMonitor,
-            sample_size=sample_size,
-            exact=exact,
-            vanishing_grad_threshold=vanishing_grad_threshold,
-            exploding_grad_threshold=exploding_grad_threshold,
-            frozen_update_ratio_threshold=frozen_update_ratio_threshold,
-            frozen_patience_steps=frozen_patience_steps,
-        )
+    interval: int = 100
+    sample_size: int = 1024
+    exact: bool = False
+    vanishing_grad_threshold: float = 1e-7
+    exploding_grad_threshold: float = 1e2
+    frozen_update_ratio_threshold: float = 1e-12
+    frozen_patience_steps: int = 3
+    topk: int = 5
+
+    def __post_init__(self) -> None:
+        require(self.interval >= 1, f"weight_updates.interval is {self.interval}; it must be at least 1.")
+        require(self.topk >= 0, f"weight_updates.topk is {self.topk}; it must be at least 0.")
         try:
             self.monitor = self.new_monitor()
         except UsageError as error:
             raise UsageError(f"weight_updates.{error}") from error
-        self.interval = interval
-        self.topk = topk
-        self.step_schedule = StepSchedule(mode="stride", every_n_steps=interval)
+        self.step_schedule = StepSchedule(mode="stride", every_n_steps=self.interval)
+
+    def new_monitor(self) -> WeightUpdateMonitor:
+        """Return a monitor with those of the options that are its own."""
+        return WeightUpdateMonitor(**{each.name: vars(self)[each.name] for each in fields(WeightUpdateMonitor)})
 
     def start(self, run: RunInfo) -> None:
         """Say what is watched; refuse a model without trained parameters."""
@@ -144,11 +135,9 @@ class WeightUpdates(TrainingHook):
         sample = counted(self.monitor.sample_size, "element")
         how = "exactly" if self.monitor.exact else f"in samples of up to {sample} each"
         often = "every step" if self.interval == 1 else f"step 1 and every {self.interval:,} steps after it"
-        warnings.warn(
+        notice(
             f"weight_updates checks the {counted(len(trained), 'parameter')} ({counted(elements, 'element')}) of "
-            f"strategy {run.strategy!r} {how}, at {often}.",
-            RunNotice,
-            stacklevel=2,
+            f"strategy {run.strategy!r} {how}, at {often}."
         )
 
     def end(self, status: str) -> None:
@@ -158,7 +147,7 @@ class WeightUpdates(TrainingHook):
         last = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in self._conditions.counts.items())
         outcome = f"of the parameters were, when last checked, {last}" if self._checks else "none was due"
         checked = counted(self._checks, "step")
-        warnings.warn(f"weight_updates has checked {checked}: {outcome}.", RunNotice, stacklevel=2)
+        notice(f"weight_updates has checked {checked}: {outcome}.")
 
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Check the gradients at POST_BACKWARD, the weights at POST_STEP of the same step."""
