@@ -83,6 +83,9 @@ class Choices:
             value = getattr(self, name)
             callable_ = value is None or callable(value)
             require(callable_, f"{name} is a {type(value).__name__}; it must be a function.")
+        known_loader = self.loader is None or isinstance(self.loader, (Loader, DataLoader))
+        kind = type(self.loader).__name__
+        require(known_loader, f"loader is a {kind}; it must be a DataLoader of torch, or a loader of loopscope.")
 
     @property
     def due_every(self) -> int:
@@ -115,6 +118,8 @@ class Choices:
         names = [name for name in names if name not in {hook.name for hook in made}]
         refuse_idle_options(self.hook_options, {*names, *(hook.name for hook in made)})
         found = build_hooks(names, self.hook_options, {}, []) + [ConfiguredHook(hook, {}) for hook in made]
+        named_at = {item if isinstance(item, str) else item.name: place for place, item in enumerate(self.hooks)}
+        found.sort(key=lambda item: named_at.get(item.hook.name, -1))  # several commit in this order
         for name, schedule in self.schedules.items():
             scheduled = [item.hook for item in found if item.hook.name == name]
             if not scheduled:
@@ -131,6 +136,8 @@ class Choices:
             else:
                 sink = SinkRegistry.get(item)
                 sink.check_installed()
+                made = f"sinks=[{sink.__name__}({sink.option}=...)]"
+                require(sink.option is None, f"The sink {item!r} needs {sink.option}=; give it as an object: {made}.")
                 found.append(sink())
         return found
 
