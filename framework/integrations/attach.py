@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -109,12 +109,16 @@ def attach(
         reference=reference,
         config=config or {},
     )
+    together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    require(not together, "Hooks are attached to one process so far; this one trains together with others.")
     if trainer := _trainer_of(target):
         own = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "accelerator": accelerator}
         given = [name for name, value in own.items() if value is not None]
         require(not given, f"The trainer has its own {' and '.join(given)}; give attach the trainer alone.")
         attached: AttachedScope = import_module(f"{__package__}.{trainer}").attach_to(target, choices)
         return attached
+    replicated = isinstance(target, nn.DataParallel)
+    require(not replicated, "A DataParallel model is trained on several devices; attach serves one so far.")
     require(
         isinstance(target, nn.Module),
         f"attach was given a {type(target).__name__}; it takes a model and its optimizer, a transformers.Trainer, or a "
