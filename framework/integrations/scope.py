@@ -123,9 +123,10 @@ class Scope(AttachedScope):
     def epoch_end(self, **metrics: float) -> None:
         """End the epoch; ``metrics`` are the numbers of its evaluation, such as ``val_loss=0.5``."""
         self._require_open()
-        single = {name: value for name, value in metrics.items() if isinstance(value, Tensor) and value.numel() == 1}
-        numbers = metrics | {name: value.item() for name, value in single.items()}
+        numbers: dict[str, Any] = dict(metrics)
         for name, value in numbers.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                numbers[name] = value = value.item()
             if not isinstance(value, (int, float)):
                 raise UsageError(f"{name} is a {type(value).__name__}; the metrics of an epoch are numbers.")
         self._loop.end_epoch(numbers)
