@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..data import Batch, MicroBatches
 from ..errors import RunNotice, UsageError, listed, require
-from ..hooks import HookPoint
+from ..hooks import HookPoint, InterventionHook
 from ..state import Transient
 from .attached_run import AttachedRun
 from .unscaling import scale_of, unscaled
@@ -152,7 +152,9 @@ class OwnLoop(Transient):
             else:
                 self._accelerator.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
-            if "modified by an inplace operation" in str(error) and (acting := self._run.manager.hooks.acting):
+            hooks = self._run.manager.hooks
+            acting = next((hook.name for hook in hooks if isinstance(hook, InterventionHook) and hook.mutates), "")
+            if acting and "modified by an inplace operation" in str(error):
                 raise UsageError(
                     f"This loop keeps a graph across steps, in which hook {acting!r} is rolled back: the weights get "
                     "their bytes back, but autograd counts that as a change. Detach what is kept, or leave the hook "
