@@ -5,11 +5,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rich.console import Group
 from rich.jupyter import JupyterMixin
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
-from ..console import number_text
+from ..console import number_text, printable
 from ..data import Loader
 from ..errors import UsageError, require
 from ..hooks import HookPoint
@@ -35,26 +37,25 @@ class AttachedScope(JupyterMixin):
 
     @property
     def hooks(self) -> list[str]:
-        """The names of the hooks that are on."""
-        return [hook.name for hook in self._run.manager.hooks]
+        """The names of the hooks that are on, as far as the run has come to know what they are to watch."""
+        return [hook.name for hook in self._run.manager.hooks] if self._run.is_built else []
 
     def last_metrics(self, point: HookPoint | None = None) -> dict[str, Any]:
         """Return the newest metrics by full name, of one hook point or of all, as numbers."""
-        newest = self._run.manager.dispatch.last(point)
+        newest = self._run.manager.dispatch.last(point) if self._run.is_built else {}
         return {name: value.item() if isinstance(value, Tensor) else value for name, value in newest.items()}
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         """Return where the run stands, and its newest numbers, as a table."""
-        run = self._run
-        if not run.is_built:
-            return Table(title=f"{self.folder}: not begun")
-        loop = run.manager.state.loop
-        state = "over" if run.is_over else "running" if run.is_started else "not begun"
-        table = Table("metric", "value", title=f"{self.folder}: {state}, epoch {loop.epoch}, step {loop.step}")
+        run, told = self._run, f"{self.folder}: not begun"
+        if run.is_started:
+            loop = run.manager.state.loop
+            told = f"{self.folder}: {'over' if run.is_over else 'running'}, epoch {loop.epoch}, step {loop.step}"
+        table = Table("metric", "value")
         for name, value in self.last_metrics().items():
             if isinstance(value, (int, float)):
-                table.add_row(name, number_text(value))
-        return table
+                table.add_row(Text(printable(name)), number_text(value))
+        return Group(Text(printable(told)), table) if table.rows else Group(Text(printable(told)))
 
 
 class Scope(AttachedScope):
