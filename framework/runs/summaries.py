@@ -47,7 +47,7 @@ def summary_of(
         "deltas": deltas(initial, final),
         "metrics": {name: float(metrics[name]) for name in compared if name in metrics},
         "sample": None,
-        "treatments": record.treatments,
+        "treatments": {name: tuple(parts) for name, parts in record.treatments.items()},
         "hook_errors": manager.hooks.failures.errors,
         "hooks_left_out": manager.hooks.failures.left_out,
         "hook_tables": manager.hooks.tables,

@@ -109,7 +109,7 @@ def _own_loop(hooks: list[str], accumulate: int) -> RecordingSink:
     return sink
 
 
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_trainer_that_goes_on_records_what_one_does_that_was_not_stopped(tmp_path: Path, step: int) -> None:
     """Step 3 lies within the first epoch; step 7 is its last."""
 
