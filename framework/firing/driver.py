@@ -27,6 +27,7 @@ class Driver:
     def __init__(self, task: TrainingTask, manager: HookManager) -> None:
         self.task, self.manager, self.loop = task, manager, manager.state.loop
         self._keeper = GradientKeeper(task, manager.hooks)
+        self._has_seen = False
 
     def begin_epoch(self, *, takes_snapshot: bool) -> None:
         """Clear the accumulators of the epoch and, if a hook will ask for it, copy the state it starts from."""
@@ -45,12 +46,15 @@ class Driver:
     def begin_step(self, batch: Batch, index: int) -> None:
         """Begin the step on a batch, the ``index``-th of the epoch, before its gradients are zeroed."""
         loop = self.loop
-        self.manager.hooks.see_first(batch)
+        if not self._has_seen:
+            self._has_seen = True
+            self.manager.hooks.see_first(batch)
         loop.step += 1
         loop.batch, loop.batch_idx, loop.loss = batch, index, None
         loop.prev_step_grads, loop.current_grads = loop.current_grads, None
         self.manager.fire(HookPoint.PRE_STEP)
-        loop.loss_scale = None if self.task.scaler is None else self.task.scaler.get_scale()
+        scaler = self.task.scaler
+        loop.loss_scale = None if scaler is None else scaler.get_scale()
 
     def after_backward(self, loss: Tensor, *, skipped: bool = False) -> None:
         """Take the step's ``loss``, detached, and its gradients, complete and unscaled, on the parameters."""
@@ -58,7 +62,8 @@ class Driver:
         loop.loss = loss
         loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
         loop.running_steps += 1
-        self._keeper.gather(loop, skipped=skipped)
+        if self._keeper.is_asked:
+            self._keeper.gather(loop, skipped=skipped)
         self.manager.fire(HookPoint.POST_BACKWARD)
 
     def before_update(self) -> None:
@@ -124,6 +129,8 @@ class GradientKeeper:
         self._sums = hooks.listeners.need("needs_grads")
         self._previous = hooks.listeners.need("needs_prev_step_grads")
         self._series = hooks.listeners.need("needs_step_series")
+        self.is_asked = self._sums or self._previous or self._series
+        """Whether any hook wants anything kept."""
         self._named: list[tuple[str, nn.Parameter]] = []
 
     def renew(self) -> None:
@@ -132,8 +139,6 @@ class GradientKeeper:
 
     def gather(self, loop: LoopState, *, skipped: bool = False) -> None:
         """Keep this step's gradients as far as a hook asks for them; of a skipped step only loss and norm."""
-        if not (self._sums or self._previous or self._series):
-            return
         self._named = self._named or list(self._task.model.named_parameters())
         live = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
         with torch.no_grad():

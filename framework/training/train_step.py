@@ -1,6 +1,6 @@
 """One optimizer step: zero_grad, forward and backward over the micro-batches, then the update; mixed precision."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -118,12 +118,12 @@ class TrainingTask:
         if required == METRIC and not self.eval_every:
             raise UsageError(f"{kind} steps after evaluations, but eval_every is 0; set it to 1 or more.")
 
-    def micro_batches(self, batch: Batch) -> list[tuple[Batch, float]]:
+    def micro_batches(self, batch: Batch) -> Sequence[tuple[Batch, float]]:
         """Return the parts of which a step's batch is made up, each with the weight of its loss in the step's."""
         if isinstance(batch, MicroBatches):
             return [(part, 1.0) for part in batch]
         if self.accumulation_steps == 1:
-            return [(batch, 1.0)]
+            return ((batch, 1.0),)
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
 
