@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from ..console import in_columns, number_text, printable, shortened, side_by_side
 from ..errors import listed, require
 from ..report import compare_runs, run_labels
-from .listing import UNBOUNDED, line_width, runs_in
+from .listing import UNBOUNDED, WIDE, line_width, runs_in
 from .parser import NAMES, CommandParser, write_line
 
 MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # of a table; JSON has all
@@ -43,14 +44,16 @@ def compare(words: Sequence[str]) -> None:
         more = [f"{len(rows) - MOST_ROWS:,} more rows: --json."] if len(rows) > MOST_ROWS else []
         for line in [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ():
             write_line(line)
+    width = min(line_width(), WIDE)
     for sentence in told["sentences"]:
-        write_line(f"- {_escaped(sentence)}" if given["markdown"] else sentence)
+        for line in [f"- {_escaped(sentence)}"] if given["markdown"] else textwrap.wrap(sentence, width):
+            write_line(line)
 
 
 def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
     """Return the rows of each table by its title; the first cell of each row tells it from the others."""
     names = list(dict.fromkeys(name for run in told["runs"] for name in run["metrics"]))
-    labels = run_labels([Path(name) for name in names])
+    labels = run_labels([Path(name) for name in names]) if names else []
     short = dict(zip(names, labels if len({*labels}) == len(names) else names, strict=True))
     if len(names) > MOST_METRICS:
         told["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics: --json.")
@@ -93,10 +96,10 @@ def _by_value(values: Mapping[str, Any]) -> str:
 
 
 def _where(parting: Row) -> str:
-    where = f"nowhere: {parting['points']:,} values of {parting['common']:,} metrics are the same"
-    if parting["step"] is not None:
-        where = f"step {parting['step']:,}: {listed(parting['metrics'])}"
-    return parting["problem"] or where if parting["points"] else "no value of the same metric and step is in both"
+    same = f"nowhere: {parting['points']:,} values of {parting['common']:,} metrics are the same"
+    where = same if parting["points"] else "no value of the same metric and step is in both"
+    where = where if parting["step"] is None else f"step {parting['step']:,}: {listed(parting['metrics'])}"
+    return parting["problem"] or where
 
 
 def _text(value: Any) -> str:

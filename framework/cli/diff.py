@@ -29,8 +29,8 @@ def diff(words: Sequence[str]) -> None:
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    for part, name, (old, new) in differing_parts(records):
-        write_line(f"{part}: {name}: {old} / {new}")
+    for each in differing_parts(dict(zip("ab", records, strict=True))):
+        write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
     for text in compared:
         write_line(text)
     require(

@@ -1,6 +1,6 @@
 """Runs side by side, in plain values: how they ended, what differs, where their records part, what seeds tell."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -18,13 +18,15 @@ Row = dict[str, Any]
 COMPARED = {"config": {"output_dir"}, "hooks": (), "treatments": (), "versions": (), "environment": {"command"}}
 
 
-def differing_parts(records: Sequence[RunRecord]) -> list[tuple[str, str, list[Any]]]:
-    """List the entries in which any of the runs differs: the part of the record, the name, and each run's value."""
+def differing_parts(records: Mapping[str, RunRecord]) -> list[Row]:
+    """List the entries in which any of the runs differs: ``part`` of the record, ``name``, and ``values`` by run."""
     found = []
     for part, may_differ in COMPARED.items():
-        parts = [vars(record)[part] for record in records]
-        names = [item.name for other in parts[1:] for item in differences(parts[0], other, may_differ)]
-        found += [(part, name, [each.get(name) for each in parts]) for name in dict.fromkeys(names)]
+        parts = {label: vars(record)[part] for label, record in records.items()}
+        first, *others = parts.values()
+        names = dict.fromkeys(item.name for other in others for item in differences(first, other, may_differ))
+        values = {name: {label: each.get(name) for label, each in parts.items()} for name in names}
+        found += [{"part": part, "name": name, "values": values[name]} for name in names]
     return found
 
 
@@ -45,18 +47,14 @@ def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dic
         matching = list(filter(matcher([pattern]), names))
         if not any(names[name] for name in matching):
             raise no_match(pattern, [name for name in names if names[name]], matching)
-    groups = groups_of(list(records.values()))
-    group_of = {list(records)[place]: name for name, places in groups.items() for place in places}
-    rows = [_row(label, run, scans.get(label, Scan(run.path, "")), group_of.get(label)) for label, run in runs.items()]
-    parts = [
-        (part, name, zip(records, values, strict=True)) for part, name, values in differing_parts([*records.values()])
-    ]
+    groups = groups_of(records)
+    rows = [_row(label, run, scans.get(label, Scan(run.path, "")), groups.get(label)) for label, run in runs.items()]
     first, *others = [label for label in scans if scans[label].emits] or [""]
     sentences = list(_sentences(rows))
     spreads, tests = _over_seeds([row for row in rows if row["group"]], sentences, last=bool(patterns))
     return {
         "runs": rows,
-        "differences": [{"part": part, "name": name, "values": dict(values)} for part, name, values in parts],
+        "differences": differing_parts(records),
         "partings": [{"run": other, "other": first, **parting(scans[first], scans[other])} for other in others],
         "spreads": spreads,
         "tests": tests,
@@ -66,12 +64,8 @@ def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dic
 
 def _row(label: str, run: FoundRun, scan: Scan, group: str | None) -> Row:
     record, summary, seed = run.record, run.summary, run.config.get("seed")
-    told = {
-        "run": label,
-        "path": str(run.path),
-        "state": run.state,
-        "problem": " ".join([run.problem, scan.problem]).strip(),
-    }
+    told = {"run": label, "path": str(run.path), "state": run.state}
+    told |= {"problem": " ".join([run.problem, scan.problem]).strip()}
     told |= {"experiment": record and record.experiment, "strategy": record and record.strategy, "group": group}
     epochs, steps = (summary["epochs"], summary["steps"]) if summary else scan.length
     reached = summary["target_reached"] if summary else None
@@ -86,9 +80,7 @@ def _sentences(rows: Sequence[Row]) -> Iterator[str]:
     best = {name: seen["best_is"] for row in rows for name, seen in row["metrics"].items()}
     for which in dict.fromkeys(best.values()):
         names = listed([name for name in best if best[name] == which])
-        yield (
-            f"Best is the {which}: {names}." if which else f"Neither loss nor acc is in the name, so no best: {names}."
-        )
+        yield f"Best is the {which}: {names}." if which else f"No best, being neither loss nor acc by name: {names}."
     experiments = list(dict.fromkeys(row["experiment"] for row in rows if row["group"]))
     if len(experiments) > 1:
         yield f"These are runs of different experiments, whose numbers are not tested: {listed(experiments)}."
@@ -104,7 +96,7 @@ def _sentences(rows: Sequence[Row]) -> Iterator[str]:
 def _over_seeds(rows: Sequence[Row], told: list[str], *, last: bool) -> tuple[list[Row], list[Row]]:
     """Return the numbers of each group, and the tests between groups of one experiment; tell what is left out."""
     groups: dict[str, dict[int, Row]] = {row["group"]: {} for row in rows}
-    for row in sorted(rows, key=lambda row: str(row["state"] != "completed")):
+    for row in sorted(rows, key=lambda row: bool(row["state"] != "completed")):
         seeds = groups[row["group"]]
         if row["seed"] is None:
             told.append(f"{row['run']}: has no seed, and counts in no group")
@@ -114,20 +106,17 @@ def _over_seeds(rows: Sequence[Row], told: list[str], *, last: bool) -> tuple[li
     told += [f"With one seed nothing can be told about chance: {listed(few)}."] if few else []
     if len(few) == len(groups):
         return [], []
-    by_seed = {
-        group: {seed: _numbers(seeds[seed], last=last) for seed in sorted(seeds)} for group, seeds in groups.items()
-    }
-    names = dict.fromkeys(name for runs in by_seed.values() for numbers in runs.values() for name in numbers)
+    told_of = {row["run"]: _numbers(row, last=last) for row in rows}
+    names = dict.fromkeys(name for numbers in told_of.values() for name in numbers)
     found = {
-        (name, group): {seed: numbers.get(name) for seed, numbers in runs.items()}
+        (name, group): {seed: told_of[row["run"]].get(name) for seed, row in seeds.items()}
         for name in names
-        for group, runs in by_seed.items()
+        for group, seeds in groups.items()
     }
     experiments = {row["group"]: row["experiment"] for row in rows}
     pairs = [(a, b) for a, b in combinations(groups, 2) if experiments[a] == experiments[b]]
-    tests = [
-        {"number": name, "a": a, "b": b, **contrast(found[name, a], found[name, b])} for name in names for a, b in pairs
-    ]
+    compared = [({"number": name, "a": a, "b": b}, found[name, a], found[name, b]) for name in names for a, b in pairs]
+    tests = [{**about, **contrast(a, b)} for about, a, b in compared]
     correct(tests)
     return [{"number": name, "group": group, **spread_of([*of.values()])} for (name, group), of in found.items()], tests
 

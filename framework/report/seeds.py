@@ -69,22 +69,21 @@ def correct(contrasts: Sequence[dict[str, Any]]) -> None:
         each["holm"] = largest = max(largest, min(1.0, each["p"] * (len(tested) - rank)))
 
 
-def groups_of(records: Sequence[RunRecord]) -> dict[str, list[int]]:
-    """Return the places of records that differ in nothing but their seed, by the name of their group.
-
-    A name is the strategy, with the options that tell the group from others of that strategy.
-    """
-    groups: dict[str, list[int]] = {}
-    identities = [_identity(record) for record in records]
-    for place, identity in enumerate(identities):
-        groups.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(place)
-    names: list[str] = []
-    for first in (identities[places[0]] for places in groups.values()):
-        rivals = [each for each in identities if each["strategy"] == first["strategy"]]
-        told = list(dict.fromkeys(item.name for rival in rivals for item in differences(first, rival)))[:FEW]
-        name = ", ".join([first["strategy"], *(f"{option} {shortened(str(first.get(option)), 20)}" for option in told)])
-        names.append(name if name not in names else f"{name} ({len(names) + 1})")
-    return dict(zip(names, groups.values(), strict=True))
+def groups_of(records: Mapping[str, RunRecord]) -> dict[str, str]:
+    """Return for each run the name of its group: strategy, and the options that tell it from others of the strategy."""
+    identities = {label: _identity(record) for label, record in records.items()}
+    names: dict[str, str] = {}
+    groups: dict[str, str] = {}
+    for label, identity in identities.items():
+        key = json.dumps(identity, sort_keys=True, default=str)
+        if key not in names:
+            rivals = [each for each in identities.values() if each["strategy"] == identity["strategy"]]
+            told = list(dict.fromkeys(item.name for rival in rivals for item in differences(identity, rival)))[:FEW]
+            options = [f"{option} {shortened(str(identity.get(option)), 20)}" for option in told]
+            name = ", ".join([identity["strategy"], *options])
+            names[key] = name if name not in names.values() else f"{name} ({len(names) + 1})"
+        groups[label] = names[key]
+    return groups
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:

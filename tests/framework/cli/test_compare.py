@@ -271,7 +271,7 @@ def test_bad_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> Non
 def test_what_would_fill_the_memory_is_not_read_and_it_is_said(limit: str, capsys, monkeypatch) -> None:
     many = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
     for name in "ab":
-        run(name, [], emits=many if name == "a" else [*many[:1], (20, "POST_STEP", series("h/x", [1.0], 900))])
+        run(name, [], emits=many if name == "a" else [*many[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
     monkeypatch.setattr(
         scanning, limit, {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit]
     )
@@ -305,7 +305,7 @@ def test_text_of_a_strange_run_is_only_shown(form: list[str], capsys) -> None:
         assert all(re.match(r"\|.*(?<!\\)\|$", row) for row in rows)
 
 
-@pytest.mark.parametrize("columns", [20, 80, 120])
+@pytest.mark.parametrize("columns", [80, 120])
 def test_lines_fit_and_a_pipe_gets_whole_rows(columns: int, capsys, monkeypatch) -> None:
     metrics = {f"h/a_long_name_of_a_metric/{number}_loss": number / 3 for number in range(30)}
     for seed in range(2):
@@ -314,6 +314,6 @@ def test_lines_fit_and_a_pipe_gets_whole_rows(columns: int, capsys, monkeypatch)
     monkeypatch.setenv("COLUMNS", str(columns))
     text = said(capsys, "runs", "--metrics", "h/**")
     assert [line for line in text.splitlines() if cell_len(line) > columns] == []
-    assert "18 more metrics: --json" in text or columns == 20
+    assert "18 more metrics: --json" in text
     monkeypatch.delenv("COLUMNS")
     assert len([line for line in said(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1

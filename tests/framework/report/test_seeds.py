@@ -2,6 +2,7 @@
 
 import math
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,28 +105,24 @@ def test_the_number_of_tests_is_accounted_for(order) -> None:
     assert tests[-1]["holm"] is None
 
 
-def record(strategy: str = "a", hooks=None, treatments=(), experiment: str = "exp", **config) -> RunRecord:
-    chosen = dict.fromkeys(treatments, ["gradients"])
-    return RunRecord(experiment=experiment, strategy=strategy, config=config, hooks=hooks or {}, treatments=chosen)
+def grouped(*records: dict[str, Any]) -> list[str]:
+    runs = {}
+    for number, fields in enumerate(records):
+        told = {"strategy": "a", "experiment": "exp", "config": {}} | fields
+        runs[str(number)] = RunRecord(**told)
+    return [*groups_of(runs).values()]
 
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_group() -> None:
-    clip = {"clip": {"max_norm": 1}}
-    records = [
-        record(seed=0, lr=0.1, output_dir="x"),
-        record(seed=1, lr=0.1, output_dir="y", hooks={"norms": {}}),
-        record(seed=0, lr=0.2),
-        record("b", seed=0),
-        record("b", seed=0, hooks=clip, treatments=["clip"]),
-        record("c", seed=[{}]),
-    ]
-    groups = groups_of(records)
-    assert list(groups.values()) == [[0, 1], [2], [3], [4], [5]]
-    assert [*groups][:3] == ["a, lr 0.1", "a, lr 0.2", "b, treatments {}"]
-    assert [*groups][4] == "c"
-
-
-def test_groups_have_names_of_their_own_whatever_their_options() -> None:
-    records = [record(**{f"option_{number}": 1 for number in range(count)}) for count in range(9)]
-    assert len(groups_of(records)) == 9
-    assert len(groups_of([record(text="x" * 50 + end) for end in "ab"])) == 2
+    names = grouped(
+        {"config": {"seed": 0, "lr": 0.1, "output_dir": "x"}},
+        {"config": {"seed": 1, "lr": 0.1, "output_dir": "y"}, "hooks": {"norms": {}}},
+        {"config": {"seed": 0, "lr": 0.2}},
+        {"strategy": "b"},
+        {"strategy": "b", "hooks": {"clip": {"max_norm": 1}}, "treatments": {"clip": ["gradients"]}},
+        {"strategy": "c", "config": {"seed": [{}]}},
+    )
+    assert [*names[:4], names[5]] == ["a, lr 0.1", "a, lr 0.1", "a, lr 0.2", "b, treatments {}", "c"]
+    assert names[4].startswith("b, treatments {'clip'")
+    assert len({*grouped(*({"config": {f"option_{n}": 1 for n in range(count)}} for count in range(9)))}) == 9
+    assert len({*grouped(*({"config": {"text": "x" * 50 + end}} for end in "ab"))}) == 2
