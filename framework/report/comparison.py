@@ -64,7 +64,7 @@ def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dic
 
 def _row(label: str, run: FoundRun, scan: Scan, group: str | None) -> Row:
     record, summary, seed = run.record, run.summary, run.config.get("seed")
-    told = {"run": label, "path": str(run.path), "state": run.state}
+    told: Row = {"run": label, "path": str(run.path), "state": run.state}
     told |= {"problem": " ".join([run.problem, scan.problem]).strip()}
     told |= {"experiment": record and record.experiment, "strategy": record and record.strategy, "group": group}
     epochs, steps = (summary["epochs"], summary["steps"]) if summary else scan.length

@@ -123,6 +123,6 @@ def parting(*scans: Scan) -> dict[str, Any]:
             require(many <= MOST_WAITING, f"more than {MOST_WAITING:,} values have none beside them, so it is not told")
     except (UsageError, OSError, RecursionError) as error:
         problem = str(error)
-    step = min(parted.values(), default=None)
-    metrics = [name for name in parted if parted[name] == step]
-    return {"common": len(common), "points": points, "step": step, "metrics": metrics, "problem": problem}
+    first = min(parted.values(), default=None)
+    metrics = [name for name in parted if parted[name] == first]
+    return {"common": len(common), "points": points, "step": first, "metrics": metrics, "problem": problem}

@@ -16,12 +16,14 @@ from loopscope.runs import CONFIG, SUMMARY
 from rich.cells import cell_len
 from scipy import stats
 
+from tests.docs.markdown import ROOT, code, table_with
 from tests.framework.runs.small_experiment import Small, read_json, registered
 
 assert experiments.__all__
 assert sinks.__all__
 assert training_hooks.__all__
 
+PAGE = ROOT / "docs/comparing.md"
 LOSS, ACC = "training_metrics/evaluation/val_loss", "training_metrics/val_acc"
 Emits = list[tuple[int, str, dict[str, Any]]]
 
@@ -129,6 +131,17 @@ def test_seeds_are_paired_and_all_tests_are_corrected(capsys) -> None:
     assert "Do groups differ? Tests: 6" in said(capsys, "runs")
 
 
+def test_the_page_names_every_key(capsys) -> None:
+    for seed in range(2):
+        run(f"a{seed}", [1.0 + seed], seed)
+        run(f"b{seed}", [2.0 - seed], seed, strategy="b")
+    found = told(capsys, "runs")
+    rows = {row["list"].strip("`"): set(code(row["keys of its entries"])) for row in table_with(PAGE, "list")}
+    assert rows.pop("sentences") == set()
+    assert rows == {name: set(entries[0]) for name, entries in found.items() if name != "sentences"}
+    assert all(f"`{key}`" in PAGE.read_text() for key in found["runs"][0]["metrics"][LOSS])
+
+
 def test_one_seed_each_tells_nothing_about_chance(capsys) -> None:
     run("a", [1.0])
     run("b", [2.0], strategy="b")
@@ -193,40 +206,25 @@ def test_values_that_are_not_finite_are_counted_and_never_the_best(capsys) -> No
     assert "inf at 10" in said(capsys, "runs", "--markdown")
 
 
-def damaged_summary(folder: Path) -> None:
-    (folder / SUMMARY).write_text("{")
-
-
-def damaged_config(folder: Path) -> None:
-    (folder / CONFIG).write_text("[]")
-
-
-def damaged_record(folder: Path) -> None:
-    with (folder / "a.jsonl").open("a") as file:
-        file.write('{"epoch": 3, "step": "x", "hook_point": "POST_EPOCH"}\n')
-
-
-def no_record(folder: Path) -> None:
-    (folder / "a.jsonl").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("file", "content", "sentence"),
     [
-        (damaged_summary, "b: runs/b/summary.json cannot be read"),
-        (damaged_config, "b: runs/b/experiment_config.json cannot be read: it is JSON, but no object."),
-        (damaged_record, "b: runs/b/a.jsonl cannot be read after 2 emits"),
-        (no_record, "b: runs/b holds neither a.jsonl"),
+        (SUMMARY, "{", "b: runs/b/summary.json cannot be read"),
+        (CONFIG, "[]", "b: runs/b/experiment_config.json cannot be read: it is JSON, but no object."),
+        ("a.jsonl", "{}\n", "b: runs/b/a.jsonl cannot be read after 2 emits"),
+        ("a.jsonl", None, "b: runs/b holds neither a.jsonl"),
     ],
 )
-def test_damaged_runs_are_compared_as_far_as_that_goes(damage, sentence: str, capsys) -> None:
+def test_damaged_runs_are_compared_as_far_as_that_goes(file: str, content: str | None, sentence: str, capsys) -> None:
     for name in "abc":
         run(name, [2.0, 1.0 + (name == "b")])
-    damage(Path("runs/b"))
+    path = Path("runs/b", file)
+    kept = path.read_text() if path.suffix == ".jsonl" else ""
+    path.unlink() if content is None else path.write_text(kept + content)
     found = told(capsys, "runs")
     assert [row["run"] for row in found["runs"]] == ["a", "b", "c"]
     assert any(each.startswith(sentence) for each in found["sentences"])
-    expected = {"c": None} if damage in (damaged_config, no_record) else {"b": 20, "c": None}
+    expected = {"c": None} if content in ("[]", None) else {"b": 20, "c": None}
     assert {each["run"]: each["step"] for each in found["partings"]} == expected
 
 
