@@ -19,6 +19,8 @@ LARGEST = 10**4000
 """Of more digits Python makes no text (``sys.get_int_max_str_digits``)."""
 MOST_LEVELS = 100
 """How deep a JSON file may be nested: far deeper than any of ours, and what recursive readers can follow."""
+MOST_BYTES = 2**26
+"""How large a JSON file may be that is read whole."""
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -91,7 +93,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         require(not path.is_fifo(), f"{path} cannot be read: it is a pipe.")  # which nobody may ever write to
-        content = json.loads(path.read_text("utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        require(len(text) <= MOST_BYTES, f"{path} is not read: it has more than {MOST_BYTES:,} bytes.")
+        content = json.loads(text.decode())
         if isinstance(content, dict) and not _is_deep(content):
             return content
         reason = "it is nested too deep" if isinstance(content, dict) else "it is JSON, but no object"

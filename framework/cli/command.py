@@ -1,4 +1,4 @@
-"""What follows ``loopscope``, carried out: ``diff`` and ``plot`` in files of their own, the other commands here."""
+"""What follows ``loopscope``, carried out: the commands that have no file of their own."""
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ from ..console import (
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
+from .compare import compare
 from .diff import diff
 from .listing import ls, show
 from .new import new
@@ -73,7 +74,7 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 
 def _dispatch(command: str, *words: str) -> None:
     commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
-    commands |= dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
+    commands |= dict(compare=compare, run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:

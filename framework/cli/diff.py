@@ -10,11 +10,9 @@ import torch
 
 from ..checkpoints import Parting, differing, leaves, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
+from ..report import differing_parts
 from ..runs import RunFolder, RunRecord, differences, require
 from .parser import CommandParser, write_line
-
-# Parts of two records that are compared, each with what may differ in runs that are meant to be the same.
-COMPARED = {"config": {"output_dir"}, "hooks": (), "versions": (), "environment": {"command"}}
 
 
 def diff(words: Sequence[str]) -> None:
@@ -31,9 +29,8 @@ def diff(words: Sequence[str]) -> None:
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
     checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
-    for part, may_differ in COMPARED.items():
-        for name, old, new in differences(vars(records[0])[part], vars(records[1])[part], may_differ):
-            write_line(f"{part}: {name}: {old} / {new}")
+    for each in differing_parts(dict(zip("ab", records, strict=True))):
+        write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
     for text in compared:
         write_line(text)
     require(

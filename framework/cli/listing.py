@@ -38,16 +38,21 @@ def ls(words: Sequence[str]) -> None:
     parser.add_argument("FOLDER", nargs="*", default=["output"], help="where to look; output by default")
     given = parser.parse(words)["FOLDER"]
     require(len(given) == 1, f"loopscope ls takes one folder, but got {len(given)}: {', '.join(given)}.")
-    folder = Path(given[0])
-    found = find_runs(folder) if folder.is_dir() else []
-    problem = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists runs, which lie in output by default.")
-    width = _width()
+    found, width = runs_in(Path(given[0])), line_width()
     for line in in_columns([_row(run, width) for run in found], width, flexible=("run", "final")):
         write_line(line)
 
 
-def _width() -> int:
+def runs_in(folder: Path) -> list[FoundRun]:
+    """Return the runs in a folder, however deep; raises :class:`UsageError` where there are none."""
+    found = find_runs(folder) if folder.is_dir() else []
+    problem = "holds no run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+    require(bool(found), f"{folder} {problem}; loopscope ls FOLDER lists runs, which lie in output by default.")
+    return found
+
+
+def line_width() -> int:
+    """Return the columns of a terminal, or of as many as anything takes elsewhere."""
     console = make_console()
     return console.width if console.is_terminal or "COLUMNS" in os.environ else UNBOUNDED
 
@@ -85,7 +90,7 @@ def show(words: Sequence[str]) -> None:
     parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
     given = parser.defaults | parser.parse(words)
     require(len(given["RUN"]) == 1, f"loopscope show takes the folder of one run, but got {len(given['RUN'])}.")
-    folder, patterns, width = Path(given["RUN"][0]), given["metrics"], _width()
+    folder, patterns, width = Path(given["RUN"][0]), given["metrics"], line_width()
     lines: list[str] = []
     for path in run_folders(folder, "show"):
         run = look_at(path)

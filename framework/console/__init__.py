@@ -3,12 +3,12 @@
 from .board import Board, Groups, Label
 from .frame import newest_table, snapshot_line
 from .run_console import Mode, RunConsole
-from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line
+from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, side_by_side
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
 __all__ = [
     "Board", "Groups", "Label", "Mode", "RunConsole", "duration_text", "experiment_list", "final_numbers", "first_line",
     "hook_list", "hook_page", "in_columns", "make_console", "newest_table", "number_text", "printable",
-    "result_line", "shortened", "show_warnings", "snapshot_line", "value_text",
+    "result_line", "shortened", "show_warnings", "side_by_side", "snapshot_line", "value_text",
 ]

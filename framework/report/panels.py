@@ -179,12 +179,13 @@ def _chosen(runs: Sequence[RecordedRun], patterns: Sequence[str]) -> list[str]:
         matches = matcher([pattern])
         found = [name for name in known if matches(name)]
         if not found:
-            raise _no_match(pattern, known, [name for name in others if matches(name)])
+            raise no_match(pattern, known, [name for name in others if matches(name)])
         chosen |= dict.fromkeys(found)
     return list(chosen)
 
 
-def _no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> UsageError:
+def no_match(pattern: str, known: Sequence[str], others: Sequence[str]) -> UsageError:
+    """Make the error for a pattern that matches no number: ``others`` are the lists and texts that it matches."""
     if others:
         return UsageError(f"{listed(others)} cannot be drawn as curves: the values are lists or texts, not numbers.")
     for deep in (re.sub(r"\*+", "**", pattern), f"**/{pattern}") if "*" in pattern else ():

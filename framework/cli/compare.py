@@ -1,0 +1,133 @@
+"""``loopscope compare RUN...``: runs side by side, as tables, as JSON or as Markdown."""
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..console import in_columns, number_text, printable, shortened, side_by_side
+from ..errors import listed, require
+from ..report import compare_runs, run_labels
+from .listing import UNBOUNDED, WIDE, line_width, runs_in
+from .parser import NAMES, CommandParser, write_line
+
+MOST_METRICS, MOST_ROWS, LONGEST_VALUE = 12, 100, 60  # of a table; JSON has all
+Row = Mapping[str, Any]
+
+
+def compare(words: Sequence[str]) -> None:
+    """Compare runs; raises :class:`UsageError` where there are fewer than two."""
+    parser = CommandParser(
+        "compare RUN... [--metrics PATTERN...] [--json | --markdown]",
+        "Compare runs: final and best numbers, what differs, where their records part; over seeds mean, deviation and "
+        "interval, and whether groups differ.",
+    )
+    parser.add_argument("RUN", nargs="*", help="the folder of a run, or one that holds runs, however deep")
+    metrics = "metrics by full names or patterns in quotes; by default the numbers of the evaluation"
+    parser.add("metrics", NAMES, metrics, default=[], metavar="PATTERN")
+    parser.add_argument("--json", action="store_true", help="write one object, with everything")
+    parser.add_argument("--markdown", action="store_true", help="write tables in Markdown")
+    given = parser.defaults | parser.parse(words)
+    require(bool(given["RUN"]), "loopscope compare needs RUN..., folders of runs, or folders that hold runs.")
+    require(not (given["json"] and given["markdown"]), "--json and --markdown exclude each other.")
+    runs = {run.path.resolve(): run for folder in given["RUN"] for run in runs_in(Path(folder))}
+    told = compare_runs(list(runs.values()), given["metrics"])
+    if given["json"]:
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    lay_out, mark = (_markdown, "## ") if given["markdown"] else (_columns, "")
+    for title, rows in _tables(told, last=bool(given["metrics"])).items():
+        texts = [{name: printable(_text(value)) for name, value in row.items()} for row in rows[:MOST_ROWS]]
+        more = [f"{len(rows) - MOST_ROWS:,} more rows: --json."] if len(rows) > MOST_ROWS else []
+        for line in [f"{mark}{title}", "", *lay_out(texts), *more, ""] if rows else ():
+            write_line(line)
+    width = min(line_width(), WIDE)
+    for sentence in told["sentences"]:
+        for line in [f"- {_escaped(sentence)}"] if given["markdown"] else textwrap.wrap(sentence, width):
+            write_line(line)
+
+
+def _tables(told: Mapping[str, Any], *, last: bool) -> dict[str, list[Row]]:
+    """Return the rows of each table by its title; the first cell of each row tells it from the others."""
+    names = list(dict.fromkeys(name for run in told["runs"] for name in run["metrics"]))
+    labels = run_labels([Path(name) for name in names]) if names else []
+    short = dict(zip(names, labels if len({*labels}) == len(names) else names, strict=True))
+    if len(names) > MOST_METRICS:
+        told["sentences"].append(f"{len(names) - MOST_METRICS:,} more metrics: --json.")
+
+    def seeds_row(row: Row) -> Row:
+        which, _, name = row["number"].partition(" ")
+        groups = row.get("group") or f"{row['a']} − {row['b']}"
+        others = {name: value for name, value in row.items() if name not in ("number", "group", "a", "b")}
+        return {"number": f"{groups}: {which} {short.get(name, name)}", **others}
+
+    tested = sum(test["p"] is not None for test in told["tests"])
+    other = next((f" from {each['other']}" for each in told["partings"]), "")
+    return {
+        "Runs": [_run_row(run, names[:MOST_METRICS], short, last=last) for run in told["runs"]],
+        "Over seeds": list(map(seeds_row, told["spreads"])),
+        f"Do groups differ? Tests: {tested}; holm is p corrected for that": list(map(seeds_row, told["tests"])),
+        "What differs": [
+            {"": f"{each['part']} {each['name']}", "runs": _by_value(each["values"])} for each in told["differences"]
+        ],
+        f"Where records part{other}": [{"run": each["run"], "at": _where(each)} for each in told["partings"]],
+    }
+
+
+def _run_row(run: Row, names: Sequence[str], short: Mapping[str, str], *, last: bool) -> Row:
+    row = {name: run[name] for name in ("run", "state", "epochs", "steps", "target_epoch", "treatments")}
+    row |= {f"final {name}": value for name, value in run["final"].items()}
+    for name in names:
+        seen = run["metrics"].get(name, {"best": None, "last": None})
+        best = f"{_text(seen['best'])} at {seen['best_step']:,}" if seen["best"] is not None else None
+        row |= {f"last {short[name]}": seen["last"]} if last else {}
+        row |= {f"best {short[name]}": best}
+    return row
+
+
+def _by_value(values: Mapping[str, Any]) -> str:
+    runs: dict[str, list[str]] = {}
+    for run, value in values.items():
+        runs.setdefault("none" if value is None else shortened(str(value), LONGEST_VALUE), []).append(run)
+    return "; ".join(f"{value} ({listed(labels)})" for value, labels in runs.items())
+
+
+def _where(parting: Row) -> str:
+    same = f"nowhere: {parting['points']:,} values of {parting['common']:,} metrics are the same"
+    where = same if parting["points"] else "no value of the same metric and step is in both"
+    where = where if parting["step"] is None else f"step {parting['step']:,}: {listed(parting['metrics'])}"
+    return parting["problem"] or where
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (int, float)):
+        return number_text(value)
+    return "" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _columns(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield as many tables as hold all columns that anybody fills; the last of two is cut where it does not fit."""
+    for part in side_by_side(_filled(rows), width := line_width()):
+        heading, *lines = zip(*part, strict=True)
+        table = [dict(zip(heading, line, strict=True)) for line in lines]
+        shown = in_columns(table, UNBOUNDED if len(part) > 2 else width, (heading[0], heading[-1]))
+        yield from (shortened(line, width, keep_end=False) for line in shown)
+
+
+def _markdown(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    heading, *lines = zip(*_filled(rows), strict=True)
+    for cells in (heading, ["---"] * len(heading), *lines):
+        yield f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _filled(rows: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    return [[name, *(row.get(name, "") for row in rows)] for name in names]
+
+
+def _escaped(text: str) -> str:
+    """Return a text as Markdown that shows it: nothing in it is carried out."""
+    return re.sub(r"([\\`*\[\]<>|&!~])", r"\\\1", text)

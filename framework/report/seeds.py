@@ -1,0 +1,92 @@
+"""What several seeds tell: groups of runs that differ in nothing else, their spread, and whether two groups differ."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from ..errors import shortened
+from ..runs import RunRecord, differences
+from .student_t import critical_t, two_sided_p
+
+Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
+TOLD = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
+LARGEST = 1e150  # whose square is a float; beyond it a number counts as not finite
+NO_SPREAD = 1e-12  # of the largest value: what rounding leaves of differences that are equal
+FEW = 3  # so many options tell groups of one strategy apart
+
+
+def spread_of(values: Sequence[float | None]) -> dict[str, Any]:
+    """Return mean, sample deviation and 95 % t-interval of the mean of the finite values, and what is left out."""
+    numbers = list(_finite(dict(enumerate(values))).values())
+    size, middle, missing = len(numbers), mean(numbers) if numbers else None, values.count(None)
+    deviation = low = high = None
+    if middle is not None and size > 1:
+        deviation = stdev(numbers)
+        half = critical_t(size - 1) * deviation / math.sqrt(size)
+        low, high = middle - half, middle + half
+    out = {"missing": missing, "not finite": len(values) - size - missing}
+    remark = ", ".join(f"{count} {text}" for text, count in out.items() if count)
+    return {"count": size, "mean": middle, "deviation": deviation, "low": low, "high": high, "remark": remark}
+
+
+def _finite(numbers: Numbers) -> dict[int, float]:
+    return {seed: value for seed, value in numbers.items() if value is not None and abs(value) <= LARGEST}
+
+
+def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
+    """Test whether two groups differ: paired where at least two seeds have a finite number in both, else by Welch's.
+
+    The result has a − b with its 95 % interval, the test, its p, and how many of how many seeds count.
+    """
+    mine, theirs = _finite(a), _finite(b)
+    pairs = sorted(mine.keys() & theirs.keys())
+    sides = [list(mine.values()), list(theirs.values())]
+    told: dict[str, Any] = dict.fromkeys(TOLD)
+    told |= {"test": "Welch t", "seeds": f"{len(mine)} of {len(a)}, {len(theirs)} of {len(b)}", "remark": ""}
+    if len(pairs) > 1:
+        sides = [[mine[seed] - theirs[seed] for seed in pairs]]
+        told |= {"test": "paired t", "seeds": f"{len(pairs)} of {len(a.keys() | b.keys())}"}
+    if min(map(len, sides)) < 2:
+        return told | {"test": None, "remark": "too few seeds"}
+    difference = mean(sides[0]) - sum(map(mean, sides[1:]))
+    squares = [(stdev(side) ** 2 / len(side), len(side) - 1) for side in sides]
+    error = math.sqrt(sum(square for square, _ in squares))
+    if error <= NO_SPREAD * max(map(abs, (*mine.values(), *theirs.values()))):
+        return told | {"test": None, "difference": difference, "remark": "no spread"}
+    freedom, t = 1 / sum((square / error**2) ** 2 / each for square, each in squares), difference / error
+    half = critical_t(freedom) * error
+    told |= {"difference": difference, "low": difference - half, "high": difference + half}
+    return told | {"t": t, "freedom": freedom, "p": two_sided_p(t, freedom)}
+
+
+def correct(contrasts: Sequence[dict[str, Any]]) -> None:
+    """Set ``holm`` in each that was tested: p corrected for the number of tests, as Holm does."""
+    tested = sorted((each for each in contrasts if each["p"] is not None), key=lambda each: float(each["p"]))
+    largest = 0.0
+    for rank, each in enumerate(tested):
+        each["holm"] = largest = max(largest, min(1.0, each["p"] * (len(tested) - rank)))
+
+
+def groups_of(records: Mapping[str, RunRecord]) -> dict[str, str]:
+    """Return for each run the name of its group: strategy, and the options that tell it from others of the strategy."""
+    identities = {label: _identity(record) for label, record in records.items()}
+    names: dict[str, str] = {}
+    groups: dict[str, str] = {}
+    for label, identity in identities.items():
+        key = json.dumps(identity, sort_keys=True, default=str)
+        if key not in names:
+            rivals = [each for each in identities.values() if each["strategy"] == identity["strategy"]]
+            told = list(dict.fromkeys(item.name for rival in rivals for item in differences(identity, rival)))[:FEW]
+            options = [f"{option} {shortened(str(identity.get(option)), 20)}" for option in told]
+            name = ", ".join([identity["strategy"], *options])
+            names[key] = name if name not in names.values() else f"{name} ({len(names) + 1})"
+        groups[label] = names[key]
+    return groups
+
+
+def _identity(record: RunRecord) -> dict[str, Any]:
+    config = {name: value for name, value in record.config.items() if name not in ("seed", "output_dir")}
+    treatments = {name: record.hooks.get(name) for name in record.treatments}
+    return {"experiment": record.experiment, **config, "strategy": record.strategy, "treatments": treatments}

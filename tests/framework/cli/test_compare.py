@@ -1,0 +1,317 @@
+"""``loopscope compare``: whatever lies in the folders, it is compared as far as that goes, and that is said."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope import experiments, sinks, training_hooks
+from loopscope.checkpoints import run_lock
+from loopscope.cli import main
+from loopscope.durable_files import write_json
+from loopscope.report import scanning
+from loopscope.runs import CONFIG, SUMMARY
+from rich.cells import cell_len
+from scipy import stats
+
+from tests.docs.markdown import ROOT, code, table_with
+from tests.framework.runs.small_experiment import Small, read_json, registered
+
+assert experiments.__all__
+assert sinks.__all__
+assert training_hooks.__all__
+
+PAGE = ROOT / "docs/comparing.md"
+LOSS, ACC = "training_metrics/evaluation/val_loss", "training_metrics/val_acc"
+Emits = list[tuple[int, str, dict[str, Any]]]
+
+
+def series(name: str, values: list[float], first: int = 1) -> dict[str, Any]:
+    return {name: {"steps": list(range(first, first + len(values))), "values": values}}
+
+
+def run(name: str, losses: list[float], seed: int = 0, *, emits: Emits = (), **fields: Any) -> Path:
+    """Write a run with a loss at the end of each epoch of ten steps, and return its folder."""
+    folder, strategy = Path("runs", name), fields.pop("strategy", "a")
+    experiment, final = fields.pop("experiment", "exp"), {"val_loss": losses[-1] if losses else 0.0}
+    config = {"experiment": experiment, "strategy": strategy, "config": {"seed": seed, **fields.pop("config", {})}}
+    write_json(folder / CONFIG, {**config, **fields})
+    ended = {"strategy": strategy, "status": "completed", "error": None, "epochs": len(losses), "output_dir": ""}
+    told = {"steps": 10 * len(losses), "training_loss": None, "initial": {}, "final": final, "metrics": {}}
+    empty = {"target_reached": None, "treatments": {}, "hook_errors": [], "seconds": {"training": 1.0}}
+    write_json(folder / SUMMARY, {**ended, **told, **empty})
+    rows = [(10 * epoch, "POST_EPOCH", {LOSS: loss}) for epoch, loss in enumerate(losses, 1)]
+    lines = [
+        json.dumps({"epoch": step // 10, "step": step, "hook_point": point, **metrics})
+        for step, point, metrics in emits or rows
+    ]
+    (folder / f"{strategy}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def told(capsys, *words: str | Path) -> dict[str, Any]:
+    text = said(capsys, *words, "--json")
+    assert text.isascii()
+    return json.loads(text)
+
+
+def said(capsys, *words: str | Path) -> str:
+    assert main(["compare", *map(str, words)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def parting(capsys, *words: str | Path) -> tuple[Any, ...]:
+    (found,) = told(capsys, *(words or ["runs"]))["partings"]
+    return found["step"], found["metrics"], found["points"], found["problem"]
+
+
+def test_real_runs_over_seeds_are_compared_in_every_form(capsys, tmp_path) -> None:
+    words = ["run", "small", "--strategy", "plain", "clipped", "--no-console-output", "--max-epochs", "2"]
+    with registered(Small):
+        for seed in "012":
+            assert main([*words, "--seed", seed, "--output-dir", f"out/seed-{seed}"]) == 0
+    found = told(capsys, "out")
+    finals = {(row["strategy"], row["seed"]): row["final"]["val_acc"] for row in found["runs"]}
+    for row in found["runs"]:
+        assert row["final"] == read_json(Path(row["path"]) / SUMMARY)["final"]
+        assert row["metrics"][ACC]["best"] >= row["final"]["val_acc"] == row["metrics"][ACC]["last"]
+    plain, clipped = ([finals[strategy, seed] for seed in range(3)] for strategy in ("plain", "clipped"))
+    (spread,) = [each for each in found["spreads"] if (each["number"], each["group"][:5]) == ("final val_acc", "plain")]
+    assert spread["mean"] == pytest.approx(sum(plain) / 3)
+    (test,) = [each for each in found["tests"] if each["number"] == "final val_acc"]
+    sign = 1 if test["a"].startswith("plain") else -1
+    assert test["difference"] == pytest.approx(sign * (sum(plain) - sum(clipped)) / 3)
+    assert {each["name"] for each in found["differences"]} >= {"seed", "grad_clip"}
+    (pair,) = told(capsys, "out/seed-0")["partings"]
+    assert 1 <= pair["step"] <= 6
+
+
+def test_a_row_has_length_target_final_and_best_numbers(capsys) -> None:
+    run("low", [3.0, 1.0, 2.0], treatments={"grad_clip": ["gradients"]})
+    accuracies = [(10, "POST_EPOCH", {ACC: 0.5}), (20, "POST_EPOCH", {ACC: 0.75}), (30, "POST_EPOCH", {ACC: 0.75})]
+    run("high", [4.0], emits=accuracies, config={"lr": 0.1})
+    summary = read_json(Path("runs/high", SUMMARY)) | {"target_reached": {"epoch": 2}}
+    write_json(Path("runs/high", SUMMARY), summary)
+    high, low = told(capsys, "runs")["runs"]
+    best = {"best_is": "lowest", "points": 3, "not_finite": 0, "last": 2.0, "best": 1.0, "best_step": 20}
+    assert (low["metrics"], low["treatments"], low["epochs"], low["steps"]) == ({LOSS: best}, ["grad_clip"], 3, 30)
+    assert (high["metrics"][ACC]["best"], high["metrics"][ACC]["best_step"]) == (0.75, 20)
+    assert (high["target_epoch"], high["final"]) == (2, {"val_loss": 4.0})
+    text = said(capsys, "runs")
+    assert "Best is the lowest: training_metrics/evaluation/val_loss." in text
+    assert f"low: has no {ACC}" in text
+    assert re.search(r"config lr +0.1 \(high\); none \(low\)", text)
+
+
+def test_seeds_are_paired_and_all_tests_are_corrected(capsys) -> None:
+    values = {"a": [1.0, 2.0, 3.5], "b": [1.5, 2.25, 4.5], "c": [0.5, 1.75, 1.0]}
+    for strategy, losses in values.items():
+        for seed, loss in enumerate(losses):
+            run(f"{strategy}/seed-{seed}", [9.0, loss], seed, strategy=strategy)
+    found = told(capsys, "runs")
+    assert [(each["a"], each["b"]) for each in found["tests"][:3]] == [("a", "b"), ("a", "c"), ("b", "c")]
+    for test in found["tests"]:
+        assert test["p"] == pytest.approx(stats.ttest_rel(values[test["a"]], values[test["b"]]).pvalue)
+    smallest = min(found["tests"], key=lambda test: test["p"])
+    assert smallest["holm"] == pytest.approx(6 * smallest["p"])
+    assert [each["number"] for each in told(capsys, "runs", "--metrics", LOSS)["tests"][::3]] == [
+        f"last {LOSS}",
+        f"best {LOSS}",
+    ]
+    assert "Do groups differ? Tests: 6" in said(capsys, "runs")
+
+
+def test_the_page_names_every_key(capsys) -> None:
+    for seed in range(2):
+        run(f"a{seed}", [1.0 + seed], seed)
+        run(f"b{seed}", [2.0 - seed], seed, strategy="b")
+    found = told(capsys, "runs")
+    rows = {row["list"].strip("`"): set(code(row["keys of its entries"])) for row in table_with(PAGE, "list")}
+    assert rows.pop("sentences") == set()
+    assert rows == {name: set(entries[0]) for name, entries in found.items() if name != "sentences"}
+    assert all(f"`{key}`" in PAGE.read_text() for key in found["runs"][0]["metrics"][LOSS])
+
+
+def test_one_seed_each_tells_nothing_about_chance(capsys) -> None:
+    run("a", [1.0])
+    run("b", [2.0], strategy="b")
+    found = told(capsys, "runs")
+    assert (found["spreads"], found["tests"]) == ([], [])
+    assert "With one seed nothing can be told about chance: a, b." in found["sentences"]
+
+
+def test_what_has_no_seed_is_unfinished_or_twice_there_does_not_count_and_is_said(capsys) -> None:
+    for seed in range(3):
+        run(f"seed-{seed}", [1.0 + seed], seed)
+    run("again", [5.0], 1)
+    run("none", [5.0], None)
+    Path("runs/seed-2", SUMMARY).unlink()
+    found = told(capsys, "runs")
+    assert found["spreads"][0] | {"count": 2, "remark": "1 missing"} == found["spreads"][0]
+    text = " ".join(found["sentences"])
+    assert "seed-1: differs in nothing from again, which alone counts" in text
+    assert "none: has no seed, and counts in no group" in text
+    assert "seed-2: killed, so compared as far as it goes, and missing over seeds" in text
+
+
+def test_records_part_at_the_first_step_of_any_common_metric(capsys) -> None:
+    tail = [(10, "POST_EPOCH", {LOSS: 1.0})]
+    run("a", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0]) | series("h/own", [1.0])), *tail])
+    run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.5, 4.0])), (10, "POST_EPOCH", {LOSS: 2.0})])
+    assert parting(capsys) == (2, ["h/x"], 4, "")
+    run("b", [], emits=[(10, "POST_STEP", series("h/x", [1.0, 2.0, 3.0])), *tail])
+    assert parting(capsys) == (None, [], 4, "")
+    assert "nowhere: 4 values of 2 metrics are the same" in said(capsys, "runs")
+    run("b", [], emits=[(10, "POST_STEP", {"h/other": 1.0})])
+    assert "no value of the same metric and step is in both" in said(capsys, "runs")
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1.0), (True, 1), (0.0, -0.0), ([1, [2]], [1, [3]]), ("x", "y"), (None, 0)])
+def test_values_are_the_same_only_bit_for_bit(a, b, capsys) -> None:
+    run("a", [], emits=[(1, "POST_EPOCH", {"h/nan": math.nan, "h/x": a})])
+    run("b", [], emits=[(1, "POST_EPOCH", {"h/nan": math.nan, "h/x": b})])
+    assert parting(capsys) == (1, ["h/x"], 2, "")
+
+
+def test_it_does_not_matter_in_what_pieces_and_how_often_values_were_written(capsys) -> None:
+    values = [1 / step for step in range(1, 41)]
+    whole = [(20, "POST_STEP", series("h/x", values[:20])), (40, "POST_STEP", series("h/x", values[20:]))]
+    pieces = [(10 * n, "POST_STEP", series("h/x", values[10 * n - 10 : 10 * n], 10 * n - 9)) for n in (1, 2, 3, 4)]
+    whole[1][2]["h/x"]["steps"] = list(range(21, 41))
+    run("a", [], emits=whole)
+    run("b", [], emits=pieces)
+    assert parting(capsys) == (None, [], 40, "")
+    seldom = [(step, "POST_EPOCH", {"h/x": values[step - 1] + (step == 30)}) for step in (10, 20, 30)]
+    run("b", [], emits=seldom)
+    assert parting(capsys) == (30, ["h/x"], 3, "")
+
+
+def test_values_that_are_not_finite_are_counted_and_never_the_best(capsys) -> None:
+    run("a", [math.nan, 2.0, math.inf, -math.inf])
+    run("b", [10**400, math.nan])
+    a, b = told(capsys, "runs")["runs"]
+    assert (a["metrics"][LOSS]["best"], a["metrics"][LOSS]["not_finite"]) == (2.0, 3)
+    assert b["metrics"][LOSS]["best"] == 10**400
+    assert f"a: not finite: 3 of {LOSS}" in said(capsys, "runs")
+    assert "inf at 10" in said(capsys, "runs", "--markdown")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        (SUMMARY, "{", "b: runs/b/summary.json cannot be read"),
+        (CONFIG, "[]", "b: runs/b/experiment_config.json cannot be read: it is JSON, but no object."),
+        ("a.jsonl", "{}\n", "b: runs/b/a.jsonl cannot be read after 2 emits"),
+        ("a.jsonl", None, "b: runs/b holds neither a.jsonl"),
+    ],
+)
+def test_damaged_runs_are_compared_as_far_as_that_goes(file: str, content: str | None, sentence: str, capsys) -> None:
+    for name in "abc":
+        run(name, [2.0, 1.0 + (name == "b")])
+    path = Path("runs/b", file)
+    kept = path.read_text() if path.suffix == ".jsonl" else ""
+    path.unlink() if content is None else path.write_text(kept + content)
+    found = told(capsys, "runs")
+    assert [row["run"] for row in found["runs"]] == ["a", "b", "c"]
+    assert any(each.startswith(sentence) for each in found["sentences"])
+    expected = {"c": None} if content in ("[]", None) else {"b": 20, "c": None}
+    assert {each["run"]: each["step"] for each in found["partings"]} == expected
+
+
+def test_running_runs_and_other_experiments_are_compared_and_it_is_said(capsys) -> None:
+    for seed in range(2):
+        run(f"a{seed}", [1.0 + seed], seed)
+        run(f"b{seed}", [3.0 + seed], seed, experiment="other")
+    Path("runs/a1", SUMMARY).unlink()
+    with run_lock(Path("runs/a1")):
+        found = told(capsys, "runs")
+    assert [row["state"] for row in found["runs"]] == ["completed", "running", "completed", "completed"]
+    assert (found["runs"][1]["epochs"], found["runs"][1]["steps"]) == (1, 10)
+    assert found["tests"] == []
+    assert "These are runs of different experiments, whose numbers are not tested: exp, other." in found["sentences"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["runs", "--metrics", "val_los"], "No metric matches 'val_los'; the nearest is " + LOSS),
+        (["runs", "--metrics", "h/text"], "lists or texts"),
+        (["runs/a"], "takes two runs or more, and found 1 that can be read."),
+        (["runs/a", "runs/../runs/a"], "takes two runs or more, and found 1 that can be read."),
+        (["runs", "empty"], "empty holds no run"),
+        (["nowhere"], "nowhere does not exist"),
+        ([], "loopscope compare needs RUN"),
+        (["runs", "--json", "--markdown"], "--json and --markdown exclude each other."),
+        (["runs", "--metric", "x"], "Did you mean '--metrics'?"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(words, sentence: str, capsys) -> None:
+    run("a", [1.0], emits=[(10, "POST_EPOCH", {LOSS: 1.0, "h/text": "x"})])
+    run("b", [2.0])
+    Path("empty").mkdir()
+    assert main(["compare", *words]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert sentence in printed.err
+
+
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_LINE", "MOST_METRICS", "MOST_WAITING"])
+def test_what_would_fill_the_memory_is_not_read_and_it_is_said(limit: str, capsys, monkeypatch) -> None:
+    many = [(10, "POST_EPOCH", {LOSS: 1.0}), (20, "POST_STEP", series("h/x", [0.5] * 400) | series("h/y", [0.5]))]
+    for name in "ab":
+        run(name, [], emits=many if name == "a" else [*many[:1], (30, "POST_STEP", series("h/x", [1.0], 900))])
+    monkeypatch.setattr(
+        scanning, limit, {"MOST_BYTES": 500, "MOST_LINE": 300, "MOST_METRICS": 2, "MOST_WAITING": 99}[limit]
+    )
+    found = told(capsys, "runs")
+    told_of = [row["problem"] for row in found["runs"]] + [each["problem"] for each in found["partings"]]
+    assert "more than" in told_of[0] + told_of[-1] or "are the most" in told_of[0]
+    assert told_of[1] == ""
+
+
+def test_a_summary_that_would_fill_the_memory_is_damaged(capsys, monkeypatch) -> None:
+    for name in "abc":
+        run(name, [1.0])
+    Path("runs/b", SUMMARY).unlink()
+    Path("runs/b", SUMMARY).symlink_to("/dev/zero")
+    assert "has more than 67,108,864 bytes" in told(capsys, "runs")["runs"][1]["problem"]
+
+
+STRANGE = "<script>alert(1)</script>|`![x](http://y)\x1b[2J"
+
+
+@pytest.mark.parametrize("form", [[], ["--markdown"]])
+def test_text_of_a_strange_run_is_only_shown(form: list[str], capsys) -> None:
+    strange = {f"h/{STRANGE}": 1.0, f"h/x/{STRANGE}": 2.0}
+    run("a", [], emits=[(10, "POST_EPOCH", strange)], strategy="a<b>|", config={STRANGE: STRANGE})
+    run("b", [], emits=[(10, "POST_EPOCH", strange)], environment={STRANGE: [STRANGE]})
+    text = said(capsys, "runs", "--metrics", "**", *form)
+    assert all(line.isprintable() for line in text.splitlines())
+    if form:
+        assert not re.search(r"(?<!\\)[<>`\[]", text)
+        rows = [line for line in text.splitlines() if line.startswith("|")]
+        assert all(re.match(r"\|.*(?<!\\)\|$", row) for row in rows)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_fit_and_a_pipe_gets_whole_rows(columns: int, capsys, monkeypatch) -> None:
+    metrics = {f"h/a_long_name_of_a_metric/{number}_loss": number / 3 for number in range(30)}
+    for seed in range(2):
+        for name in ("模型" * 8, "b" * 30):
+            run(f"{name}/seed-{seed}", [1.0], seed, emits=[(10, "POST_EPOCH", metrics)], config={"text": name})
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = said(capsys, "runs", "--metrics", "h/**")
+    assert [line for line in text.splitlines() if cell_len(line) > columns] == []
+    assert "18 more metrics: --json" in text
+    monkeypatch.delenv("COLUMNS")
+    assert len([line for line in said(capsys, "runs").splitlines() if line.startswith("b" * 30 + "/seed-0")]) >= 1

@@ -1,0 +1,128 @@
+"""What several seeds tell, against scipy and against brute force."""
+
+import math
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from loopscope.report.seeds import contrast, correct, groups_of, spread_of
+from loopscope.report.student_t import critical_t, two_sided_p
+from loopscope.runs import RunRecord
+from scipy import stats
+
+GENERATOR = np.random.default_rng(7)
+SAMPLES = [GENERATOR.normal(scale=10.0**scale, size=(2, size)) for size in (2, 3, 5, 30) for scale in (-8, 0, 6)]
+
+
+def by_seed(values, first: int = 0) -> dict[int, float]:
+    return dict(enumerate(map(float, values), first))
+
+
+@pytest.mark.parametrize("freedom", [1, 1.5, 2, 3.7, 4, 9, 30.2, 1000, 1e5])
+def test_p_and_critical_values_are_those_of_scipy(freedom: float) -> None:
+    for t in (0.0, 1e-3, 0.1, 0.7, 1.0, 2.0, 5.0, 50.0, 1e3, 1e6):
+        assert two_sided_p(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-9, abs=1e-290)
+        assert two_sided_p(-t, freedom) == two_sided_p(t, freedom)
+    assert two_sided_p(math.inf, freedom) == 0
+    assert critical_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+
+
+@pytest.mark.parametrize("pair", SAMPLES)
+def test_spreads_are_those_of_scipy(pair) -> None:
+    spread = spread_of(list(map(float, pair[0])))
+    low, high = stats.t.interval(0.95, len(pair[0]) - 1, pair[0].mean(), stats.sem(pair[0]))
+    found = [spread[name] for name in ("mean", "deviation", "low", "high")]
+    assert found == pytest.approx([pair[0].mean(), pair[0].std(ddof=1), low, high], rel=1e-9)
+    assert (spread["count"], spread["remark"]) == (len(pair[0]), "")
+
+
+def same(found: dict, wanted) -> None:
+    interval = wanted.confidence_interval(0.95)
+    names = ("t", "p", "freedom", "low", "high")
+    wanted = [wanted.statistic, wanted.pvalue, wanted.df, interval.low, interval.high]
+    assert [found[name] for name in names] == pytest.approx(wanted, rel=1e-7)
+
+
+@pytest.mark.parametrize("pair", SAMPLES)
+def test_common_seeds_are_paired(pair) -> None:
+    found = contrast(by_seed(pair[0]), by_seed(pair[1]))
+    assert (found["test"], found["seeds"]) == ("paired t", f"{len(pair[0])} of {len(pair[0])}")
+    assert found["difference"] == pytest.approx((pair[0] - pair[1]).mean())
+    same(found, stats.ttest_rel(*pair))
+
+
+@pytest.mark.parametrize("pair", SAMPLES)
+def test_other_seeds_are_compared_by_welch(pair) -> None:
+    found = contrast(by_seed(pair[0]), by_seed(pair[1][:-1] if len(pair[1]) > 2 else pair[1], 100))
+    assert found["test"] == "Welch t"
+    same(found, stats.ttest_ind(pair[0], pair[1][:-1] if len(pair[1]) > 2 else pair[1], equal_var=False))
+
+
+def test_what_is_missing_or_not_finite_is_left_out_and_counted() -> None:
+    values = {0: 1.0, 1: 2.0, 2: math.nan, 3: None, 4: 4.0, 5: 1e200}
+    spread = spread_of(list(values.values()))
+    assert (spread["count"], spread["remark"]) == (3, "1 missing, 2 not finite")
+    assert spread["mean"] == pytest.approx(7 / 3)
+    found = contrast(values, by_seed([3.0, 2.5, 1.0, 1.0, 1.0]))
+    assert (found["test"], found["seeds"]) == ("paired t", "3 of 6")
+    same(found, stats.ttest_rel([1, 2, 4], [3, 2.5, 1]))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "remark"),
+    [
+        ([0.3, 0.4, 0.5], [0.2, 0.3, 0.4], "no spread"),
+        ([1.0, 1.0], [1.0, 1.0], "no spread"),
+        ([0.0, 0.0], [0.0, 0.0], "no spread"),
+        ([1.0], [2.0], "too few seeds"),
+        ([1.0, 2.0], [2.0], "too few seeds"),
+        ([math.nan, math.inf], [None, None], "too few seeds"),
+    ],
+)
+def test_where_nothing_varies_there_is_no_test(a, b, remark: str) -> None:
+    found = contrast(dict(enumerate(a)), dict(enumerate(b)))
+    assert (found["p"], found["test"], found["remark"]) == (None, None, remark)
+    alone = spread_of(a[:1])
+    assert (alone["deviation"], alone["low"], alone["high"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("order", list(permutations([0.01, 0.04, 0.03, 0.005])))
+def test_the_number_of_tests_is_accounted_for(order) -> None:
+    """Holm's p is the least level at which the steps down reject; here it is searched for among all that can be."""
+    tests = [{"p": p, "holm": None} for p in order] + [{"p": None, "holm": None}]
+    correct(tests)
+
+    def rejected(level: float) -> set[float]:
+        ascending = sorted(order)
+        kept = next((i for i, p in enumerate(ascending) if p > level / (len(order) - i)), len(order))
+        return set(ascending[:kept])
+
+    levels = np.linspace(0, 1, 2001)
+    for test in tests[:-1]:
+        least = next(level for level in levels if test["p"] in rejected(level + 1e-9))
+        assert test["holm"] == pytest.approx(least, abs=1e-3)
+    assert tests[-1]["holm"] is None
+
+
+def grouped(*records: dict[str, Any]) -> list[str]:
+    runs = {}
+    for number, fields in enumerate(records):
+        told = {"strategy": "a", "experiment": "exp", "config": {}} | fields
+        runs[str(number)] = RunRecord(**told)
+    return [*groups_of(runs).values()]
+
+
+def test_runs_that_differ_in_nothing_but_the_seed_are_one_group() -> None:
+    names = grouped(
+        {"config": {"seed": 0, "lr": 0.1, "output_dir": "x"}},
+        {"config": {"seed": 1, "lr": 0.1, "output_dir": "y"}, "hooks": {"norms": {}}},
+        {"config": {"seed": 0, "lr": 0.2}},
+        {"strategy": "b"},
+        {"strategy": "b", "hooks": {"clip": {"max_norm": 1}}, "treatments": {"clip": ["gradients"]}},
+        {"strategy": "c", "config": {"seed": [{}]}},
+    )
+    assert [*names[:4], names[5]] == ["a, lr 0.1", "a, lr 0.1", "a, lr 0.2", "b, treatments {}", "c"]
+    assert names[4].startswith("b, treatments {'clip'")
+    assert len({*grouped(*({"config": {f"option_{n}": 1 for n in range(count)}} for count in range(9)))}) == 9
+    assert len({*grouped(*({"config": {"text": "x" * 50 + end}} for end in "ab"))}) == 2
