@@ -1,6 +1,7 @@
 """Registries: classes by their unique name, found in installed packages through their entry points."""
 
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,10 +34,14 @@ class Registry(Generic[Entry]):
         self._discovered = False
 
     def register(self, entry: Entry) -> Entry:
-        """Add a class (a decorator); raises :class:`UsageError` for a malformed class or a taken name."""
+        """Add a class (a decorator); raises :class:`UsageError` for a malformed class or a taken name.
+
+        In a notebook, or at a prompt, a class takes the place of the one that was defined there under its full name.
+        """
         self._check(entry)
         present = self._entries.get(entry.name)
-        if present is not None and present is not entry:
+        again = present is not None and is_interactive(entry) and qualified(present) == qualified(entry)
+        if present is not None and present is not entry and not again:
             raise NameTakenError(
                 f"Two {self._kind}s are named {entry.name!r}: {qualified(present)} and {qualified(entry)}; "
                 f"rename one of them ({where(present)}, {where(entry)})."
@@ -118,6 +123,11 @@ def _descendants(entry: type[Any] | None) -> Iterator[type[Any]]:
     for each in () if entry is None else type.__subclasses__(entry):
         yield each
         yield from _descendants(each)
+
+
+def is_interactive(entry: type) -> bool:
+    """Return whether a class was defined in a notebook or at a prompt, where running a line again is no mistake."""
+    return entry.__module__ == "__main__" and "__file__" not in vars(sys.modules["__main__"])
 
 
 def qualified(entry: type) -> str:

@@ -1,6 +1,8 @@
 """Registries: what is refused and in which words, what installed packages add, what a selection expands to."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 from loopscope import training_hooks
@@ -353,3 +355,26 @@ def test_an_unknown_group_names_the_experiment_and_its_groups():
 def test_an_unknown_hook_or_keyword_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(UsageError, match=f"Unknown hook '{name}'. Did you mean '{nearest}'"):
         select_hooks(None, [name], {}, "any")
+
+
+CELL = """
+from loopscope import HookPoint, HookRegistry, TrainingHook
+
+@HookRegistry.register
+class Again(TrainingHook):
+    name = "again"
+    hook_points = {{HookPoint.POST_STEP}}
+    metrics = "value | {value} | [0, 1] | As told."
+
+    def compute(self, ctx):
+        return {{"value": {value}}}
+"""
+
+
+def test_a_cell_that_is_run_again_replaces_its_hook_and_a_script_must_not_name_two_alike(tmp_path):
+    last = "assert HookRegistry.get('again').metrics.startswith('value | 2')"
+    twice = CELL.format(value=1) + CELL.format(value=2) + last
+    assert subprocess.run([sys.executable, "-c", twice], check=False).returncode == 0
+    (tmp_path / "script.py").write_text(twice)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], check=False, capture_output=True, text=True)
+    assert "Two hooks are named 'again'" in done.stderr
