@@ -82,7 +82,8 @@ class OwnLoop(Transient):
         ``others`` are the further ones of the step, where they are known before it.
         """
         run = self._run
-        self._start(batch, steps)
+        if not run.is_started:
+            self._start(batch, steps)
         if self._is_complete:
             self._tell(
                 "skipped",
@@ -108,16 +109,14 @@ class OwnLoop(Transient):
             self._driver.begin_step(self._batch, self._index)
 
     def _start(self, batch: Batch | None, steps: int | None) -> None:
-        run = self._run
-        if not run.is_started:
-            run.start(batch, steps, self.close)
-            self._is_in_epoch, self._is_passed, self._index = run.place.get("loop", (False, False, 0))
-            # the state of a loop may have been taken after the last step of an epoch, and within its body
-            self._is_passed = self._is_passed or (self._is_in_epoch and self._index == steps)
+        self._run.start(batch, steps, self.close)
+        self._is_in_epoch, self._is_passed, self._index = self._run.place.get("loop", (False, False, 0))
+        # the state of a loop may have been taken after the last step of an epoch, and within its body
+        self._is_passed = self._is_passed or (self._is_in_epoch and self._index == steps)
 
     def pass_over(self, steps: int | None) -> None:
         """Note that the data of an epoch were all had; it ends as the next begins, or as the loop says so."""
-        if self._run.place:  # of an epoch in which nothing was left
+        if self._run.place and not self._run.is_started:  # of an epoch in which nothing was left
             self._start(None, steps)
         self._is_passed = self._is_in_epoch
 
@@ -226,9 +225,13 @@ class OwnLoop(Transient):
     def _gradients_complete(self) -> None:
         losses = self._losses
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        self._is_complete = True
+        if self._scaler is None:
+            with self._firing:
+                self._driver.after_backward(loss)
+            return
         with self._firing, self._unscaled() as skipped:
             self._driver.after_backward(loss, skipped=skipped)
-        self._is_complete = True
         if skipped:
             self._end_step(skipped=True)
 
@@ -254,7 +257,8 @@ class OwnLoop(Transient):
             self._untold()
         self._is_updating = self._is_complete or self._is_untold
         if self._is_updating:
-            with self._firing, self._unscaled(if_scaled=told.get("grad_scale") is not None):
+            unscaled_by_it = told.get("grad_scale") is not None
+            with self._firing, self._unscaled() if unscaled_by_it else AS_THEY_ARE:
                 self._driver.before_update()
 
     def _after_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -289,9 +293,9 @@ class OwnLoop(Transient):
             what = "a scope.backward(loss)" if self._parts else "a batch"
             self._tell("unseen", f"optimizer.step() came without {what} before it, and hooks have not seen it: {TELL}.")
 
-    def _unscaled(self, *, if_scaled: bool = True) -> AbstractContextManager[bool]:
+    def _unscaled(self) -> AbstractContextManager[bool]:
         """Show unscaled gradients to hooks for the body, which is told whether one is not finite."""
-        scale = scale_of(self._scaler, self._optimizer) if if_scaled else None
+        scale = scale_of(self._scaler, self._optimizer)
         if scale is None:
             return AS_THEY_ARE
         return unscaled(self._optimizer, scale, keeps=self._run.keeps_gradients)

@@ -53,7 +53,7 @@ def bare_attach(effort: Effort) -> Iterator[Row]:
             turns = Turns((attached_epoch, own_epoch))
             turns.round()
             turns.forget()
-            for _ in range(effort.times(60)):
+            for _ in range(effort.times(200)):
                 turns.round()
     attached, own = ([seconds / len(task.loader) for seconds in each] for each in turns.seconds)
     against = f"our own loop, {median(own) * 1e3:.2f} ms"
