@@ -17,6 +17,7 @@ from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
+from .seeds import conclusion
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
 
@@ -152,10 +153,8 @@ class RunConsole(Display):
         """Compare the strategies and say where the results lie."""
         if self._live is not None:
             self._live.leave(self._tell)
-        if len(summaries) > 1:
-            rows = tables.comparison_rows(cleaned(summaries), self._compared_to)
-            self._print(tables.comparison_table(rows, self.console.width))
-        self._print(tables.results_text(summaries, self._watch.plotted))
+        for part in conclusion(summaries, self._compared_to, self.console.width, self._watch.plotted):
+            self._print(part)
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:

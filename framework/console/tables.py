@@ -122,7 +122,7 @@ def comparison_rows(
             "target": (target or "not reached") if any(reached) else "",
             "epochs": f"{summary['epochs']:,}",
             **{name: number_text(value) for name, value in final_numbers(summary).items()},
-            **distances(summary, summaries, compared_to or {}),
+            **{name: number_text(value) for name, value in distances(summary, summaries, compared_to or {}).items()},
             **{name.partition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
             "time": duration_text(summary["seconds"]["training"]),
             "treatments": ", ".join(summary["treatments"]),
@@ -134,16 +134,16 @@ def comparison_rows(
 
 def distances(
     summary: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
-) -> dict[str, str]:
+) -> dict[str, float]:
     """Return how far final numbers are from those of the strategies they are compared to, if both have ended.
 
     >>> runs = [{"strategy": name, "final": {"val_loss": loss}} for name, loss in (("fp32", 4.5), ("fp4", 4.75))]
     >>> [distances(run, runs, {"val_loss": "fp32"}) for run in runs]
-    [{}, {'val_loss − fp32': '0.25'}]
+    [{}, {'val_loss − fp32': 0.25}]
     """
     finals = {each["strategy"]: each["final"] for each in summaries}
     return {
-        f"{name} − {baseline}": number_text(summary["final"][name] - finals[baseline][name])
+        f"{name} − {baseline}": summary["final"][name] - finals[baseline][name]
         for name, baseline in compared_to.items()
         if baseline != summary["strategy"] and name in summary["final"] and name in finals.get(baseline, {})
     }
@@ -223,8 +223,7 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
         for kind, name, generic in pairs:
             if name != ALERTS and (folder / name).exists():
                 found[kind][generic] = None
-        if (folder / ALERTS).exists():
-            count = (folder / ALERTS).read_bytes().count(b"\n")
+        if (count := alerts_in(folder)) is not None:
             alerts.append(f"{count:,}" + f" of {strategy}" * many)
     lines = [f"Results: {first.parent}/ with {', '.join(folders)}" if many else f"Results: {first}"]
     told = {"record": ", ".join(found["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
@@ -233,6 +232,11 @@ def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     if plotted and found["record"]:
         lines.append(f"      loopscope plot {shlex.quote(str(first.parent if many else first))} --metrics {plotted}")
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # a command is copied as one line
+
+
+def alerts_in(folder: Path) -> int | None:
+    """Count the alerts of a run; ``None`` where no file keeps them."""
+    return (folder / ALERTS).read_bytes().count(b"\n") if (folder / ALERTS).exists() else None
 
 
 def hook_list(hooks: Sequence[type[TrainingHook]]) -> Group:

@@ -31,8 +31,8 @@ from ..state import RandomStreams, TrainingState, deterministic, seed_everything
 from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
 from .checks import asked, check_experiment, plain
 from .config import RunOptions
-from .display import Display
-from .records import RunRecord, environment, versions
+from .display import Display, OfSeed
+from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
 from .resuming import newest_of
 from .run_folder import RunFolder
@@ -71,37 +71,70 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        options = self.options
-        with self._signals.around(), deterministic(on=not options.no_determinism), quiet_graph_breaks():
-            setups = self._setups()
-            for setup in setups:
-                setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
-            if options.resume:
-                setups = [
-                    replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
-                    for setup in setups
-                ]
-            setups = self._with_references(setups)
-            runs = self._runs([setup for setup in setups if setup.summary is None])
-            summaries = [setup.summary or next(runs).run() for setup in setups]
+        with self._signals.around(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+            if len(self.options.seeds) > 1:
+                self.planned()
+            summaries = [summary for session in self._of_each_seed() for summary in session._trained()]
         self.display.ended(summaries)
         return summaries
 
+    def planned(self) -> list[Setup]:
+        """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
+        with warnings.catch_warnings(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+            warnings.simplefilter("ignore", RunNotice)
+            return [replace(setup, reference=None) for each in self._of_each_seed() for setup in each._checked()]
+
+    def _of_each_seed(self) -> Iterator["Session"]:
+        """Yield a session for each seed, one at a time as its experiment may hold much; or this one without seeds."""
+        runner, options = self.runner, self.options
+        for seed in options.seeds:
+            config = replace(runner.config, seed=seed)
+            with_seed = runner if config == runner.config else type(runner)(config, runner.device)
+            display = OfSeed(self.display, seed_name(seed))
+            yield replace(self, runner=with_seed, options=replace(options, seeds=[seed]), display=display)
+        if not options.seeds:
+            yield self
+
+    def _checked(self) -> list[Setup]:
+        """Check everything that can be known before the first step, and find what is resumed and measured against."""
+        options = self.options
+        setups = self._setups()
+        for setup in setups:
+            setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
+        if options.resume:
+            setups = [
+                replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
+                for setup in setups
+            ]
+        return self._with_references(setups)
+
+    def _trained(self) -> list[dict[str, Any]]:
+        setups = self._checked()
+        runs = self._runs([setup for setup in setups if setup.summary is None])
+        return [setup.summary or next(runs).run() for setup in setups]
+
     def validate(self) -> dict[str, Sequence[int]]:
-        """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit.
+        """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit, by name.
 
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
         with deterministic(on=not self.options.no_determinism), quiet_graph_breaks(), TemporaryDirectory() as elsewhere:
-            setups = self._setups()
-            earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
-            setups = [
-                replace(setup, folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy))
-                for setup in self._with_references(setups)
-            ]
-            runs = replace(self, make_sinks=list)._runs(setups)
-            return {run.folder.strategy: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
+            found: dict[str, Sequence[int]] = {}
+            for session in self._of_each_seed():
+                found |= session._validated(Path(elsewhere))
+            return found
+
+    def _validated(self, elsewhere: Path) -> dict[str, Sequence[int]]:
+        setups = self._setups()
+        earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
+        names = [" ".join([setup.folder.strategy, *map(seed_name, self.options.seeds)]) for setup in setups]
+        setups = [
+            replace(setup, folder=replace(setup.folder, path=elsewhere / name))
+            for setup, name in zip(self._with_references(setups), names, strict=True)
+        ]
+        runs = replace(self, make_sinks=list)._runs(setups)
+        return {name: validate(run, *found) for name, run, found in zip(names, runs, earlier, strict=True)}
 
     def _setups(self) -> list[Setup]:
         """Check the experiment, strategies, hooks and devices."""
@@ -136,8 +169,8 @@ class Session:
         return RunRecord(**plain_json(known))
 
     def directory(self, strategy: str) -> Path:
-        """Return the folder of one strategy's run."""
-        return Path(self.runner.config.output_dir) / self.runner.name / strategy
+        """Return the folder of one strategy's run, with one seed where there are seeds."""
+        return Path(self.runner.config.output_dir, self.runner.name, strategy, *map(seed_name, self.options.seeds))
 
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
