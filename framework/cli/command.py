@@ -14,6 +14,7 @@ from ..console import (
     Label,
     Mode,
     RunConsole,
+    RunsConsole,
     experiment_list,
     hook_list,
     hook_page,
@@ -176,8 +177,9 @@ def _start(experiment: Experiment, options: Options) -> None:
                 where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
                 write_line(f"{name}: the same bit for bit at {where}")
             return
-        if (options["jobs"] or 1) > 1:
-            train_side_by_side(Session(runner, chosen, make_sinks), options, mode)
+        plan = Session(runner, chosen, make_sinks).planned() if (options["jobs"] or 1) > 1 else []
+        if len(plan) > 1:
+            train_side_by_side(plan, options, RunsConsole(mode, len(plan), compared_to=runner.compared_to))
             return
         display = RunConsole(
             mode,

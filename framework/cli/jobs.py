@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from ..checkpoints import Signals, StoppedError
-from ..console import MARK, Mode, Notice, RunsConsole, ToldProgress
+from ..console import MARK, Notice, RunsConsole, ToldProgress
 from ..errors import LoopscopeError, UsageError, counted
-from ..runs import RunFolder, Session, check_device, seed_name
+from ..runs import RunFolder, Session, Setup, check_device, seed_name
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 
 ONE_OF_SEVERAL = "one-of-several"
 """The command of such a process, which is told on standard input what to train, and stops where that is closed."""
+OWN = "loopscope: "  # begins what the command says
 THREADS = "OMP_NUM_THREADS"
 REFUSED = 2  # the exit status for bad input
 PATIENCE = 0.2  # seconds after which it is looked again who has ended, and what signals ask for
@@ -39,7 +40,7 @@ class Job:
     trains: bool = False
     """Whether it has told of its progress."""
     last: str = ""
-    """The last line that it printed, with which failures end."""
+    """The last line that it printed, or rather the command in it, with which failures end."""
 
     def begin(self, environment: Mapping[str, str]) -> None:
         """Start the process."""
@@ -57,13 +58,20 @@ class Job:
         with suppress(OSError):  # it may be gone already
             print(json.dumps(self.told), file=self.process.stdin, flush=True)
 
+    def closed(self) -> None:
+        """Wait for the end of the process."""
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+
     @property
     def problem(self) -> str:
         """How the process has failed, or nothing."""
         status = self.process.returncode
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
-        return (self.last.removeprefix("loopscope: ") or f"ended with status {status}") if status else ""
+        return (self.last.removeprefix(OWN) or f"ended with status {status}") if status else ""
 
 
 @dataclass
@@ -95,6 +103,7 @@ class SideBySide:
                     self._listening[job].join(1.0)  # a process that it left behind may hold its output open
                     self._read(0.0)
                     self._running.remove(job)
+                    job.closed()
                     if job.process.returncode == REFUSED and not any(other.trains for other in self._listening):
                         self.waiting.clear()  # what is refused here before any has begun is refused of all
                     yield job
@@ -102,7 +111,7 @@ class SideBySide:
             for job in self._running:
                 job.process.terminate()
             for job in self._running:
-                job.process.wait()
+                job.closed()
 
     def _begin(self, job: Job) -> None:
         job.begin(self.environment)
@@ -112,8 +121,10 @@ class SideBySide:
         self.console.progressed(job.name, "starting")
 
     def _listen(self, job: Job) -> None:
-        for line in job.process.stdout or ():
-            self._lines.put((job, line.rstrip("\n")))
+        assert job.process.stdout is not None
+        with job.process.stdout as lines:
+            for line in lines:
+                self._lines.put((job, line.rstrip("\n")))
 
     def _read(self, seconds: float) -> None:
         """Show what the processes tell; where they tell nothing wait for it."""
@@ -129,12 +140,15 @@ class SideBySide:
                     self._printed(job, printed)
 
     def _printed(self, job: Job, line: str) -> None:
-        if notice := re.fullmatch(r"loopscope: (note|warning): (.*)", line):
+        if notice := re.fullmatch(rf"{OWN}(note|warning): (.*)", line):
             self.console.notify(job.name, Notice("note" if notice[1] == "note" else "warning", notice[2]))
             return
-        job.last = line.strip() or job.last
-        if not line.startswith("loopscope: "):  # which is told in the end
-            self.console.printed(job.name, line)
+        if line.startswith(OWN):  # which is told in the end
+            job.last = line
+            return
+        if line.strip() and not job.last.startswith(OWN):
+            job.last = line.strip()
+        self.console.printed(job.name, line)
 
     def _pass_on_signals(self) -> None:
         asked, self.signals.asked = self.signals.asked, False
@@ -148,24 +162,25 @@ class SideBySide:
             self.waiting.clear()
 
 
-def train_side_by_side(session: Session, options: Options, mode: Mode) -> None:
-    """Train the runs of a session in processes of their own; those that are done stay as they are.
+def train_side_by_side(plan: Sequence[Setup], options: Options, console: RunsConsole) -> None:
+    """Train what is planned in processes of its own; runs that are done stay as they are.
 
-    Raises :class:`UsageError` before anything is written, and in the end :class:`LoopscopeError` that names the runs
-    that failed and their folders.
+    Raises in the end :class:`LoopscopeError` that names the runs that failed and their folders, and
+    :class:`UsageError` if all were refused before anything was written.
     """
-    plan, seeds = session.planned(), seeds_of(options)
-    common = {"argv": sys.argv[1:], "experiment": session.runner.name, "options": plain(options)}
+    seeds = seeds_of(options)
+    common = {"argv": sys.argv[1:], "options": plain(options)}
     jobs, summaries = {}, {}
     for setup in plan:
         folder, seed = setup.folder, setup.record.config["seed"]
         name = " ".join([folder.strategy, *([seed_name(seed)] if seeds else ())])
-        jobs[name] = Job(name, folder, {**common, "strategy": folder.strategy, "seed": seed})
+        jobs[name] = Job(
+            name, folder, {**common, "experiment": setup.record.experiment, "strategy": folder.strategy, "seed": seed}
+        )
         summaries[name] = setup.summary
     waiting = [job for name, job in jobs.items() if summaries[name] is None]
     at_once = max(1, min(options["jobs"], len(waiting)))
     threads = str(max(1, torch.get_num_threads() // at_once))
-    console = RunsConsole(mode, len(waiting), compared_to=session.runner.compared_to)
     together = SideBySide(waiting, at_once, {THREADS: threads, **os.environ}, console)
     failed: list[Job] = []
     with console, together.signals.caught():
@@ -175,7 +190,8 @@ def train_side_by_side(session: Session, options: Options, mode: Mode) -> None:
         for job in together.run():
             summary = None if job.problem else job.folder.completed()
             summaries[job.name] = summary
-            console.ended(job.name, summary, "failed" if together.signals.stop is None else "stopped")
+            refused = job.process.returncode == REFUSED  # which is told in the end
+            console.ended(job.name, summary, "" if refused else "stopped" if together.signals.stop else "failed")
             failed += [job] * (summary is None)
     completed = [summary for summary in summaries.values() if summary is not None]
     console.concluded(completed)

@@ -125,10 +125,10 @@ class RunsConsole:
         self._print(Text(f"{name}: {printable(line)}"))
 
     def ended(self, name: str, summary: Mapping[str, Any] | None, problem: str = "") -> None:
-        """Say how a run ended: with its summary, or with a problem in a few words."""
+        """Say how a run ended: with its summary, or with a problem in a word, or say nothing yet."""
         self._running.pop(name, None)
         self._done += summary is not None
-        if self._mode == "normal":
+        if self._mode == "normal" and (summary or problem):
             told = (
                 Text(f"{name}: {problem}") if summary is None else result_line({**cleaned(summary), "strategy": name})
             )
