@@ -14,7 +14,6 @@ from ..console import (
     Label,
     Mode,
     RunConsole,
-    RunsConsole,
     experiment_list,
     hook_list,
     hook_page,
@@ -179,7 +178,7 @@ def _start(experiment: Experiment, options: Options) -> None:
             return
         plan = Session(runner, chosen, make_sinks).planned() if (options["jobs"] or 1) > 1 else []
         if len(plan) > 1:
-            train_side_by_side(plan, options, RunsConsole(mode, len(plan), compared_to=runner.compared_to))
+            train_side_by_side(plan, options, mode, runner.compared_to)
             return
         display = RunConsole(
             mode,

@@ -1,14 +1,16 @@
 """``--jobs N``: runs side by side, each in a process of the same program that is told what to train."""
 
 import json
+import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,14 +18,14 @@ from typing import Any
 import torch
 
 from ..checkpoints import Signals, StoppedError
-from ..console import MARK, Notice, RunsConsole, ToldProgress
-from ..errors import LoopscopeError, UsageError, counted
-from ..runs import RunFolder, Session, Setup, check_device, seed_name
+from ..console import MARK, Mode, RunConsole, RunsLine, ToldProgress, printable
+from ..errors import LoopscopeError, RunNotice, UsageError, counted
+from ..runs import RunFolder, Session, Setup, check_device
 from .options import Options, config_of, plain, run_options, seeds_of, typed_options, wanted_sinks
 
 ONE_OF_SEVERAL = "one-of-several"
 """The command of such a process, which is told on standard input what to train, and stops where that is closed."""
-OWN = "loopscope: "  # begins what the command says
+OWN, NOTE, WARNING = "loopscope: ", "loopscope: note: ", "loopscope: warning: "  # how lines of the command begin
 THREADS = "OMP_NUM_THREADS"
 REFUSED = 2  # the exit status for bad input
 PATIENCE = 0.2  # seconds after which it is looked again who has ended, and what signals ask for
@@ -31,39 +33,43 @@ PATIENCE = 0.2  # seconds after which it is looked again who has ended, and what
 
 @dataclass(eq=False)
 class Job:
-    """A run, and the process that trains it once it has begun."""
+    """A run in a process of its own."""
 
-    name: str
     folder: RunFolder
     told: Mapping[str, Any]
     """What the process is told."""
-    trains: bool = False
-    """Whether it has told of its progress."""
     last: str = ""
     """The last line that it printed, or rather the command in it, with which failures end."""
 
-    def begin(self, environment: Mapping[str, str]) -> None:
-        """Start the process."""
-        # In a group of its own it is not reached by the terminal's Ctrl-C: it would be told twice to stop.
+    def begin(self, environment: Mapping[str, str], lines: "SimpleQueue[tuple[Job, str]]") -> None:
+        """Start the process, whose output goes to ``lines``."""
+        is_command = sys.argv[1:2] in (["run"], ["resume"])  # otherwise another program calls it
+        program = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1] if is_command else ["-m", "loopscope"]
+        piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(
-            [*_this_program(), ONE_OF_SEVERAL],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            [sys.executable, *program, ONE_OF_SEVERAL],
             encoding="utf-8",
             errors="backslashreplace",
-            process_group=0,
+            env=environment,
+            process_group=0,  # not that of the terminal's Ctrl-C: it would be told twice to stop
+            **piped,
         )
+        self._listener = threading.Thread(target=self._listen, args=(lines,), daemon=True)
+        self._listener.start()
         with suppress(OSError):  # it may be gone already
             print(json.dumps(self.told), file=self.process.stdin, flush=True)
 
-    def closed(self) -> None:
-        """Wait for the end of the process."""
+    def _listen(self, lines: "SimpleQueue[tuple[Job, str]]") -> None:
+        for line in self.process.stdout or ():
+            lines.put((self, line.rstrip("\n")))
+
+    def close(self) -> None:
+        """Wait for the end of the process, and of its output."""
         self.process.wait()
-        if self.process.stdin is not None:
+        self._listener.join(1.0)  # a process that it has left behind may hold its output open
+        for stream in (self.process.stdin, None if self._listener.is_alive() else self.process.stdout):
             with suppress(OSError):
-                self.process.stdin.close()
+                stream.close() if stream else None
 
     @property
     def problem(self) -> str:
@@ -71,60 +77,51 @@ class Job:
         status = self.process.returncode
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
-        return (self.last.removeprefix(OWN) or f"ended with status {status}") if status else ""
+        return (self.last.removeprefix(OWN).rstrip(".") or f"ended with status {status}") if status else ""
 
 
 @dataclass
 class SideBySide:
-    """Runs that train side by side, ``at_once`` at a time, and are shown on one console."""
+    """Runs that train side by side, ``at_once`` at a time, and are told of in a line; ``signals`` stop them."""
 
     waiting: list[Job]
     at_once: int
-    environment: Mapping[str, str]
-    console: RunsConsole
-    signals: Signals = field(default_factory=Signals)
-    _stopping: bool = False
+    line: RunsLine
+    signals: Signals
     _running: list[Job] = field(default_factory=list)
-    _listening: dict[Job, threading.Thread] = field(default_factory=dict)
     _lines: "SimpleQueue[tuple[Job, str]]" = field(default_factory=SimpleQueue)
 
-    def run(self) -> Iterator[Job]:
+    def run(self, environment: Mapping[str, str]) -> Iterator[Job]:
         """Train all, whether or not some fail, and yield each as it ends; a signal stops all with their checkpoints.
 
         A second signal interrupts them at once; whatever ends this, no process is left behind.
         """
+        is_stopping = False
         try:
             while self._running or self.waiting:
                 while self.waiting and len(self._running) < self.at_once:
-                    self._begin(self.waiting.pop(0))
+                    self._running.append(self.waiting.pop(0))
+                    self._running[-1].begin(environment, self._lines)
+                    self.line.running[self._running[-1].folder.name] = "starting"
                 self._read(PATIENCE)
-                self._pass_on_signals()
+                if self.signals.stop is not None and not is_stopping:
+                    is_stopping = True
+                    self.waiting.clear()
+                    self._stop()
                 for job in [job for job in self._running if job.process.poll() is not None]:
-                    self._listening[job].join(1.0)  # a process that it left behind may hold its output open
+                    job.close()
                     self._read(0.0)
                     self._running.remove(job)
-                    job.closed()
-                    if job.process.returncode == REFUSED and not any(other.trains for other in self._listening):
-                        self.waiting.clear()  # what is refused here before any has begun is refused of all
+                    del self.line.running[job.folder.name]
                     yield job
         finally:
+            self._stop()
             for job in self._running:
-                job.process.terminate()
-            for job in self._running:
-                job.closed()
+                job.close()
 
-    def _begin(self, job: Job) -> None:
-        job.begin(self.environment)
-        self._running.append(job)
-        self._listening[job] = threading.Thread(target=self._listen, args=(job,), daemon=True)
-        self._listening[job].start()
-        self.console.progressed(job.name, "starting")
-
-    def _listen(self, job: Job) -> None:
-        assert job.process.stdout is not None
-        with job.process.stdout as lines:
-            for line in lines:
-                self._lines.put((job, line.rstrip("\n")))
+    def _stop(self) -> None:
+        for job in self._running:
+            job.process.terminate()
 
     def _read(self, seconds: float) -> None:
         """Show what the processes tell; where they tell nothing wait for it."""
@@ -134,74 +131,61 @@ class SideBySide:
                 seconds = 0.0
                 printed, tells, progress = line.partition(MARK)
                 if tells:
-                    job.trains = True
-                    self.console.progressed(job.name, progress)
+                    self.line.running[job.folder.name] = progress
                 if printed or not tells:
-                    self._printed(job, printed)
+                    self._tell(job, printed)
+        self.line.show()
 
-    def _printed(self, job: Job, line: str) -> None:
-        if notice := re.fullmatch(rf"{OWN}(note|warning): (.*)", line):
-            self.console.notify(job.name, Notice("note" if notice[1] == "note" else "warning", notice[2]))
-            return
-        if line.startswith(OWN):  # which is told in the end
+    def _tell(self, job: Job, line: str) -> None:
+        if line.startswith(NOTE):
+            warnings.warn(line.removeprefix(NOTE), RunNotice, stacklevel=1)
+        elif line.startswith(WARNING):
+            warnings.warn(f"{job.folder.name}: {line.removeprefix(WARNING)}", stacklevel=1)
+        elif line.startswith(OWN):  # which is told in the end
             job.last = line
-            return
-        if line.strip() and not job.last.startswith(OWN):
-            job.last = line.strip()
-        self.console.printed(job.name, line)
-
-    def _pass_on_signals(self) -> None:
-        asked, self.signals.asked = self.signals.asked, False
-        for job in self._running:
-            if asked and job.trains:
-                job.process.send_signal(signal.SIGUSR1)
-            if self.signals.stop is not None and not self._stopping:
-                job.process.terminate()
-        if self.signals.stop is not None:
-            self._stopping = True
-            self.waiting.clear()
+        else:
+            job.last = job.last if job.last.startswith(OWN) else line
+            self.line.console.print(f"{job.folder.name}: {printable(line)}", soft_wrap=True)
 
 
-def train_side_by_side(plan: Sequence[Setup], options: Options, console: RunsConsole) -> None:
+def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, compared_to: Mapping[str, str]) -> None:
     """Train what is planned in processes of its own; runs that are done stay as they are.
 
     Raises in the end :class:`LoopscopeError` that names the runs that failed and their folders, and
     :class:`UsageError` if all were refused before anything was written.
     """
-    seeds = seeds_of(options)
     common = {"argv": sys.argv[1:], "options": plain(options)}
-    jobs, summaries = {}, {}
-    for setup in plan:
-        folder, seed = setup.folder, setup.record.config["seed"]
-        name = " ".join([folder.strategy, *([seed_name(seed)] if seeds else ())])
-        jobs[name] = Job(
-            name, folder, {**common, "experiment": setup.record.experiment, "strategy": folder.strategy, "seed": seed}
-        )
-        summaries[name] = setup.summary
-    waiting = [job for name, job in jobs.items() if summaries[name] is None]
+    summaries = {setup.folder.name: setup.summary for setup in plan}
+    waiting = [
+        Job(setup.folder, {**common, "experiment": setup.record.experiment, "of": [setup.folder.strategy, setup.seed]})
+        for setup in plan
+        if setup.summary is None
+    ]
     at_once = max(1, min(options["jobs"], len(waiting)))
     threads = str(max(1, torch.get_num_threads() // at_once))
-    together = SideBySide(waiting, at_once, {THREADS: threads, **os.environ}, console)
-    failed: list[Job] = []
-    with console, together.signals.caught():
+    signals, failed = Signals(), list[Job]()
+    display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
+    line = RunsLine(display.console, len(waiting), clock=time.monotonic if mode != "none" else lambda: -math.inf)
+    with display, signals.caught(), closing(line):
         if THREADS not in os.environ:
-            sentence = f"{counted(at_once, 'process', 'processes')} side by side share the processor: {THREADS}="
-            console.notify("", Notice("note", f"{sentence}{threads} for each, since it is not set."))
-        for job in together.run():
-            summary = None if job.problem else job.folder.completed()
-            summaries[job.name] = summary
-            refused = job.process.returncode == REFUSED  # which is told in the end
-            console.ended(job.name, summary, "" if refused else "stopped" if together.signals.stop else "failed")
-            failed += [job] * (summary is None)
-    completed = [summary for summary in summaries.values() if summary is not None]
-    console.concluded(completed)
-    if together.signals.stop is not None:
-        raise StoppedError(together.signals.stop)
+            told = f"{counted(at_once, 'process', 'processes')} share the processor: {THREADS} is {threads} for each."
+            warnings.warn(told, RunNotice, stacklevel=1)
+        for job in SideBySide(waiting, at_once, line, signals).run({THREADS: threads, **os.environ}):
+            summary = summaries[job.folder.name] = None if job.problem else job.folder.completed()
+            if summary is None:
+                failed.append(job)
+            else:
+                line.done += 1
+                display.strategy_ended({**summary, "hook_tables": {}, "sample": None})
+        if completed := [summary for summary in summaries.values() if summary is not None]:
+            display.ended(completed)
+    if signals.stop is not None:
+        raise StoppedError(signals.stop)
     if failed and not completed and all(job.process.returncode == REFUSED for job in failed):
-        raise UsageError(" ".join(dict.fromkeys(job.problem for job in failed)))
+        raise UsageError(" ".join(dict.fromkeys(f"{job.problem}." for job in failed)))
     if failed:
-        told = " ".join(f"{job.name}, in {job.folder.path}: {job.problem.rstrip('.')}." for job in failed)
-        raise LoopscopeError(f"{len(failed)} of {counted(len(jobs), 'run')} failed. {told}")
+        told = " ".join(f"{job.folder.name}, in {job.folder.path}: {job.problem}." for job in failed)
+        raise LoopscopeError(f"{len(failed)} of {counted(len(plan), 'run')} failed. {told}")
 
 
 def train_one_of_several() -> None:
@@ -210,9 +194,9 @@ def train_one_of_several() -> None:
     sys.argv[1:] = told["argv"]
     threading.Thread(target=_stop_with_the_other_end, daemon=True).start()
     experiment, options = typed_options(told["experiment"], told["options"])
-    config = replace(config_of(experiment, options), seed=told["seed"])
-    seeds = [told["seed"]] if seeds_of(options) else []
-    chosen = replace(run_options(options), strategies=[told["strategy"]], seeds=seeds)
+    strategy, seed = told["of"]
+    config = replace(config_of(experiment, options), seed=seed)
+    chosen = replace(run_options(options), strategies=[strategy], seeds=[seed] if seeds_of(options) else [])
     runner = experiment(config, check_device(options["device"]))
     Session(runner, chosen, wanted_sinks(options), ToldProgress()).run()
 
@@ -220,10 +204,3 @@ def train_one_of_several() -> None:
 def _stop_with_the_other_end() -> None:
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _this_program() -> list[str]:
-    """Return the words that start this program, as far as those after ``loopscope``."""
-    if sys.argv[1:2] not in (["run"], ["resume"]):  # another program, which calls the command
-        return [sys.executable, "-m", "loopscope"]
-    return [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]

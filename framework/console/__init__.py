@@ -1,15 +1,15 @@
 """What people see of a run in a terminal, a pipe or a log: headers, a bar or the whole screen, tables, warnings."""
 
-from .board import Board, Groups, Label, Notice
+from .board import Board, Groups, Label
 from .frame import newest_table, snapshot_line
-from .many_runs import MARK, RunsConsole, ToldProgress
 from .run_console import Mode, RunConsole
+from .runs_line import MARK, RunsLine, ToldProgress
 from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
 __all__ = [
-    "MARK", "Board", "Groups", "Label", "Mode", "Notice", "RunConsole", "RunsConsole", "ToldProgress", "duration_text",
+    "MARK", "Board", "Groups", "Label", "Mode", "RunConsole", "RunsLine", "ToldProgress", "duration_text",
     "experiment_list", "final_numbers", "first_line", "hook_list", "hook_page", "in_columns", "make_console",
     "newest_table", "number_text", "printable", "result_line", "shortened", "show_warnings", "snapshot_line",
     "value_text",

@@ -11,13 +11,12 @@ from rich.text import Text
 
 from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
 from ..loops import NoProgress, Progress
-from ..runs import Display
+from ..runs import Display, RunFolder
 from ..training import TrainingTask
 from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
-from .seeds import conclusion
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
 
@@ -107,6 +106,7 @@ class RunConsole(Display):
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Show what is about to be trained, and start the bar or draw the screen."""
         names = [hook.name for hook in hooks]
+        name = cleaned(RunFolder(run.output_dir, run.strategy).name)
         told = (
             f"the {len(names)} of the strategy before" if names and names == self._hooks else ", ".join(names) or "none"
         )
@@ -120,10 +120,10 @@ class RunConsole(Display):
             self._live.open()
             view = self._live
         elif self.console.is_interactive:
-            view = BarView(self.console, cleaned(run.strategy), transient=self._mode == "normal")
+            view = BarView(self.console, name, transient=self._mode == "normal")
         else:
             is_normal = self._mode == "normal"
-            view = self._lines = LineView(self.console, cleaned(run.strategy), transient=is_normal, clock=self._clock)
+            view = self._lines = LineView(self.console, name, transient=is_normal, clock=self._clock)
         self._progress = TrainingProgress(
             view,
             unit=run.loop,
@@ -153,8 +153,10 @@ class RunConsole(Display):
         """Compare the strategies and say where the results lie."""
         if self._live is not None:
             self._live.leave(self._tell)
-        for part in conclusion(summaries, self._compared_to, self.console.width, self._watch.plotted):
-            self._print(part)
+        if len(summaries) > 1:
+            rows = tables.comparison_rows(cleaned(summaries), self._compared_to)
+            self._print(tables.comparison_table(rows, self.console.width))
+        self._print(tables.results_text(summaries, self._watch.plotted))
 
     def _print(self, shown: RenderableType) -> None:
         if self._live is not None and self._live.is_on:

@@ -30,8 +30,8 @@ from ..hooks import (
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
 from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
 from .checks import asked, check_experiment, plain
-from .config import RunOptions
-from .display import Display, OfSeed
+from .config import ExperimentConfig, RunOptions
+from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
 from .resuming import newest_of
@@ -45,6 +45,7 @@ from .validating import checkpoints_to_compare, validate
 class Setup:
     """One strategy as it is to be run: everything that was checked and found before any strategy is built."""
 
+    seed: int
     folder: RunFolder
     record: RunRecord
     hooks: Sequence[ConfiguredHook]
@@ -72,9 +73,9 @@ class Session:
         been written.
         """
         with self._signals.around(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
-            if len(self.options.seeds) > 1:
-                self.planned()
-            summaries = [summary for session in self._of_each_seed() for summary in session._trained()]
+            setups = self._checked()
+            runs = self._runs([setup for setup in setups if setup.summary is None])
+            summaries = [setup.summary or next(runs).run() for setup in setups]
         self.display.ended(summaries)
         return summaries
 
@@ -82,23 +83,10 @@ class Session:
         """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
         with warnings.catch_warnings(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
             warnings.simplefilter("ignore", RunNotice)
-            return [replace(setup, reference=None) for each in self._of_each_seed() for setup in each._checked()]
-
-    def _of_each_seed(self) -> Iterator["Session"]:
-        """Yield a session for each seed, one at a time as its experiment may hold much; or this one without seeds."""
-        runner, options = self.runner, self.options
-        for seed in options.seeds:
-            config = replace(runner.config, seed=seed)
-            with_seed = runner if config == runner.config else type(runner)(config, runner.device)
-            display = OfSeed(self.display, seed_name(seed))
-            yield replace(self, runner=with_seed, options=replace(options, seeds=[seed]), display=display)
-        if not options.seeds:
-            yield self
+            return self._checked()
 
     def _checked(self) -> list[Setup]:
-        """Check everything that can be known before the first step, and find what is resumed and measured against."""
-        options = self.options
-        setups = self._setups()
+        options, setups = self.options, self._setups()
         for setup in setups:
             setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
         if options.resume:
@@ -108,36 +96,27 @@ class Session:
             ]
         return self._with_references(setups)
 
-    def _trained(self) -> list[dict[str, Any]]:
-        setups = self._checked()
-        runs = self._runs([setup for setup in setups if setup.summary is None])
-        return [setup.summary or next(runs).run() for setup in setups]
-
     def validate(self) -> dict[str, Sequence[int]]:
-        """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit, by name.
+        """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit.
 
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
         with deterministic(on=not self.options.no_determinism), quiet_graph_breaks(), TemporaryDirectory() as elsewhere:
-            found: dict[str, Sequence[int]] = {}
-            for session in self._of_each_seed():
-                found |= session._validated(Path(elsewhere))
-            return found
-
-    def _validated(self, elsewhere: Path) -> dict[str, Sequence[int]]:
-        setups = self._setups()
-        earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
-        names = [" ".join([setup.folder.strategy, *map(seed_name, self.options.seeds)]) for setup in setups]
-        setups = [
-            replace(setup, folder=replace(setup.folder, path=elsewhere / name))
-            for setup, name in zip(self._with_references(setups), names, strict=True)
-        ]
-        runs = replace(self, make_sinks=list)._runs(setups)
-        return {name: validate(run, *found) for name, run, found in zip(names, runs, earlier, strict=True)}
+            setups = self._setups()
+            earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
+            setups = [
+                replace(
+                    setup,
+                    folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy / setup.folder.path.name),
+                )
+                for setup in self._with_references(setups)
+            ]
+            runs = replace(self, make_sinks=list)._runs(setups)
+            return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
 
     def _setups(self) -> list[Setup]:
-        """Check the experiment, strategies, hooks and devices."""
+        """Check the experiment, seeds, strategies, hooks and devices."""
         options = self.options
         check_experiment(self.runner, ExperimentRunner)
         strategies = chosen_strategies(self.runner, options.strategies)
@@ -145,21 +124,23 @@ class Session:
         device = check_device(options.guardian_device) if options.guardian_device else None
         return [
             Setup(
-                RunFolder(self.directory(strategy), strategy),
-                self._record(strategy, hooks[strategy]),
+                config.seed,
+                RunFolder(self.directory(strategy, config.seed), strategy),
+                self._record(strategy, config, hooks[strategy]),
                 hooks[strategy],
                 device,
             )
+            for config in [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
             for strategy in strategies
         ]
 
-    def _record(self, strategy: str, hooks: Sequence[ConfiguredHook]) -> RunRecord:
+    def _record(self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook]) -> RunRecord:
         """Say what is run, as far as it is known before the model is built."""
         runner, options = self.runner, self.options
         known = {
             "experiment": runner.name,
             "strategy": strategy,
-            "config": runner.config.as_dict(),
+            "config": config.as_dict(),
             "hooks": {item.hook.name: item.options for item in hooks},
             "treatments": treatments(item.hook for item in hooks),
             "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks, "reference": None},
@@ -168,9 +149,10 @@ class Session:
         }
         return RunRecord(**plain_json(known))
 
-    def directory(self, strategy: str) -> Path:
-        """Return the folder of one strategy's run, with one seed where there are seeds."""
-        return Path(self.runner.config.output_dir, self.runner.name, strategy, *map(seed_name, self.options.seeds))
+    def directory(self, strategy: str, seed: int) -> Path:
+        """Return the folder of a run."""
+        folder = Path(self.runner.config.output_dir) / self.runner.name / strategy
+        return folder / seed_name(seed) if self.options.seeds else folder
 
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
@@ -229,6 +211,10 @@ class Session:
         """Build one run after the other: from the same state of the experiment, with hooks that remember no other."""
         fresh = deepcopy(asked(self.runner, "state_dict"))
         for index, setup in enumerate(setups):
+            config = replace(self.runner.config, seed=setup.seed)
+            if config != self.runner.config:
+                self.runner = type(self.runner)(config, self.runner.device)
+                fresh = deepcopy(asked(self.runner, "state_dict"))
             self.runner.load_state_dict(deepcopy(fresh))
             run = self._built(setup)
             if index:

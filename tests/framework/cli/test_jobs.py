@@ -88,7 +88,7 @@ def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
-    process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "2", "--jobs", "2")
+    process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "--jobs", "2")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert output.startswith("loopscope: Hook 'fourier'")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from loopscope import sinks, training_hooks
 from loopscope.cli import main
-from loopscope.cli.options import parse_recorded, parse_run, run_options
-from loopscope.console import Notice, RunsConsole
-from loopscope.console.seeds import seed_rows
+from loopscope.cli.options import parse_run, run_options
+from loopscope.console import RunsLine
+from loopscope.console.tables import comparison_rows
 from loopscope.errors import UsageError
 from loopscope.runs import run_folders
 from rich.console import Console
@@ -64,23 +64,30 @@ def test_the_end_compares_strategies_by_mean_and_standard_deviation(tmp_path: Pa
     assert "plain seed-1: ran to the cap after 2 epochs" in output
     table = output[output.index("seeds") :]
     assert table.count(" ± ") >= 4
-    assert f"Results: {tmp_path}/small/ with plain, clipped, 3 seeds each in STRATEGY/seed-N\n" in table
-    assert f"Next: loopscope show {tmp_path}/small\n" in table
+    assert f"Results: {tmp_path}/small/ with plain seed-0, clipped seed-0, plain seed-1, " in table
+    assert f"loopscope plot {tmp_path}/small --metrics" in table
 
 
 def summary(strategy: str, seed: int, loss: float, folder: str = "output/e") -> dict:
     return {
         **{"strategy": strategy, "output_dir": f"{folder}/{strategy}/seed-{seed}", "final": {"val_loss": loss}},
-        **{"training_loss": None, "metrics": {}, "epochs": 5, "target_reached": None, "treatments": {}},
+        **{
+            "status": "completed",
+            "training_loss": None,
+            "metrics": {},
+            "epochs": 5,
+            "target_reached": None,
+            "treatments": {},
+        },
         **{"seconds": {"training": 2.0}, "hook_errors": []},
     }
 
 
 def test_distances_are_those_of_runs_of_one_seed() -> None:
     runs = [("fp32", 0, 1.0), ("fp4", 0, 1.5), ("fp32", 1, 3.0), ("fp4", 1, 3.5)]
-    rows = seed_rows([summary(*each) for each in runs], {"val_loss": "fp32"})
+    rows = comparison_rows([summary(*each) for each in runs], {"val_loss": "fp32"})
     assert [row["val_loss"] for row in rows] == ["2 ± 1.414", "2.5 ± 1.414"]
-    assert (rows[1]["val_loss − fp32"], rows[1]["seeds"], rows[1]["epochs"]) == ("0.5", "2", "5")
+    assert (rows[1]["val_loss − fp32"], rows[1]["seeds"], rows[1]["epochs"]) == ("0.5 ± 0", "2", "5 ± 0")
 
 
 def test_runs_of_seeds_go_on_alone_by_strategy_and_all_together(tmp_path: Path) -> None:
@@ -149,32 +156,17 @@ def test_one_seed_is_a_number_and_several_are_a_list_whose_folders_a_file_can_as
         parse_run(Small, ["--config", str(tmp_path / "one.yaml")])
 
 
-def test_one_of_several_is_resumed_as_one_of_several(tmp_path: Path) -> None:
-    runs = run(tmp_path, "--strategy", "plain", "clipped", "--seed", "0", "1", "--epochs", "1", QUIET)
-    for folder, strategies, seeds in (
-        (runs / "plain/seed-1", ["plain"], [1]),
-        (runs / "plain", ["plain"], [0, 1]),
-        (runs, ["plain", "clipped"], [0, 1]),
-    ):
-        _, options = parse_recorded(folder)
-        assert (options["strategy"], options["seed"], options["output_dir"]) == (strategies, seeds, tmp_path.resolve())
-
-
-@pytest.mark.parametrize("mode", ["normal", "live", "silent", "none"])
-def test_one_console_tells_of_all_runs(mode) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_one_line_tells_of_all_runs(terminal: bool) -> None:
     file, now = io.StringIO(), [0.0]
-    plain = Console(file=file, width=80, force_terminal=False)
-    with RunsConsole(mode, 3, compared_to={}, console=plain, clock=lambda: now[0]) as console:
-        for second in range(100):
-            now[0] = float(second)
-            console.progressed("a seed-1", f"epoch {second}/150")
-        for name in ("a seed-1", "a seed-2"):
-            console.notify(name, Notice("note", "It is so."))
-        console.printed("a seed-1", "mine\x1b[31m")
-        console.ended("a seed-1", None, "failed")
-        console.progressed("a seed-2", "starting")
-    lines = file.getvalue().splitlines()
-    progress = [f"0 of 3 runs done, 1 running: a seed-1 epoch {second}/150" for second in (30, 60, 90)]
-    normal = [*progress, "a seed-1: note: It is so.", "a seed-1: mine?[31m", "a seed-1: failed"]
-    silent = [*progress, "a seed-1: mine?[31m", "note: It is so. (2 times)"]
-    assert lines[mode == "live" :] == {"silent": silent, "none": ["a seed-1: mine?[31m"]}.get(mode, normal)
+    console = Console(file=file, width=80, force_terminal=terminal, force_interactive=terminal)
+    line = RunsLine(console, 3, clock=lambda: now[0])
+    for second in range(100):
+        now[0], line.running["a seed-1"] = float(second), f"epoch {second}/150"
+        line.show()
+    line.close()
+    told = [f"0 of 3 runs done, 1 running: a seed-1 epoch {second}/150" for second in range(100)]
+    if terminal:
+        assert all(text in file.getvalue() for text in told)
+    else:
+        assert file.getvalue().splitlines() == told[30:91:30]
