@@ -26,6 +26,7 @@ from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
 from .compare import compare
 from .diff import diff
+from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
 from .listing import ls, show
 from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
@@ -73,6 +74,11 @@ def refused(error: LoopscopeError, *, unless: Container[str] = ()) -> int:
 
 
 def _dispatch(command: str, *words: str) -> None:
+    if command == ONE_OF_SEVERAL:
+        tell = show_warnings(lambda label, sentence: _say(f"{label}: {sentence}"), alerts=False)
+        with tell, _own_lines(whole="--traceback" in sys.argv):
+            train_one_of_several()
+        return
     commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
     commands |= dict(compare=compare, run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
     if command.startswith("-"):
@@ -165,19 +171,23 @@ def _start(experiment: Experiment, options: Options) -> None:
     with _own_lines(whole=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
         chosen = run_options(options)
-        make_sinks = wanted_sinks(options)
+        make_sinks, mode = wanted_sinks(options), _mode(options)
+        if chosen.validate_checkpoints:
+            for name, steps in Session(runner, chosen, make_sinks).validate().items():
+                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
+                write_line(f"{name}: the same bit for bit at {where}")
+            return
+        plan = Session(runner, chosen, make_sinks).planned() if (options["jobs"] or 1) > 1 else []
+        if len(plan) > 1:
+            train_side_by_side(plan, options, mode, runner.compared_to)
+            return
         display = RunConsole(
-            _mode(options),
+            mode,
             live_metrics=runner.live_metrics,
             progress_metrics=runner.progress_metrics,
             compared_to=runner.compared_to,
             recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
         )
-        if chosen.validate_checkpoints:
-            for strategy, steps in Session(runner, chosen, make_sinks).validate().items():
-                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
-                write_line(f"{strategy}: the same bit for bit at {where}")
-            return
         with display as console:
             Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
 

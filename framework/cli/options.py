@@ -30,6 +30,7 @@ class CommandFlags(RunFlags):
         live: show progress, results and the newest metrics on the whole screen.
         silent: show one progress bar, and at the end what was warned of.
         no_console_output: show nothing at all.
+        jobs: how many runs go on side by side, each in a process of its own; by default one after the other.
         traceback: show the whole traceback of an error before the sentence that tells it.
     """
 
@@ -37,6 +38,7 @@ class CommandFlags(RunFlags):
     live: bool = False
     silent: bool = False
     no_console_output: bool = False
+    jobs: int | None = None
     traceback: bool = False
 
 
@@ -117,18 +119,26 @@ def _assignments(options: Mapping[Any, Any]) -> Iterable[str]:
 def parse_recorded(folder: Path) -> tuple[Experiment, Options]:
     """Return the experiment of a run and the options of the command that goes on with it, wherever it lies now.
 
-    The folder of one strategy goes on with that strategy, the folder of an experiment with all that the command was
-    given. Raises :class:`UsageError` for a folder without a run, or with one that cannot go on by this command.
+    The folder of one run goes on with that run, a strategy's with all its seeds, the folder of an experiment with all
+    that the command was given. Raises :class:`UsageError` for a folder without a run, or with one that cannot go on by
+    this command.
     """
     run = run_folders(folder, "resume")[0]
     record = RunRecord.read(run)
     if not record.options:
         raise UsageError(f"{run} was not started by loopscope run, so only the program that did can go on with it.")
-    here = {"output_dir": str(run.resolve().parent.parent), "resume": True, "overwrite": False}
-    alone = {"strategy": [record.strategy]} if run == folder else {}
-    experiment = ExperimentRegistry.get(record.experiment)
-    parser = run_parser(experiment, record.options.get("preset"))
-    options = parser.defaults | parser.typed({**record.options, **here, **alone}, " in the recorded options")
+    has_seeds = isinstance(record.options.get("seed"), list)  # so that a seed has a folder of its own
+    here = {"output_dir": str(run.resolve().parents[1 + has_seeds]), "resume": True, "overwrite": False}
+    alone = {"strategy": [record.strategy]} if folder in (run, run.parent if has_seeds else run) else {}
+    seed = {"seed": [record.config.get("seed")]} if has_seeds and run == folder else {}
+    return typed_options(record.experiment, {**record.options, **here, **alone, **seed})
+
+
+def typed_options(name: str, recorded: Mapping[str, Any]) -> tuple[Experiment, Options]:
+    """Return an experiment and options of a command that were written as plain values, in their types."""
+    experiment = ExperimentRegistry.get(name)
+    parser = run_parser(experiment, recorded.get("preset"))
+    options = parser.defaults | parser.typed(recorded, " in the recorded options")
     return experiment, _complete(experiment, parser, options)
 
 
@@ -155,6 +165,7 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
             add(flag_name(sink), bool, first_line(sink).rstrip("."), default=sink.default)
     values = experiment.presets[preset] if preset is not None else {}
     settings: dict[str, dict[str, Any]] = {name: {"metavar": metavar} for name, metavar in METAVARS.items()}
+    settings["seed"] = {"nargs": "+"}
     settings["save_checkpoints"] = {"nargs": "?", "const": 1 if experiment.loop == "epoch" else 100}
     parser.add_fields(CommandFlags, values, settings)
     parser.add_fields(experiment.config_class, values, settings)
@@ -163,16 +174,25 @@ def run_parser(experiment: Experiment, preset: str | None) -> CommandParser:
 
 
 def config_of(experiment: Experiment, options: Options) -> ExperimentConfig:
-    """Return the experiment's own options; raises :class:`UsageError` for values that do not fit together."""
-    config: ExperimentConfig = experiment.config_class(**_chosen(options, experiment.config_class))
-    return config
+    """Return the experiment's own options, of several seeds the first; :class:`UsageError` for what does not fit."""
+    given = _chosen(options, experiment.config_class)
+    configs = [experiment.config_class(**{**given, "seed": seed}) for seed in seeds_of(options) or [options["seed"]]]
+    return configs[0]
+
+
+def seeds_of(options: Options) -> list[int]:
+    """Return the seeds with folders of their own, which a single one given as a number has not."""
+    return options["seed"] if isinstance(options["seed"], list) else []
 
 
 def run_options(options: Options) -> RunOptions:
     """Return the options of the run, with what is needed to start it again."""
+    jobs = options["jobs"]
+    require(jobs is None or jobs >= 1, f"--jobs is {jobs}; it must be at least 1.")
     return RunOptions(
         **_chosen(options, RunFlags),
         strategies=options["strategy"],
+        seeds=seeds_of(options),
         hooks=[name.replace("-", "_") for name in options["hooks"]],
         hook_options=parse_hook_options(options["hook_config"]),
         recorded=plain(options),

@@ -14,7 +14,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentError, ArgumentParser
 
 from ..console import printable
-from ..errors import UsageError, nearest, shortened, unknown
+from ..errors import UsageError, nearest, require, shortened, unknown
 from ..runs import alternatives, choices, in_words
 from .values import refuse_deep, refuse_odd
 
@@ -87,6 +87,8 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(NEGATIVE_NUMBER)
         self.types: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
+        self.several: set[str] = set()
+        """Options that take a value of their type, or a list of such."""
 
     def format_help(self) -> str:
         """Return the help, in which the texts of plug-ins stand, without commands to the terminal."""
@@ -113,6 +115,8 @@ class CommandParser(argparse.ArgumentParser):
         settings.setdefault("metavar", f"{{{','.join(words)}}}" if words else (*kinds, "VALUE")[0])
         if annotation == NAMES:
             settings |= {"nargs": "+", "action": "extend"}
+        elif settings.get("nargs") == "+":
+            self.several.add(name)
         elif annotation is bool:
             settings |= {"nargs": "?", "const": True}
         flag, text = dashed(name), text.replace("%", "%%")
@@ -166,7 +170,9 @@ class CommandParser(argparse.ArgumentParser):
                 raise unknown("option", flag, known)
             raise UsageError(f"Unknown option {flag!r}.{nearest(flag, known)} --help lists all of them.")
         given = vars(found)
-        return given | self.typed({name: given[name] for name in self.types if name in given})
+        given |= self.typed({name: given[name] for name in self.types if name in given})
+        single = {name: given[name][0] for name in self.several if len(given.get(name, ())) == 1}
+        return given | single
 
     def typed(self, values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
         """Return values by option, whose name may be spelled with dashes, in the options' types.
@@ -183,5 +189,10 @@ class CommandParser(argparse.ArgumentParser):
                 )
             if name in found:
                 raise UsageError(f"{key!r}{source} is there twice, with dashes and with underscores; keep one of them.")
-            found[name] = typed(f"{dashed(name)}{source}", value, self.types[name])
+            option, one = f"{dashed(name)}{source}", self.types[name]
+            if name in self.several and isinstance(value, list):
+                require(value != [], f"{option} is an empty list; it must be {in_words(one)}, or a list of such.")
+                found[name] = list(dict.fromkeys(typed(option, each, one) for each in value))
+            else:
+                found[name] = typed(option, value, one)
         return found

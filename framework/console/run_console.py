@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
 from ..loops import NoProgress, Progress
-from ..runs import Display
+from ..runs import Display, RunFolder
 from ..training import TrainingTask
 from . import tables
 from .board import Groups, Label, Notice
@@ -106,6 +106,7 @@ class RunConsole(Display):
     def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
         """Show what is about to be trained, and start the bar or draw the screen."""
         names = [hook.name for hook in hooks]
+        name = cleaned(RunFolder(run.output_dir, run.strategy).name)
         told = (
             f"the {len(names)} of the strategy before" if names and names == self._hooks else ", ".join(names) or "none"
         )
@@ -119,10 +120,10 @@ class RunConsole(Display):
             self._live.open()
             view = self._live
         elif self.console.is_interactive:
-            view = BarView(self.console, cleaned(run.strategy), transient=self._mode == "normal")
+            view = BarView(self.console, name, transient=self._mode == "normal")
         else:
             is_normal = self._mode == "normal"
-            view = self._lines = LineView(self.console, cleaned(run.strategy), transient=is_normal, clock=self._clock)
+            view = self._lines = LineView(self.console, name, transient=is_normal, clock=self._clock)
         self._progress = TrainingProgress(
             view,
             unit=run.loop,

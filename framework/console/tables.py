@@ -3,11 +3,13 @@
 import inspect
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -51,7 +53,7 @@ def strategy_header(
     known = known * (len(task.loader) < ENDLESS) + [f"at most {counted(task.length, run.loop)}"] * (not run.is_endless)
     kind = f"{type(task.model).__name__} of {counted(parameters, 'parameter')}"
     lines = {
-        "": f"{run.experiment} {run.strategy}: {', '.join([kind, *known])}",
+        "": f"{run.experiment} {RunFolder(run.output_dir, run.strategy).name}: {', '.join([kind, *known])}",
         "  hooks: ": hooks,
         "  treatments: ": treatments,
         **{f"  {label} a/b: ": " / ".join(names) for label, names in shown.items() if len(names) > 1},
@@ -82,10 +84,15 @@ def result_line(summary: Mapping[str, Any]) -> Text:
         how = "ended" if summary.get("experiment") == ATTACHED else "ran to the cap"
         how = f"target reached at epoch {reached['epoch']}" if reached else how
     return Text.assemble(
-        (f"{summary['strategy']}", "bold"),
+        (run_name(summary), "bold"),
         f": {how} after {counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, ",
         f"{duration_text(summary['seconds']['training'])}{numbers}",
     )
+
+
+def run_name(summary: Mapping[str, Any]) -> str:
+    """Return the strategy of a run, with its seed where each of several has a folder of its own."""
+    return RunFolder(Path(summary["output_dir"]), summary["strategy"]).name
 
 
 def sample_text(strategy: str, sample: str) -> Text:
@@ -110,40 +117,74 @@ def tables_line(summary: Mapping[str, Any]) -> Text:
 def comparison_rows(
     summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str] | None = None
 ) -> list[dict[str, str]]:
-    """Return one row of the comparison for each strategy: text by column.
+    """Return one row of the comparison for each strategy: text by column; of several seeds mean ± standard deviation.
 
     ``compared_to`` names numbers of the final evaluation and the strategy whose number is subtracted.
     """
-    reached = [f"epoch {at['epoch']}" if (at := summary["target_reached"]) else "" for summary in summaries]
+    by_strategy: dict[str, list[Mapping[str, Any]]] = {}
+    for summary in summaries:
+        by_strategy.setdefault(summary["strategy"], []).append(summary)
+    reached = {strategy: _reached(runs) for strategy, runs in by_strategy.items()}
     return [
         {
-            "strategy": summary["strategy"],
-            "status": "" if summary["status"] == "completed" else str(summary["status"]),
-            "target": (target or "not reached") if any(reached) else "",
-            "epochs": f"{summary['epochs']:,}",
-            **{name: number_text(value) for name, value in final_numbers(summary).items()},
-            **distances(summary, summaries, compared_to or {}),
-            **{name.partition("/")[2]: number_text(value) for name, value in summary["metrics"].items()},
-            "time": duration_text(summary["seconds"]["training"]),
-            "treatments": ", ".join(summary["treatments"]),
-            "failed hooks": ", ".join(dict.fromkeys(error["hook"] for error in summary["hook_errors"])),
+            "strategy": strategy,
+            "seeds": str(len(runs)) if len(by_strategy) < len(summaries) else "",
+            "status": ", ".join(dict.fromkeys(str(run["status"]) for run in runs if run["status"] != "completed")),
+            "target": (reached[strategy] or "not reached") if any(reached.values()) else "",
+            "epochs": f"{runs[0]['epochs']:,}" if len(runs) == 1 else spread([run["epochs"] for run in runs]),
+            **{name: spread(values) for name, values in _numbers(runs, summaries, compared_to or {}).items()},
+            "time": duration_text(sum(run["seconds"]["training"] for run in runs) / len(runs)),
+            "treatments": ", ".join(runs[0]["treatments"]),
+            "failed hooks": ", ".join(dict.fromkeys(error["hook"] for run in runs for error in run["hook_errors"])),
         }
-        for summary, target in zip(summaries, reached, strict=True)
+        for strategy, runs in by_strategy.items()
     ]
+
+
+def _reached(runs: Sequence[Mapping[str, Any]]) -> str:
+    reached = [f"epoch {run['target_reached']['epoch']}" for run in runs if run["target_reached"]]
+    return f"{len(reached)} of {len(runs)}" if len(runs) > 1 and reached else "".join(reached)
+
+
+def _numbers(
+    runs: Sequence[Mapping[str, Any]], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
+) -> dict[str, list[float]]:
+    """Return by column the final numbers of runs that differ in their seeds, with distances from those of one seed."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        seed = run_name(run).removeprefix(run["strategy"])
+        of_seed = [other for other in summaries if run_name(other) == other["strategy"] + seed]
+        metrics = {name.partition("/")[2]: value for name, value in run["metrics"].items()}
+        for name, value in {**final_numbers(run), **distances(run, of_seed, compared_to), **metrics}.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean and the sample standard deviation of several values as text, or a single value.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([155]), spread([1.0, float("inf")])
+    ('2 ± 1', '155', 'inf ± nan')
+    """
+    if len(values) == 1:
+        return number_text(values[0])
+    numbers = np.array([value if abs(value) < sys.float_info.max else float(number_text(value)) for value in values])
+    with np.errstate(all="ignore"):
+        return f"{number_text(float(numbers.mean()))} ± {number_text(float(numbers.std(ddof=1)))}"
 
 
 def distances(
     summary: Mapping[str, Any], summaries: Sequence[Mapping[str, Any]], compared_to: Mapping[str, str]
-) -> dict[str, str]:
+) -> dict[str, float]:
     """Return how far final numbers are from those of the strategies they are compared to, if both have ended.
 
     >>> runs = [{"strategy": name, "final": {"val_loss": loss}} for name, loss in (("fp32", 4.5), ("fp4", 4.75))]
     >>> [distances(run, runs, {"val_loss": "fp32"}) for run in runs]
-    [{}, {'val_loss − fp32': '0.25'}]
+    [{}, {'val_loss − fp32': 0.25}]
     """
     finals = {each["strategy"]: each["final"] for each in summaries}
     return {
-        f"{name} − {baseline}": number_text(summary["final"][name] - finals[baseline][name])
+        f"{name} − {baseline}": summary["final"][name] - finals[baseline][name]
         for name, baseline in compared_to.items()
         if baseline != summary["strategy"] and name in summary["final"] and name in finals.get(baseline, {})
     }
@@ -208,30 +249,32 @@ def table_in_width(rows: Sequence[Mapping[str, str]], width: int) -> Table:
 
 def results_text(summaries: Sequence[Mapping[str, Any]], plotted: str) -> Text:
     """Say where everything is (record, alerts, weights), and what to do next; ``plotted`` is a metric of the record."""
-    folders = {summary["strategy"]: Path(summary["output_dir"]) for summary in summaries}
-    first, many = next(iter(folders.values())), len(folders) > 1
+    folders = [RunFolder(Path(summary["output_dir"]), summary["strategy"]) for summary in summaries]
+    first, many = folders[0], len(folders) > 1
+    above = first.path.parent if first.name == first.strategy else first.path.parent.parent
     found: dict[str, dict[str, None]] = {"record": {}, "weights": {}}
     alerts = []
-    for strategy, folder in folders.items():
-        shown = "STRATEGY" if many else strategy
+    for folder in folders:
+        strategy, shown = folder.strategy, "STRATEGY" if many else folder.strategy
         pairs = [
             ("record", *names)
             for sink in SinkRegistry
             for names in zip(*map(sink.leaves, (strategy, shown)), strict=True)
         ]
-        pairs.append(("weights", *(RunFolder(folder, name).weights.name for name in (strategy, shown))))
+        pairs.append(("weights", *(RunFolder(folder.path, name).weights.name for name in (strategy, shown))))
         for kind, name, generic in pairs:
-            if name != ALERTS and (folder / name).exists():
+            if name != ALERTS and (folder.path / name).exists():
                 found[kind][generic] = None
-        if (folder / ALERTS).exists():
-            count = (folder / ALERTS).read_bytes().count(b"\n")
-            alerts.append(f"{count:,}" + f" of {strategy}" * many)
-    lines = [f"Results: {first.parent}/ with {', '.join(folders)}" if many else f"Results: {first}"]
+        if (folder.path / ALERTS).exists():
+            count = (folder.path / ALERTS).read_bytes().count(b"\n")
+            alerts.append(f"{count:,}" + f" of {folder.name}" * many)
+    names = ", ".join(folder.name for folder in folders)
+    lines = [f"Results: {above}/ with {names}" if many else f"Results: {first.path}"]
     told = {"record": ", ".join(found["record"]), "alerts": f"{ALERTS}: {', '.join(alerts)}" if alerts else ""}
     lines += [f"  {kind:9}{text}" for kind, text in {**told, "weights": ", ".join(found["weights"])}.items() if text]
-    lines.append(f"Next: loopscope show {shlex.quote(str(first))}")
+    lines.append(f"Next: loopscope show {shlex.quote(str(first.path))}")
     if plotted and found["record"]:
-        lines.append(f"      loopscope plot {shlex.quote(str(first.parent if many else first))} --metrics {plotted}")
+        lines.append(f"      loopscope plot {shlex.quote(str(above if many else first.path))} --metrics {plotted}")
     return Text("\n".join(map(printable, lines)), no_wrap=True)  # a command is copied as one line
 
 

@@ -5,19 +5,19 @@ from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choice
 from .display import Display
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
-    run_folders, versions,
+    run_folders, seed_name, versions,
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
-from .session import Session, build_run, check_device
+from .session import Session, Setup, build_run, check_device
 from .summaries import summary_of
 
 __all__ = [
     "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder", "RunOptions",
-    "RunRecord", "Session", "alternatives", "build_run", "check_device", "checked", "choices", "differences",
+    "RunRecord", "Session", "Setup", "alternatives", "build_run", "check_device", "checked", "choices", "differences",
     "environment", "field_names", "in_words", "load_reference", "pass_on", "read_initial", "read_status", "require",
-    "run_folders", "summary_of", "versions",
+    "run_folders", "seed_name", "summary_of", "versions",
 ]

@@ -133,6 +133,8 @@ class RunOptions(RunFlags):
     """How to run an experiment: strategies, hooks and their options, safety; none of it changes the numbers."""
 
     strategies: Sequence[str] = ()
+    seeds: Sequence[int] = ()
+    """With these every strategy is trained with each of them, in a folder ``seed-N`` within its own."""
     hooks: Sequence[str] = ()
     hook_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options by hook name, as values of the annotated types."""

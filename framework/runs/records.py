@@ -1,6 +1,7 @@
 """What a run was and how it ended, as its folder says: read or refused in a sentence, and compared with another run."""
 
 import platform
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,8 +181,13 @@ def _can_name_a_file(name: str) -> bool:
     return name.isprintable() and "/" not in name and 0 < len(name.encode()) <= LONGEST_NAME
 
 
+def seed_name(seed: int | str) -> str:
+    """Return the name of the folder, within its strategy's, of one of the runs that differ in their seeds."""
+    return f"seed-{seed}"
+
+
 def run_folders(path: Path, command: str) -> list[Path]:
-    """Return the folders of runs at ``path``: itself, or those of an experiment's strategies.
+    """Return the folders of runs at ``path``: itself, or those of an experiment's strategies or a strategy's seeds.
 
     Raises :class:`UsageError`, which names the ``command`` that needs them, where there is none.
     """
@@ -190,13 +196,20 @@ def run_folders(path: Path, command: str) -> list[Path]:
     if not path.is_dir():
         problem = "is not a folder" if path.exists() else "does not exist"
         raise UsageError(f"{path} {problem}; {command} takes the folder of a run, OUTPUT_DIR/EXPERIMENT/STRATEGY.")
-    found = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
+    configs = [config for pattern in ("*", f"*/{seed_name('*')}") for config in path.glob(f"{pattern}/{CONFIG}")]
+    found = sorted((config.parent for config in configs), key=_by_seed)
     if not found:
         raise UsageError(
             f"{path} is not the folder of a run, and holds none: there is no {CONFIG}; {command} takes "
             "OUTPUT_DIR/EXPERIMENT/STRATEGY, or OUTPUT_DIR/EXPERIMENT for all strategies."
         )
     return found
+
+
+def _by_seed(folder: Path) -> tuple[Path, int]:
+    """Return what sorts folders by name, and those of seeds within one by number."""
+    seed = re.fullmatch(seed_name(r"(\d+)"), folder.name)
+    return (folder.parent, int(seed[1])) if seed else (folder, -1)
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The folder of one strategy's run: what lies in it under which name, and who may write there."""
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from ..checkpoints import checkpoints_in
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
-from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status
+from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"
 
@@ -30,6 +31,13 @@ class RunFolder:
     """The folders that did not exist before, outermost first."""
     _found: dict[Path, tuple[int, ...]] = field(default_factory=dict, init=False)
     """What lay here when it was asked whether this may be written over."""
+
+    @property
+    def name(self) -> str:
+        """What tells the run from the others of its experiment: its strategy, and its seed if that has a folder."""
+        own = self.path.name
+        is_seed = own != self.strategy and re.fullmatch(seed_name(r"\d+"), own)
+        return f"{self.strategy} {own}" if is_seed else self.strategy
 
     @property
     def weights(self) -> Path:

@@ -30,9 +30,9 @@ from ..hooks import (
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
 from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
 from .checks import asked, check_experiment, plain
-from .config import RunOptions
+from .config import ExperimentConfig, RunOptions
 from .display import Display
-from .records import RunRecord, environment, versions
+from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
 from .resuming import newest_of
 from .run_folder import RunFolder
@@ -45,6 +45,7 @@ from .validating import checkpoints_to_compare, validate
 class Setup:
     """One strategy as it is to be run: everything that was checked and found before any strategy is built."""
 
+    seed: int
     folder: RunFolder
     record: RunRecord
     hooks: Sequence[ConfiguredHook]
@@ -71,21 +72,29 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        options = self.options
-        with self._signals.around(), deterministic(on=not options.no_determinism), quiet_graph_breaks():
-            setups = self._setups()
-            for setup in setups:
-                setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
-            if options.resume:
-                setups = [
-                    replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
-                    for setup in setups
-                ]
-            setups = self._with_references(setups)
+        with self._signals.around(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+            setups = self._checked()
             runs = self._runs([setup for setup in setups if setup.summary is None])
             summaries = [setup.summary or next(runs).run() for setup in setups]
         self.display.ended(summaries)
         return summaries
+
+    def planned(self) -> list[Setup]:
+        """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
+        with warnings.catch_warnings(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
+            warnings.simplefilter("ignore", RunNotice)
+            return self._checked()
+
+    def _checked(self) -> list[Setup]:
+        options, setups = self.options, self._setups()
+        for setup in setups:
+            setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
+        if options.resume:
+            setups = [
+                replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
+                for setup in setups
+            ]
+        return self._with_references(setups)
 
     def validate(self) -> dict[str, Sequence[int]]:
         """Train every strategy again and return the steps at which it equals its checkpoints, bit for bit.
@@ -97,14 +106,17 @@ class Session:
             setups = self._setups()
             earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
             setups = [
-                replace(setup, folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy))
+                replace(
+                    setup,
+                    folder=replace(setup.folder, path=Path(elsewhere) / setup.folder.strategy / setup.folder.path.name),
+                )
                 for setup in self._with_references(setups)
             ]
             runs = replace(self, make_sinks=list)._runs(setups)
-            return {run.folder.strategy: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
+            return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
 
     def _setups(self) -> list[Setup]:
-        """Check the experiment, strategies, hooks and devices."""
+        """Check the experiment, seeds, strategies, hooks and devices."""
         options = self.options
         check_experiment(self.runner, ExperimentRunner)
         strategies = chosen_strategies(self.runner, options.strategies)
@@ -112,21 +124,23 @@ class Session:
         device = check_device(options.guardian_device) if options.guardian_device else None
         return [
             Setup(
-                RunFolder(self.directory(strategy), strategy),
-                self._record(strategy, hooks[strategy]),
+                config.seed,
+                RunFolder(self.directory(strategy, config.seed), strategy),
+                self._record(strategy, config, hooks[strategy]),
                 hooks[strategy],
                 device,
             )
+            for config in [replace(self.runner.config, seed=seed) for seed in options.seeds] or [self.runner.config]
             for strategy in strategies
         ]
 
-    def _record(self, strategy: str, hooks: Sequence[ConfiguredHook]) -> RunRecord:
+    def _record(self, strategy: str, config: ExperimentConfig, hooks: Sequence[ConfiguredHook]) -> RunRecord:
         """Say what is run, as far as it is known before the model is built."""
         runner, options = self.runner, self.options
         known = {
             "experiment": runner.name,
             "strategy": strategy,
-            "config": runner.config.as_dict(),
+            "config": config.as_dict(),
             "hooks": {item.hook.name: item.options for item in hooks},
             "treatments": treatments(item.hook for item in hooks),
             "run": {"on_hook_error": options.on_hook_error, "audit_hooks": options.audit_hooks, "reference": None},
@@ -135,9 +149,10 @@ class Session:
         }
         return RunRecord(**plain_json(known))
 
-    def directory(self, strategy: str) -> Path:
-        """Return the folder of one strategy's run."""
-        return Path(self.runner.config.output_dir) / self.runner.name / strategy
+    def directory(self, strategy: str, seed: int) -> Path:
+        """Return the folder of a run."""
+        folder = Path(self.runner.config.output_dir) / self.runner.name / strategy
+        return folder / seed_name(seed) if self.options.seeds else folder
 
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
         """Make the hooks of every strategy; strategies share a hook where its options are the same."""
@@ -196,6 +211,10 @@ class Session:
         """Build one run after the other: from the same state of the experiment, with hooks that remember no other."""
         fresh = deepcopy(asked(self.runner, "state_dict"))
         for index, setup in enumerate(setups):
+            config = replace(self.runner.config, seed=setup.seed)
+            if config != self.runner.config:
+                self.runner = type(self.runner)(config, self.runner.device)
+                fresh = deepcopy(asked(self.runner, "state_dict"))
             self.runner.load_state_dict(deepcopy(fresh))
             run = self._built(setup)
             if index:

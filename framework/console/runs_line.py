@@ -1,0 +1,72 @@
+"""One line over runs that train side by side, and what the process of each of them tells for it."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ..hooks import RunInfo, TrainingHook
+from ..loops import Progress
+from ..runs import Display
+from ..training import TrainingTask
+from .progress import SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_UPDATES, Position, TrainingProgress
+from .text import printable
+
+MARK = "\x1e"
+"""Begins what a process tells of its progress among the lines that are printed in it."""
+
+
+class ToldProgress(Display):
+    """Tells the process at the other end of standard output where a run stands."""
+
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
+        """Return what tells it."""
+        steps = len(task.loader) if run.loop == "epoch" else None
+        return TrainingProgress(self, unit=run.loop, length=task.length, steps_per_epoch=steps, clock=time.monotonic)
+
+    def show(self, position: Position) -> None:
+        """Tell a position."""
+        os.write(1, f"{MARK}{position.parts()['count']}\n".encode())
+
+    def finish(self, position: Position | None) -> None:
+        """Leave the end to be seen by the end of the process."""
+
+
+@dataclass
+class RunsLine:
+    """Says how many of all runs are done, and where the others are: at the foot of a terminal, or in lines."""
+
+    console: Console
+    total: int
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    running: dict[str, str] = field(default_factory=dict)
+    """Where each run stands that is under way, by name."""
+
+    def __post_init__(self) -> None:
+        """Prepare a place at the foot of a terminal."""
+        self._live = Live(console=self.console, auto_refresh=False, transient=True)
+        self._is_bar = self.console.is_interactive
+        self._due = self.clock() + (0.0 if self._is_bar else SECONDS_BETWEEN_LINES)
+
+    def show(self) -> None:
+        """Show the line, if that is due."""
+        if self.clock() < self._due:
+            return
+        where = ", ".join(f"{name} {printable(text)}" for name, text in self.running.items())
+        line = f"{self.done} of {self.total} runs done, {len(self.running)} running: {where}"
+        if self._is_bar:
+            self._live.start()
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            self.console.out(line, highlight=False)
+        self._due = self.clock() + (SECONDS_BETWEEN_UPDATES if self._is_bar else SECONDS_BETWEEN_LINES)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._live.stop()

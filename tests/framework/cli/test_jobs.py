@@ -1,0 +1,96 @@
+"""``--jobs``: runs in processes of their own, each the run alone, whatever becomes of the others."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import checkpoints_in, is_locked
+from loopscope.cli import main
+
+from tests.docs.markdown import ROOT
+from tests.framework.cli.troubled import Trouble
+from tests.framework.runs.small_experiment import Small, contents, read_json, registered
+
+assert sinks.__all__
+assert training_hooks.__all__
+PROGRAM = [sys.executable, "-m", "tests.framework.cli.troubled", "run", "small", "--hooks", "trouble", "norms"]
+
+
+def begun(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """Start runs side by side, in a process whose output can be read."""
+    words = (*words, "--strategy", "plain", "--output-dir", str(folder))
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*PROGRAM, *words], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **piped)
+
+
+def training(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """Start two runs that take their time, and come back when both have trained an epoch."""
+    process = begun(folder, *words, "--seed", "0", "1", "--jobs", "2", "--epochs", "40", "--trouble.seconds", "0.2")
+    files, end = [folder / f"small/plain/seed-{seed}/plain.jsonl" for seed in (0, 1)], time.monotonic() + 60
+    while not all(file.exists() and file.stat().st_size for file in files) and time.monotonic() < end:
+        time.sleep(0.1)
+    return process
+
+
+def alone(folder: Path, *words: str) -> Path:
+    with registered(Small, Trouble):
+        command = ["run", "small", "--strategy", "plain", "--hooks", "trouble", "norms", "--no-console-output"]
+        assert main([*command, *words, "--output-dir", str(folder)]) == 0
+    return folder / "small/plain"
+
+
+def rows_and_weights(run: Path) -> tuple[bytes, bytes]:
+    return (run / "plain.jsonl").read_bytes(), (run / "plain_final.pt").read_bytes()
+
+
+def test_a_run_that_raises_and_one_that_is_killed_leave_the_others_alone_and_are_told_of(tmp_path: Path) -> None:
+    seeds = ["--seed", "0", "1", "2", "--jobs", "3"]
+    process = begun(tmp_path, *seeds, "--trouble.raises", "0", "--trouble.kills", "2")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    runs = tmp_path / "small/plain"
+    *lines, last = output.splitlines()
+    assert last.startswith("loopscope: 2 of 3 runs failed. plain seed-")
+    assert f"plain seed-0, in {runs}/seed-0: Hook 'trouble' raised at POST_EPOCH" in last
+    assert f"plain seed-2, in {runs}/seed-2: killed by SIGKILL." in last
+    assert {f"plain seed-{seed}: printed by {seed}" for seed in range(3)} <= {*lines}
+    assert sum(line.startswith("plain seed-1: ran to the cap") for line in lines) == 1
+    assert read_json(runs / "seed-0/summary.json")["status"] == "failed"
+    assert rows_and_weights(runs / "seed-1") == rows_and_weights(alone(tmp_path / "alone", "--seed", "1"))
+
+
+def test_ctrl_c_stops_all_with_checkpoints_from_which_each_goes_on_to_the_same_end(tmp_path, monkeypatch) -> None:
+    process = training(tmp_path)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.splitlines()[-1]) == (130, "loopscope: Stopped by SIGINT.")
+    runs = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)]
+    assert [read_json(run / "summary.json")["status"] for run in runs] == ["interrupted"] * 2
+    assert all(len([*checkpoints_in(run / "checkpoints")]) == 1 for run in runs)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with registered(Small, Trouble):
+        assert main(["resume", str(runs[1]), "--no-console-output"]) == 0
+    assert rows_and_weights(runs[1]) == rows_and_weights(alone(tmp_path / "alone", "--seed", "1", "--epochs", "40"))
+
+
+def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
+    process = training(tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    runs, end = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)], time.monotonic() + 60
+    while any(map(is_locked, runs)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert [read_json(run / "summary.json")["status"] for run in runs] == ["interrupted"] * 2
+
+
+def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+    process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "--jobs", "2")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.startswith("loopscope: Hook 'fourier'")
+    assert output.count("\n") == 1
+    assert contents(tmp_path) == {}
