@@ -52,6 +52,10 @@ def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
     state = trainer.accelerator.state
     if state.num_processes > 1 or trainer.args.n_gpu > 1:
         raise UsageError("This Trainer trains on several devices; attach serves one process with one device so far.")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise UsageError("This Trainer hands its model to DeepSpeed or FSDP; attach serves whole models so far.")
+    again = trainer.args.auto_find_batch_size
+    require(not again, "auto_find_batch_size begins the training anew under way; set the batch size to attach hooks.")
     lacks = {need: remedy for need, remedy in choices.lacks().items() if need != "needs_loss"}
     events = TrainerEvents(trainer)
     run = AttachedRun(through_trainer(choices, events.log), lacks, Path(trainer.args.output_dir), bar=False)

@@ -198,6 +198,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "another version": (partial(_without, "get_batch_samples"), "no get_batch_samples, .* transformers 5.23"),
     "a hook for our loop": (lambda made: attached(made, ["counterfactual"]), "trains epochs of its own"),
     "a hook that reads data": (lambda made: attached(made, ["attention"]), "give loader="),
+    "a training that begins anew": (
+        lambda made: setattr(made.args, "auto_find_batch_size", True) or attached(made, []),
+        "auto_find_batch_size begins the training anew",
+    ),
     "an optimizer beside": (
         lambda made: __import__("loopscope").attach(made, torch.optim.SGD([torch.zeros(1)])),
         "The trainer has its own optimizer",
