@@ -19,6 +19,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope ls [FOLDER]      the runs in a folder: state, length, final numbers
   loopscope show RUN         what was run, how it ended, and its metrics
   loopscope plot RUN...      draw metrics of runs against steps
+  loopscope report RUN...    write a page with curves and tables of runs, for a browser
   loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
   loopscope hooks            all hooks, one line each
   loopscope hooks NAME       every metric and option of a hook
