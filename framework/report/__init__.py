@@ -2,11 +2,12 @@
 
 from .curves import read_curves
 from .found import FoundRun, find_runs, look_at, read_run
-from .page import MARK, ShownRun, page_of, shown_runs
-from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture
+from .page import MARK, page_of
+from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
+from .recording import ShownRun, read_shown
 from .saving import save_picture
 
 __all__ = [
     "MARK", "FoundRun", "Look", "Picture", "ShownRun", "find_runs", "hook_panels", "hook_picture", "look_at", "matcher",
-    "metric_picture", "page_of", "read_curves", "read_run", "save_picture", "shown_runs",
+    "metric_picture", "page_of", "read_curves", "read_run", "read_shown", "run_labels", "save_picture",
 ]

@@ -6,7 +6,6 @@ import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -14,105 +13,76 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import listed
+from ..errors import shortened
 from ..hooks import HookRegistry, MetricInfo
 from .curves import Curve
-from .found import FoundRun
-from .panels import COLOURS, run_labels
-from .recording import Recording, look_carefully, read_alerts, read_recording
+from .panels import COLOURS
+from .recording import Rows, ShownRun
 
 LARGEST_PAGE = 8_000_000
-MOST_PIXELS, FEWEST_PIXELS = 1000, 4
-MOST_POINTS = 600_000  # in a page, which has to be drawn by a browser
+MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
+MOST_POINTS = 600_000  # about as many as there is room for
+MOST_TABLE_ROWS, LONGEST_CELL, LONGEST_SENTENCE = 1000, 200, 1000
 TEMPLATES = Path(__file__).with_name("template")
 MARK = "<!-- A report of loopscope. -->"
-FIRST = 4  # so many charts are open at first
-
-
-@dataclass(frozen=True)
-class ShownRun:
-    """A run with what a page shows of it."""
-
-    label: str
-    run: FoundRun
-    recording: Recording
-    alerts: Sequence[Mapping[str, Any]]
-    problems: Sequence[str]
-
-    @property
-    def treatments(self) -> str:
-        """The treatments in words, empty where there are none."""
-        return self.run.record.treatments_text if self.run.record and self.run.record.treatments else ""
-
-
-def shown_runs(folders: Sequence[Path], most: int) -> list[ShownRun]:
-    """Read the folders of runs; of their records those of at most ``most`` bytes."""
-    found = []
-    for folder, label in zip(folders, run_labels([folder.resolve() for folder in folders]), strict=True):
-        run = look_carefully(folder)
-        recording, (alerts, missing) = read_recording(run, most), read_alerts(folder)
-        problems = [text for text in (run.problem, *recording.problems, missing) if text]
-        found.append(ShownRun(label, run, recording, alerts, problems))
-    return found
+COSTS = ("seconds", "calls", "state_bytes", "peak_bytes")
 
 
 def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> bytes:
     """Return the page, with as many points of each curve as leave it within its size."""
     from plotly.offline import get_plotlyjs
 
-    curves = [shown.recording.curves() for shown in runs]
-    lengths = np.array([len(curve.steps) for of_run in curves for curve in of_run.values()])
-    library, pixels = packed(get_plotlyjs()), MOST_PIXELS
-    while pixels > FEWEST_PIXELS and np.minimum(lengths, 2 * pixels).sum() > MOST_POINTS:
+    parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
+    for name, lines in (("runs", sentences), ("problems", problems)):
+        parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
+    parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
+    told = [{"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts} for of in runs]
+    names = list(dict.fromkeys(name for shown in runs for name in (*shown.points, *shown.lists)))
+    count, pixels = len(names), MOST_PIXELS
+    lengths = [len(values) for shown in runs for _, values in shown.points.values()]
+    while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
         pixels //= 2
-    names = list(dict.fromkeys(name for of_run in curves for name in of_run))
     while True:
-        content = page_content(runs, curves, names, pixels)
-        page = _filled(runs, sentences, title, library, content)
-        if len(page) <= LARGEST_PAGE or (pixels <= FEWEST_PIXELS and not names):
+        data = {
+            "runs": told,
+            "colours": COLOURS,
+            "metrics": metrics_of(names, runs, pixels),
+            "leftOut": count - len(names),
+        }
+        filled = parts | {"data": packed(json.dumps(data, allow_nan=False))}
+        page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
+        if len(page) <= LARGEST_PAGE or not names:
             return page
-        if pixels > FEWEST_PIXELS:
-            pixels //= 2
-        else:
-            names = names[: len(names) // 2]
+        names = names if pixels > FEWEST_PIXELS else names[: len(names) // 2]
+        pixels = max(FEWEST_PIXELS, pixels // 2)
 
 
-def page_content(
-    runs: Sequence[ShownRun], curves: Sequence[Mapping[str, Curve]], names: Sequence[str], pixels: int
-) -> dict[str, Any]:
-    """Return what the scripts of the page draw, in plain values."""
-    infos = explained(names)
-    metrics = []
+def metrics_of(names: Sequence[str], runs: Sequence[ShownRun], pixels: int) -> list[dict[str, Any]]:
+    """Return what the page draws of each metric, in plain values: curves of numbers, maps of lists."""
+    infos, found = explained(names), []
     for name in names:
-        found = [(index, of_run[name]) for index, of_run in enumerate(curves) if name in of_run]
-        info = infos.get(name)
-        about = {"formula": info.formula, "range": info.range, "reading": info.reading} if info else {}
-        metrics.append({"name": name, **about, "curves": [_curve(index, curve, pixels) for index, curve in found]})
-    left_out = len({name for of_run in curves for name in of_run}) - len(names)
-    return {
-        "runs": [
-            {
-                "label": shown.label,
-                "colour": COLOURS[index % len(COLOURS)],
-                "treatments": shown.treatments,
-                "alerts": shown.alerts,
-            }
-            for index, shown in enumerate(runs)
-        ],
-        "metrics": metrics,
-        "first": first_metrics(names),
-        "leftOut": left_out,
-    }
+        curves = [_curve(at, *run.points[name], pixels) for at, run in enumerate(runs) if name in run.points]
+        maps = [_map(at, run.lists[name], pixels) for at, run in enumerate(runs) if name in run.lists]
+        found.append({**infos.get(name, {}), "name": name, "curves": curves, "maps": maps})
+    return found
 
 
-def _curve(index: int, curve: Curve, pixels: int) -> dict[str, Any]:
+def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
+    curve = Curve.of_points(steps, values)
     kept = thinned(curve, pixels)
-    return {
-        "run": index,
-        "steps": [int(step) for step in curve.steps[kept]],
-        "values": [value if math.isfinite(value) else repr(value) for value in curve.values[kept].tolist()],
-        "points": len(curve.steps),
-    }
+    steps, values = [int(step) for step in curve.steps[kept]], _plain(curve.values[kept].tolist())
+    return {"run": index, "steps": steps, "values": values, "points": len(curve.steps)}
+
+
+def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
+    every = math.ceil(len(found.rows) / max(1, pixels // PIXELS_PER_ROW))
+    rows = [_plain([float(f"{value:.4g}") for value in row]) for row in found.rows[::every]]
+    return {"run": index, "steps": found.steps[::every], "rows": rows, "seen": found.seen, "longest": found.longest}
+
+
+def _plain(values: Sequence[float]) -> list[float | str]:
+    return [value if math.isfinite(value) else repr(value) for value in values]
 
 
 def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
@@ -137,49 +107,40 @@ def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
     return np.unique(np.concatenate(kept))
 
 
-def explained(names: Iterable[str]) -> dict[str, MetricInfo]:
-    """Return what the hooks say of their metrics, by full name, as far as hooks of these names are registered."""
-    known = set(HookRegistry.names())
+def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what registered hooks say of their metrics, by full name, and whether a hook is always on."""
+    hooks = {hook.name: hook for hook in HookRegistry}
     tables: dict[str, dict[str, MetricInfo]] = {}
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in names:
         hook, _, metric = name.partition("/")
-        if hook in known and hook not in tables:
-            infos = HookRegistry.get(hook)().describe_metrics()
-            tables[hook] = {info.name.partition("/<")[0]: info for info in infos}
-        while metric and hook in tables:  # a metric of a dict, or of a parameter, is explained as a whole
-            if metric in tables[hook]:
-                found[name] = tables[hook][metric]
-                break
+        if hook in hooks and hook not in tables:
+            tables[hook] = {info.name.partition("/<")[0]: info for info in hooks[hook]().describe_metrics()}
+        while metric and metric not in tables.get(hook, {}):  # what stands in a dict is explained as a whole
             metric = metric.rpartition("/")[0]
+        if metric:
+            found[name] = {**vars(tables[hook][metric]), "first": hooks[hook].always}
     return found
 
 
-def first_metrics(names: Sequence[str]) -> list[str]:
-    """Return the metrics whose charts are open at first: those of hooks that are always on, then the others."""
-    always = {hook.name for hook in HookRegistry if hook.always}
-    return sorted(names, key=lambda name: name.partition("/")[0] not in always)[:FIRST]
+def tables_of(runs: Sequence[ShownRun]) -> str:
+    """Return tables in HTML: in what the runs differ, what hooks cost, and where the runs were trained."""
+    records = {shown.label: shown.run.record for shown in runs if shown.run.record}
+    options = [
+        {**found.config, **{f"hook {name}": of for name, of in found.hooks.items()}} for found in records.values()
+    ]
+    places = side_by_side([found.surroundings for found in records.values()])
+    differ = [row for row in [*side_by_side(options), *places] if any(value != row[1] for value in row[2:])]
+    costs = [(of.label, hook, *map(cost.get, COSTS)) for of in runs for hook, cost in of.costs.items()]
+    differences = table("Differences between the runs", ("option, hook or environment", *records), differ)
+    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
+    return differences + profile + table("Environment", ("", *records), places)
 
 
-def _filled(
-    runs: Sequence[ShownRun], sentences: Sequence[str], title: str, library: str, content: Mapping[str, Any]
-) -> bytes:
-    """Put everything into the page's template; what comes from runs is escaped, or compressed."""
-    parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
-    hooks = {shown.label: listed(list(shown.run.record.hooks)) or "none" for shown in runs if shown.run.record}
-    page = Template(parts["html"]).substitute(
-        mark=MARK,
-        title=text(title),
-        css=parts["css"],
-        js=parts["js"],
-        runs="".join(f"<li>{text(sentence)}</li>" for sentence in sentences),
-        problems="".join(f"<li>{text(problem)}</li>" for problem in problems),
-        hooks=table(("run", "hooks"), hooks.items()),
-        library=library,
-        data=packed(json.dumps(content, allow_nan=False)),
-    )
-    return page.encode("utf-8", "replace")
+def side_by_side(records: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return a row for each name, with its value in each record."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [(name, *(record.get(name, "") for record in records)) for name in names]
 
 
 def packed(content: str) -> str:
@@ -187,17 +148,19 @@ def packed(content: str) -> str:
     return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
 
 
-def text(value: object) -> str:
-    r"""Return any value as text in HTML, without control characters.
+def text(value: object, most: int = LONGEST_CELL) -> str:
+    r"""Return the beginning of any value as text in HTML, without control characters.
 
     >>> text("<script>\0")
     '&lt;script&gt;?'
     """
-    return html.escape("".join(letter if letter.isprintable() else "?" for letter in str(value)))
+    return html.escape("".join(one if one.isprintable() else "?" for one in shortened(str(value), most)))
 
 
-def table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in HTML, or a sentence where it is empty."""
-    body = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table in HTML under its title, or that there is none."""
+    lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:MOST_TABLE_ROWS]]
     head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
-    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>" if body else ""
+    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
+    return f"<section><h2>{text(title)}</h2>{more}{body if lines else '<p>None.</p>'}</section>"

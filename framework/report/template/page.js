@@ -1,5 +1,5 @@
 "use strict";
-const MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000;
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200;
 const at = id => document.getElementById(id);
 // Text of runs becomes part of the page in these two ways only: as a text node, or, in Plotly's labels, escaped.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
@@ -28,6 +28,7 @@ function smoothed(values, points, log) {
 }
 
 function tracesOf(metric) {
+  if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
   const traces = [], odd = [];
   for (const curve of metric.curves) {
     if (state.hidden.has(curve.run)) continue;
@@ -47,6 +48,37 @@ function tracesOf(metric) {
   return traces;
 }
 
+const mapsOf = metric => metric.maps.filter(map => !state.hidden.has(map.run));
+
+// A list of numbers over steps as a map of colours, a run above the other; on logarithmic values colours are powers of ten.
+function mapTrace(map, index) {
+  const value = one => { const found = state.logY ? Math.log10(number(one)) : number(one); return Number.isFinite(found) ? found : null; };
+  const height = Math.max(...map.rows.map(row => row.length));
+  const z = Array.from({length: height}, (_, place) => map.rows.map(row => place < row.length ? value(row[place]) : null));
+  return {type: "heatmap", x: map.steps, z, yaxis: index ? `y${index + 1}` : "y", coloraxis: "coloraxis", name: label(data.runs[map.run].label)};
+}
+
+function mapLayout(metric, layout, axis) {
+  const {yaxis2, ...rest} = layout, maps = mapsOf(metric);
+  maps.forEach((map, index) => {
+    const domain = [index / maps.length, (index + 0.9) / maps.length];
+    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label)}};
+  });
+  return {...rest, hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
+}
+
+// Where a metric that is called phase changes.
+function phases() {
+  const shapes = [];
+  for (const metric of metrics.values()) for (const {run, steps, values} of metric.name.endsWith("/phase") ? metric.curves : []) {
+    for (let index = 1; index < steps.length && !state.hidden.has(run); index++) if (values[index] !== values[index - 1]) shapes.push({
+      type: "line", xref: "x", yref: "paper", x0: steps[index], x1: steps[index], y0: 0, y1: 1, line: {color: data.runs[run].colour, width: 1, dash: "dot"},
+      label: {text: `phase ${values[index]}`, textposition: "end", font: {size: 9}},
+    });
+  }
+  return shapes.slice(0, MOST_SHAPES);
+}
+
 function marks(x, height, symbol, color, text) {
   return {type: "scatter", mode: "markers", yaxis: "y2", x, y: x.map(() => height), text, hoverinfo: "x+text", marker: {symbol, color, size: 9}, showlegend: false};
 }
@@ -55,13 +87,15 @@ function layoutOf(metric) {
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
   const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
   const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
-  return {
+  const layout = {
     margin: {l: 60, r: 10, t: 10, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
     paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
     xaxis: {...axis, title: {text: "step"}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
     yaxis: {...axis, type: state.logY ? "log" : "linear", autorange: true},
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
+    shapes: phases(),
   };
+  return metric.curves.length ? layout : mapLayout(metric, layout, axis);
 }
 
 function chartOf(metric) {
@@ -70,6 +104,7 @@ function chartOf(metric) {
   for (const part of ["formula", "range", "reading"]) if (metric[part]) caption.append(make("p", `${part}: ${metric[part]}`));
   const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
   if (thinner.length) caption.append(make("p", `Drawn are the least and the largest value of every pixel: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
+  for (const map of metric.maps) caption.append(make("p", `${data.runs[map.run].label}: ${map.rows.length} of ${map.seen} lists, the first ${Math.max(...map.rows.map(row => row.length))} of ${map.longest} numbers, to four digits.`));
   const behind = make("details");
   behind.append(make("summary", `Table of ${metric.name}`));
   behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(tableOf(metric)); });
@@ -79,12 +114,13 @@ function chartOf(metric) {
 
 function tableOf(metric) {
   const rows = new Map(), wide = make("div", undefined, {className: "wide"}), table = make("table");
-  metric.curves.forEach((curve, column) => curve.steps.forEach((step, index) => {
-    if (!rows.has(step)) rows.set(step, metric.curves.map(() => ""));
+  const columns = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
+  columns.forEach((curve, column) => curve.steps.forEach((step, index) => {
+    if (!rows.has(step)) rows.set(step, columns.map(() => ""));
     rows.get(step)[column] = String(curve.values[index]);
   }));
   const row = (tag, cells) => { const line = make("tr"); line.append(...cells.map(cell => make(tag, cell))); return line; };
-  table.append(row("th", ["step", ...metric.curves.map(curve => data.runs[curve.run].label)]));
+  table.append(row("th", ["step", ...columns.map(curve => data.runs[curve.run].label)]));
   const steps = [...rows.keys()].sort((one, other) => one - other);
   steps.slice(0, MOST_TABLE_ROWS).forEach(step => table.append(row("td", [String(step), ...rows.get(step)])));
   if (steps.length > MOST_TABLE_ROWS) wide.append(make("p", `The first ${MOST_TABLE_ROWS} of ${steps.length} rows.`));
@@ -191,8 +227,9 @@ at("theme").addEventListener("click", () => {
 async function start() {
   document.head.append(make("script", await unpacked("library")));
   data = JSON.parse(await unpacked("data"));
+  data.runs.forEach((run, index) => { run.colour = data.colours[index % data.colours.length]; });
   metrics = new Map(data.metrics.map(metric => [metric.name, metric]));
-  state.shown = data.first;
+  state.shown = [...data.metrics].sort((one, other) => Boolean(other.first) - Boolean(one.first)).slice(0, FIRST).map(metric => metric.name);
   controls();
   draw();
 }

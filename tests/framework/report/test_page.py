@@ -58,7 +58,8 @@ def test_a_page_explains_metrics_in_the_words_of_their_hooks(both: ReadPage) -> 
     assert by_name["training_metrics/loss"]["formula"].startswith("loss of the step")
     assert "reading" in by_name["training_metrics/evaluation/val_loss"]
     assert all(each["formula"] for name, each in by_name.items() if name.startswith("norms/"))
-    assert both.data["first"][0] == "training_metrics/loss"
+    assert by_name["training_metrics/loss"]["first"]
+    assert not by_name["norms/total_grad_norm"]["first"]
 
 
 def test_a_page_fetches_nothing_and_forbids_the_browser_to(both: ReadPage) -> None:
@@ -154,7 +155,7 @@ def test_damaged_and_empty_runs_are_shown_as_far_as_they_go(tmp_path: Path, caps
     found = reported(folder, empty, broken)
     assert found.curve("m/loss") == {1: 1.0, 2: 2.0}
     assert "only.jsonl cannot be read after 2 emits" in found.text
-    assert "has 2 lines that are no alerts" in found.text
+    assert "has 2 lines more than are shown: no alerts" in found.text
     assert "only (exp/only): is damaged, recorded up to epoch 0, step 2; treatments: none." in found.text
     assert "empty (exp/empty): was killed, or ended without a summary" in found.text
     assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
     (folders[2] / "summary.json").symlink_to("/dev/zero")
     found = reported(*folders)
     assert "it has 1,073,741,824 bytes, and at most 268,435,456 are read" in found.text
-    assert "it has a line of more than 67,108,864 bytes" in found.text
+    assert "a line has more than 67,108,864 bytes" in found.text
     assert "summary.json cannot be read: it is no file" in found.text
 
 
