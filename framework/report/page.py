@@ -37,20 +37,16 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     for name, lines in (("runs", sentences), ("problems", problems)):
         parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
     parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
-    told = [{"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts} for of in runs]
+    described = [{"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts} for of in runs]
+    told: dict[str, Any] = {"runs": described, "colours": COLOURS}
     names = list(dict.fromkeys(name for shown in runs for name in (*shown.points, *shown.lists)))
     count, pixels = len(names), MOST_PIXELS
     lengths = [len(values) for shown in runs for _, values in shown.points.values()]
     while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
         pixels //= 2
     while True:
-        data = {
-            "runs": told,
-            "colours": COLOURS,
-            "metrics": metrics_of(names, runs, pixels),
-            "leftOut": count - len(names),
-        }
-        filled = parts | {"data": packed(json.dumps(data, allow_nan=False))}
+        told |= {"metrics": metrics_of(names, runs, pixels), "leftOut": count - len(names)}
+        filled = parts | {"data": packed(json.dumps(told, allow_nan=False))}
         page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
         if len(page) <= LARGEST_PAGE or not names:
             return page
@@ -71,8 +67,8 @@ def metrics_of(names: Sequence[str], runs: Sequence[ShownRun], pixels: int) -> l
 def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
     curve = Curve.of_points(steps, values)
     kept = thinned(curve, pixels)
-    steps, values = [int(step) for step in curve.steps[kept]], _plain(curve.values[kept].tolist())
-    return {"run": index, "steps": steps, "values": values, "points": len(curve.steps)}
+    drawn = {"steps": [int(step) for step in curve.steps[kept]], "values": _plain(curve.values[kept].tolist())}
+    return {"run": index, **drawn, "points": len(curve.steps)}
 
 
 def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
@@ -154,7 +150,8 @@ def text(value: object, most: int = LONGEST_CELL) -> str:
     >>> text("<script>\0")
     '&lt;script&gt;?'
     """
-    return html.escape("".join(one if one.isprintable() else "?" for one in shortened(str(value), most)))
+    shown = shortened("" if value is None else str(value), most)
+    return html.escape("".join(one if one.isprintable() else "?" for one in shown))
 
 
 def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

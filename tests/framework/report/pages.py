@@ -9,8 +9,7 @@ from typing import Any
 
 from loopscope.cli import main
 
-VOID = {"meta", "input", "br"}
-NUMBERS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+VOID = {"meta", "input"}
 
 
 class ReadPage(HTMLParser):
@@ -25,12 +24,9 @@ class ReadPage(HTMLParser):
         self.scripts: list[str] = []
         self.feed(path.read_text("utf-8"))
         assert self.open == []
-        ids = [attributes.get("id") for attributes in self._of("script")]
-        self.packed = dict(zip(ids, self.scripts, strict=True))
-        self.data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(self.packed["data"])))
-
-    def _of(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
+        ids = [attributes.get("id") for tag, attributes in self.tags if tag == "script"]
+        packed = dict(zip(ids, self.scripts, strict=True))["data"]
+        self.data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -52,10 +48,9 @@ class ReadPage(HTMLParser):
 
     def curve(self, metric: str, run: int = 0) -> dict[int, float]:
         """Return the points of a curve, by step."""
-        (found,) = [each for each in self.data["metrics"] if each["name"] == metric]
-        (curve,) = [curve for curve in found["curves"] if curve["run"] == run]
-        values = [NUMBERS.get(value, value) if isinstance(value, str) else value for value in curve["values"]]
-        return dict(zip(curve["steps"], values, strict=True))
+        found = next(each for each in self.data["metrics"] if each["name"] == metric)
+        curve = next(curve for curve in found["curves"] if curve["run"] == run)
+        return dict(zip(curve["steps"], map(float, curve["values"]), strict=True))
 
 
 def reported(*words: Path | str) -> ReadPage:
