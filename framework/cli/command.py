@@ -32,6 +32,7 @@ from .new import new
 from .options import Experiment, Options, config_of, parse_recorded, parse_run, plain, run_options, wanted_sinks
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
+from .report import report
 
 # The displays of a run by the flags that ask for them.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
@@ -80,7 +81,8 @@ def _dispatch(command: str, *words: str) -> None:
             train_one_of_several()
         return
     commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
-    commands |= dict(compare=compare, run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
+    own = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
+    commands |= dict(compare=compare, report=report) | own
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:

@@ -20,6 +20,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope show RUN         what was run, how it ended, and its metrics
   loopscope plot RUN...      draw metrics of runs against steps
   loopscope compare RUN...   final and best numbers, what differs, and what several seeds tell
+  loopscope report RUN...    write a page with curves and tables of runs, for a browser
   loopscope new KIND NAME    write a hook or an experiment that runs, and its test, for you to change
   loopscope hooks            all hooks, one line each
   loopscope hooks NAME       every metric and option of a hook

@@ -83,14 +83,14 @@ def _path(picture: Picture, options: Mapping[str, Any], mark: str) -> Path:
         name, suffix = "_".join(filter(None, words)), f".{options.get('format', FORMATS[0])}"
         stem = name.encode()[:LONGEST_STEM].decode(errors="ignore")
         path = Path(stem + suffix)
-        if stem != name or not _is_free(path, mark):
+        if stem != name or not is_free(path, mark):
             path = Path(f"{stem}_{mark[-8:]}{suffix}")
-    may_write = _is_free(path, mark) or "overwrite" in options
+    may_write = is_free(path, mark) or "overwrite" in options
     require(may_write, f"{path} is not what this command drew before; --overwrite writes over it, --out names another.")
     return path
 
 
-def _is_free(path: Path, mark: str) -> bool:
+def is_free(path: Path, mark: str) -> bool:
     """Return whether nothing lies at ``path``, or a picture with the mark; raises :class:`UsageError` for no place."""
     there = is_there(path)
     above = next(folder for folder in path.absolute().parents if folder.exists())

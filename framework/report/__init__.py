@@ -1,12 +1,15 @@
-"""What a finished run shows: curves and pictures; only ``drawing.py``, which nothing else needs, imports matplotlib."""
+"""What a finished run shows: curves, pictures, a page; matplotlib and plotly are imported only where one is made."""
 
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
 from .found import FoundRun, find_runs, look_at, read_run
+from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
+from .recording import ShownRun, read_shown
 from .saving import save_picture
 
 __all__ = [
-    "FoundRun", "Look", "Picture", "compare_runs", "differing_parts", "find_runs", "hook_panels", "hook_picture",
-    "look_at", "matcher", "metric_picture", "read_curves", "read_run", "run_labels", "save_picture",
+    "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "differing_parts", "find_runs", "hook_panels",
+    "hook_picture", "look_at", "matcher", "metric_picture", "page_of", "read_curves", "read_run", "read_shown",
+    "run_labels", "save_picture",
 ]

@@ -17,7 +17,7 @@ from tests.docs.markdown import ROOT
 from tests.framework.runs.small_experiment import STEPS_PER_EPOCH, Small, read_json, registered
 
 FILLED = (experiments, sinks, training_hooks)
-COMMANDS = ("run", "resume", "diff", "plot", "new", "replay", "list", "hooks")
+COMMANDS = ("run", "resume", "diff", "plot", "report", "new", "replay", "list", "hooks")
 
 
 @pytest.fixture(autouse=True)

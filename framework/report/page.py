@@ -1,0 +1,163 @@
+"""The page of ``loopscope report``: one file with runs, curves and tables, which fetches nothing."""
+
+import base64
+import gzip
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import shortened
+from ..hooks import HookRegistry, MetricInfo
+from .curves import Curve
+from .panels import COLOURS
+from .recording import Rows, ShownRun
+
+LARGEST_PAGE = 8_000_000
+MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
+MOST_POINTS = 600_000  # about as many as there is room for
+MOST_TABLE_ROWS, LONGEST_CELL, LONGEST_SENTENCE = 1000, 200, 1000
+TEMPLATES = Path(__file__).with_name("template")
+MARK = "<!-- A report of loopscope. -->"
+COSTS = ("seconds", "calls", "state_bytes", "peak_bytes")
+
+
+def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> bytes:
+    """Return the page, with as many points of each curve as leave it within its size."""
+    from plotly.offline import get_plotlyjs
+
+    parts = {name: (TEMPLATES / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    problems = [f"{shown.label}: {problem}" for shown in runs for problem in shown.problems]
+    for name, lines in (("runs", sentences), ("problems", problems)):
+        parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
+    parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
+    described = [{"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts} for of in runs]
+    told: dict[str, Any] = {"runs": described, "colours": COLOURS}
+    names = list(dict.fromkeys(name for shown in runs for name in (*shown.points, *shown.lists)))
+    count, pixels = len(names), MOST_PIXELS
+    lengths = [len(values) for shown in runs for _, values in shown.points.values()]
+    while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
+        pixels //= 2
+    while True:
+        told |= {"metrics": metrics_of(names, runs, pixels), "leftOut": count - len(names)}
+        filled = parts | {"data": packed(json.dumps(told, allow_nan=False))}
+        page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
+        if len(page) <= LARGEST_PAGE or not names:
+            return page
+        names = names if pixels > FEWEST_PIXELS else names[: len(names) // 2]
+        pixels = max(FEWEST_PIXELS, pixels // 2)
+
+
+def metrics_of(names: Sequence[str], runs: Sequence[ShownRun], pixels: int) -> list[dict[str, Any]]:
+    """Return what the page draws of each metric, in plain values: curves of numbers, maps of lists."""
+    infos, found = explained(names), []
+    for name in names:
+        curves = [_curve(at, *run.points[name], pixels) for at, run in enumerate(runs) if name in run.points]
+        maps = [_map(at, run.lists[name], pixels) for at, run in enumerate(runs) if name in run.lists]
+        found.append({**infos.get(name, {}), "name": name, "curves": curves, "maps": maps})
+    return found
+
+
+def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
+    curve = Curve.of_points(steps, values)
+    kept = thinned(curve, pixels)
+    drawn = {"steps": [int(step) for step in curve.steps[kept]], "values": _plain(curve.values[kept].tolist())}
+    return {"run": index, **drawn, "points": len(curve.steps)}
+
+
+def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
+    every = math.ceil(len(found.rows) / max(1, pixels // PIXELS_PER_ROW))
+    rows = [_plain([float(f"{value:.4g}") for value in row]) for row in found.rows[::every]]
+    return {"run": index, "steps": found.steps[::every], "rows": rows, "seen": found.seen, "longest": found.longest}
+
+
+def _plain(values: Sequence[float]) -> list[float | str]:
+    return [value if math.isfinite(value) else repr(value) for value in values]
+
+
+def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
+    """Return which points of a curve to draw on so many pixels: least, largest and not finite ones of each, the ends.
+
+    >>> thinned(Curve.of_points(range(9), [0, 5, 1, 1, 1, 1, 1, -5, 1]), 2).tolist()
+    [0, 1, 4, 7, 8]
+    """
+    count = len(curve.steps)
+    if count <= 2 * pixels:
+        return np.arange(count)
+    places = (curve.steps - curve.steps[0]) / (curve.steps[-1] - curve.steps[0])
+    pixel = np.minimum(places * pixels, pixels - 1).astype(np.intp)
+    finite = np.flatnonzero(curve.finite)
+    order = finite[np.lexsort((curve.values[finite], pixel[finite]))]
+    begins = np.flatnonzero(np.diff(pixel[order], prepend=-1))
+    ends = np.flatnonzero(np.diff(pixel[order], append=pixels))
+    kept = [np.array([0, count - 1]), order[begins], order[ends]]
+    for is_odd in (np.isnan, np.isposinf, np.isneginf):
+        odd = np.flatnonzero(is_odd(curve.values))
+        kept.append(odd[np.unique(pixel[odd], return_index=True)[1]])
+    return np.unique(np.concatenate(kept))
+
+
+def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what registered hooks say of their metrics, by full name, and whether a hook is always on."""
+    hooks = {hook.name: hook for hook in HookRegistry}
+    tables: dict[str, dict[str, MetricInfo]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        hook, _, metric = name.partition("/")
+        if hook in hooks and hook not in tables:
+            tables[hook] = {info.name.partition("/<")[0]: info for info in hooks[hook]().describe_metrics()}
+        while metric and metric not in tables.get(hook, {}):  # what stands in a dict is explained as a whole
+            metric = metric.rpartition("/")[0]
+        if metric:
+            found[name] = {**vars(tables[hook][metric]), "first": hooks[hook].always}
+    return found
+
+
+def tables_of(runs: Sequence[ShownRun]) -> str:
+    """Return tables in HTML: in what the runs differ, what hooks cost, and where the runs were trained."""
+    records = {shown.label: shown.run.record for shown in runs if shown.run.record}
+    options = [
+        {**found.config, **{f"hook {name}": of for name, of in found.hooks.items()}} for found in records.values()
+    ]
+    places = side_by_side([found.surroundings for found in records.values()])
+    differ = [row for row in [*side_by_side(options), *places] if any(value != row[1] for value in row[2:])]
+    costs = [(of.label, hook, *map(cost.get, COSTS)) for of in runs for hook, cost in of.costs.items()]
+    differences = table("Differences between the runs", ("option, hook or environment", *records), differ)
+    profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
+    return differences + profile + table("Environment", ("", *records), places)
+
+
+def side_by_side(records: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return a row for each name, with its value in each record."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [(name, *(record.get(name, "") for record in records)) for name in names]
+
+
+def packed(content: str) -> str:
+    """Compress a text into letters that mean nothing to HTML."""
+    return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
+
+
+def text(value: object, most: int = LONGEST_CELL) -> str:
+    r"""Return the beginning of any value as text in HTML, without control characters.
+
+    >>> text("<script>\0")
+    '&lt;script&gt;?'
+    """
+    shown = shortened("" if value is None else str(value), most)
+    return html.escape("".join(one if one.isprintable() else "?" for one in shown))
+
+
+def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table in HTML under its title, or that there is none."""
+    lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:MOST_TABLE_ROWS]]
+    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
+    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
+    return f"<section><h2>{text(title)}</h2>{more}{body if lines else '<p>None.</p>'}</section>"

@@ -1,0 +1,129 @@
+"""What a page shows of a run's folder: sizes are looked at first, and what is damaged is read as far as it goes."""
+
+import json
+import operator
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..durable_files import is_there, read_json
+from ..errors import LONGEST_TEXT, UsageError, require, shortened
+from ..hooks import ALERTS
+from ..runs import CONFIG, SUMMARY, Record, pass_on
+from .curves import NUMBERS, record_of, series_in
+from .found import FoundRun, look_at
+
+LARGEST_FILE, LONGEST_LINE = 16 * 2**20, 64 * 2**20  # bytes of a JSON file, and of a line of a record
+MOST_METRICS, MOST_ALERTS = 20_000, 1000
+MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
+
+
+@dataclass
+class Rows:
+    """A list of numbers over steps: of too many rows every second is dropped, again and again."""
+
+    steps: list[int] = field(default_factory=list)
+    rows: list[list[float]] = field(default_factory=list)
+    seen: int = 0
+    longest: int = 0
+    stride: int = 1
+
+    def add(self, step: int, row: Sequence[float]) -> None:
+        """Take the next row."""
+        if self.seen % self.stride == 0:
+            self.steps.append(step)
+            self.rows.append([float(value) for value in row[:MOST_COLUMNS]])
+        self.seen, self.longest = self.seen + 1, max(self.longest, len(row))
+        if len(self.rows) > MOST_ROWS:
+            self.steps, self.rows, self.stride = self.steps[::2], self.rows[::2], self.stride * 2
+
+
+@dataclass
+class ShownRun:
+    """A run with what a page shows of it, and in sentences what is missing."""
+
+    label: str
+    run: FoundRun
+    points: dict[str, tuple["array[float]", "array[float]"]] = field(default_factory=dict)  # steps and values
+    lists: dict[str, Rows] = field(default_factory=dict)
+    last: tuple[int, int] | None = None  # epoch and step of the last emit
+    left_out: int = 0  # values of metrics beyond the most that are read
+    alerts: list[Mapping[str, Any]] = field(default_factory=list)
+    costs: Mapping[str, Any] = field(default_factory=dict)  # by hook
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def treatments(self) -> str:
+        """The treatments in words, empty where there are none."""
+        return self.run.record.treatments_text if self.run.record and self.run.record.treatments else ""
+
+    def take(self, emit: Record) -> None:
+        """Add the metrics of an emit."""
+        for name, steps, values in series_in(emit.step, emit.metrics):
+            is_new = name not in self.points and name not in self.lists
+            if is_new and len(self.points) + len(self.lists) >= MOST_METRICS:
+                self.left_out += len(steps)
+            elif type(values[0]) in NUMBERS:
+                at, known = self.points.setdefault(name, (array("d"), array("d")))
+                at.extend([float(operator.index(step)) for step in steps])
+                known.extend(map(float, values))
+            elif isinstance(values[0], list) and values[0] and NUMBERS.issuperset(map(type, values[0])):
+                self.lists.setdefault(name, Rows()).add(operator.index(steps[0]), values[0])
+        self.last = emit.epoch, emit.step
+
+
+def read_shown(folder: Path, label: str, most: int) -> ShownRun:
+    """Read what may be a stranger's run; a record of more than ``most`` bytes is not read."""
+    problems: list[str] = []
+    with _noted(problems):
+        for name in (CONFIG, SUMMARY):
+            _check_size(folder / name, LARGEST_FILE)
+    shown = ShownRun(label, FoundRun(folder, "damaged") if problems else look_at(folder), problems=problems)
+    problems += [shown.run.problem] if shown.run.problem else []
+    if shown.run.record is not None:
+        with _noted(problems):
+            sink, path = record_of(folder, shown.run.record.strategy)
+            _check_size(path, most)
+            with path.open("rb") as file:
+                longest = max(map(len, iter(partial(file.readline, LONGEST_LINE + 1), b"")), default=0)
+            require(longest <= LONGEST_LINE, f"{path} was not read: a line has more than {LONGEST_LINE:,} bytes.")
+            pass_on(path, sink.read(path), shown.take)
+    if shown.left_out:
+        problems.append(f"{shown.left_out:,} values were left out, of metrics after the first {MOST_METRICS:,}.")
+    with _noted(problems):
+        _read_alerts(shown, folder / ALERTS)
+    if shown.run.summary and isinstance(costs := read_json(folder / SUMMARY).get("hook_profile"), dict):
+        shown.costs = {name: cost for name, cost in costs.items() if isinstance(cost, dict)}
+    return shown
+
+
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UsageError) as error:
+        problems.append(str(error))
+
+
+def _check_size(path: Path, most: int) -> None:
+    """Raise :class:`UsageError` for something that is no file, and for a file of more than ``most`` bytes."""
+    if is_there(path):
+        require(path.is_file(), f"{path} cannot be read: it is no file.")
+        size = path.stat().st_size
+        require(size <= most, f"{path} was not read: it has {size:,} bytes, and at most {most:,} are read.")
+
+
+def _read_alerts(shown: ShownRun, path: Path) -> None:
+    _check_size(path, LARGEST_FILE)
+    lines = path.read_bytes().splitlines() if is_there(path) else []
+    for line in lines[:MOST_ALERTS]:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            alert = json.loads(line)
+            texts = {name: shortened(str(alert[name]), LONGEST_TEXT) for name in ("hook", "metric", "sentence")}
+            shown.alerts.append({"step": operator.index(alert["step"]), **texts})
+    missing = len(lines) - len(shown.alerts)
+    require(not missing, f"{path} has {missing:,} lines more than are shown: no alerts, or more than {MOST_ALERTS:,}.")

@@ -1,0 +1,236 @@
+"use strict";
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200;
+const at = id => document.getElementById(id);
+// Text of runs becomes part of the page in these two ways only: as a text node, or, in Plotly's labels, escaped.
+const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
+const label = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const number = value => typeof value === "number" ? value : {"nan": NaN, "inf": Infinity, "-inf": -Infinity}[value];
+const state = {shown: [], hidden: new Set(), logX: false, logY: false, smooth: 1, range: null};
+const charts = new Map();  // names of metrics with their figures
+let data, metrics, busy = false;
+
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(at(id).textContent), letter => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+// The mean of the finite values of as many points before each point as after it; on a logarithmic axis the geometric one.
+function smoothed(values, points, log) {
+  const half = Math.floor(points / 2);
+  return values.map((value, index) => {
+    if (!Number.isFinite(value)) return value;
+    const reach = Math.min(half, index, values.length - 1 - index);
+    const near = values.slice(index - reach, index + reach + 1).filter(one => Number.isFinite(one) && (!log || one > 0));
+    if (!near.length) return value;
+    const sum = near.reduce((before, one) => before + (log ? Math.log(one) : one), 0) / near.length;
+    return log ? Math.exp(sum) : sum;
+  });
+}
+
+function tracesOf(metric) {
+  if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
+  const traces = [], odd = [];
+  for (const curve of metric.curves) {
+    if (state.hidden.has(curve.run)) continue;
+    const run = data.runs[curve.run], values = curve.values.map(number);
+    const line = {color: run.colour, width: 1.6, dash: run.treatments ? "dash" : "solid"};
+    const finite = values.map(value => Number.isFinite(value) ? value : null);
+    const trace = {type: "scatter", mode: curve.steps.length > 60 ? "lines" : "lines+markers", x: curve.steps, line, name: label(run.label), marker: {size: 4}};
+    if (state.smooth > 1) {
+      traces.push({...trace, y: finite, opacity: 0.25, hoverinfo: "skip"});
+      traces.push({...trace, y: smoothed(values, state.smooth, state.logY).map(value => Number.isFinite(value) ? value : null)});
+    } else traces.push({...trace, y: finite});
+    values.forEach((value, index) => Number.isFinite(value) || odd.push([curve.steps[index], value, run]));
+    const alerts = run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
+    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.sentence}`))));
+  }
+  if (odd.length) traces.push(marks(odd.map(one => one[0]), 0.02, "x", odd.map(one => one[2].colour), odd.map(one => label(`${one[2].label}: ${one[1]}`))));
+  return traces;
+}
+
+const mapsOf = metric => metric.maps.filter(map => !state.hidden.has(map.run));
+
+// A list of numbers over steps as a map of colours, a run above the other; on logarithmic values colours are powers of ten.
+function mapTrace(map, index) {
+  const value = one => { const found = state.logY ? Math.log10(number(one)) : number(one); return Number.isFinite(found) ? found : null; };
+  const height = Math.max(...map.rows.map(row => row.length));
+  const z = Array.from({length: height}, (_, place) => map.rows.map(row => place < row.length ? value(row[place]) : null));
+  return {type: "heatmap", x: map.steps, z, yaxis: index ? `y${index + 1}` : "y", coloraxis: "coloraxis", name: label(data.runs[map.run].label)};
+}
+
+function mapLayout(metric, layout, axis) {
+  const {yaxis2, ...rest} = layout, maps = mapsOf(metric);
+  maps.forEach((map, index) => {
+    const domain = [index / maps.length, (index + 0.9) / maps.length];
+    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label)}};
+  });
+  return {...rest, hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
+}
+
+// Where a metric that is called phase changes.
+function phases() {
+  const shapes = [];
+  for (const metric of metrics.values()) for (const {run, steps, values} of metric.name.endsWith("/phase") ? metric.curves : []) {
+    for (let index = 1; index < steps.length && !state.hidden.has(run); index++) if (values[index] !== values[index - 1]) shapes.push({
+      type: "line", xref: "x", yref: "paper", x0: steps[index], x1: steps[index], y0: 0, y1: 1, line: {color: data.runs[run].colour, width: 1, dash: "dot"},
+      label: {text: `phase ${values[index]}`, textposition: "end", font: {size: 9}},
+    });
+  }
+  return shapes.slice(0, MOST_SHAPES);
+}
+
+function marks(x, height, symbol, color, text) {
+  return {type: "scatter", mode: "markers", yaxis: "y2", x, y: x.map(() => height), text, hoverinfo: "x+text", marker: {symbol, color, size: 9}, showlegend: false};
+}
+
+function layoutOf(metric) {
+  const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
+  const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
+  const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
+  const layout = {
+    margin: {l: 60, r: 10, t: 10, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
+    paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
+    xaxis: {...axis, title: {text: "step"}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
+    yaxis: {...axis, type: state.logY ? "log" : "linear", autorange: true},
+    yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
+    shapes: phases(),
+  };
+  return metric.curves.length ? layout : mapLayout(metric, layout, axis);
+}
+
+function chartOf(metric) {
+  const figure = make("figure"), caption = make("figcaption"), plot = make("div", undefined, {className: "plot"});
+  caption.append(make("h3", metric.name));
+  for (const part of ["formula", "range", "reading"]) if (metric[part]) caption.append(make("p", `${part}: ${metric[part]}`));
+  const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
+  if (thinner.length) caption.append(make("p", `Drawn are the least and the largest value of every pixel: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
+  for (const map of metric.maps) caption.append(make("p", `${data.runs[map.run].label}: ${map.rows.length} of ${map.seen} lists, the first ${Math.max(...map.rows.map(row => row.length))} of ${map.longest} numbers, to four digits.`));
+  const behind = make("details");
+  behind.append(make("summary", `Table of ${metric.name}`));
+  behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(tableOf(metric)); });
+  figure.append(caption, plot, behind);
+  return {figure, plot, metric, isNew: true};
+}
+
+function tableOf(metric) {
+  const rows = new Map(), wide = make("div", undefined, {className: "wide"}), table = make("table");
+  const columns = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
+  columns.forEach((curve, column) => curve.steps.forEach((step, index) => {
+    if (!rows.has(step)) rows.set(step, columns.map(() => ""));
+    rows.get(step)[column] = String(curve.values[index]);
+  }));
+  const row = (tag, cells) => { const line = make("tr"); line.append(...cells.map(cell => make(tag, cell))); return line; };
+  table.append(row("th", ["step", ...columns.map(curve => data.runs[curve.run].label)]));
+  const steps = [...rows.keys()].sort((one, other) => one - other);
+  steps.slice(0, MOST_TABLE_ROWS).forEach(step => table.append(row("td", [String(step), ...rows.get(step)])));
+  if (steps.length > MOST_TABLE_ROWS) wide.append(make("p", `The first ${MOST_TABLE_ROWS} of ${steps.length} rows.`));
+  wide.append(table);
+  return wide;
+}
+
+function draw() {
+  for (const [name, chart] of charts) if (!state.shown.includes(name)) { Plotly.purge(chart.plot); chart.figure.remove(); charts.delete(name); }
+  for (const name of state.shown) {
+    const metric = metrics.get(name);
+    if (!charts.has(name)) charts.set(name, chartOf(metric));
+    const chart = charts.get(name);
+    if (!chart.figure.isConnected) at("charts").append(chart.figure);
+    Plotly.react(chart.plot, tracesOf(metric), layoutOf(metric), {responsive: true, displaylogo: false});
+    if (chart.isNew) listen(chart);
+    chart.isNew = false;
+  }
+  const left = data.leftOut ? ` ${data.leftOut} metrics did not fit into the page.` : "";
+  at("state").textContent = (metrics.size ? `${state.shown.length} of ${metrics.size} metrics are shown.` : "There are no curves.") + left;
+}
+
+// What happens in one chart happens in all: hovering and zooming over the steps.
+function listen(chart) {
+  const others = () => [...charts.values()].filter(other => other !== chart).map(other => other.plot);
+  chart.plot.on("plotly_hover", event => others().forEach(plot => Plotly.Fx.hover(plot, {xval: event.xvals ? event.xvals[0] : event.points[0].x}, ["xy"])));
+  chart.plot.on("plotly_unhover", () => others().forEach(plot => Plotly.Fx.unhover(plot)));
+  chart.plot.on("plotly_relayout", event => {
+    const range = [event["xaxis.range[0]"], event["xaxis.range[1]"]];
+    if (busy || (range[0] === undefined && !event["xaxis.autorange"])) return;
+    zoom(range[0] === undefined ? null : range.map(step => state.logX ? 10 ** step : Number(step)), chart);
+  });
+}
+
+function zoom(range) {
+  state.range = range;
+  at("from").value = range ? Math.round(range[0]) : "";
+  at("to").value = range ? Math.round(range[1]) : "";
+  busy = true;
+  const changes = [...charts.values()].map(({plot, metric}) => Plotly.relayout(plot, {xaxis: layoutOf(metric).xaxis}));
+  Promise.all(changes).finally(() => { busy = false; });
+}
+
+function box(text, checked, change) {
+  const line = make("label"), input = make("input", undefined, {type: "checkbox", checked});
+  input.addEventListener("change", () => change(input.checked));
+  line.append(input, make("span", ` ${text}`));
+  return {line, input};
+}
+
+function show(name, isShown) {
+  state.shown = state.shown.filter(other => other !== name);
+  if (isShown) state.shown = [...state.shown, name].slice(-MOST_CHARTS);
+  draw();
+  for (const {input, name: other} of boxes) input.checked = state.shown.includes(other);
+}
+
+const boxes = [];
+function controls() {
+  data.runs.forEach((run, index) => {
+    const {line} = box(run.treatments ? `${run.label} (treated: ${run.treatments})` : run.label, true, isShown => { state.hidden[isShown ? "delete" : "add"](index); draw(); });
+    const swatch = make("span", undefined, {className: "swatch"});
+    swatch.style.background = run.colour;
+    line.insertBefore(swatch, line.lastChild);
+    at("shown-runs").append(line);
+  });
+  const groups = new Map();
+  for (const name of metrics.keys()) {
+    const hook = name.split("/")[0];
+    if (!groups.has(hook)) {
+      const group = make("details", undefined, {open: state.shown.some(shown => shown.split("/")[0] === hook)});
+      group.append(make("summary", hook));
+      groups.set(hook, group);
+      at("metrics").append(group);
+    }
+    const {line, input} = box(name, state.shown.includes(name), isShown => show(name, isShown));
+    groups.get(hook).append(line);
+    boxes.push({line, input, name});
+  }
+  const on = (id, kind, change) => at(id).addEventListener(kind, change);
+  on("controls", "submit", event => event.preventDefault());
+  on("log-x", "change", event => { state.logX = event.target.checked; draw(); });
+  on("log-y", "change", event => { state.logY = event.target.checked; draw(); });
+  on("smooth", "change", event => { state.smooth = Math.max(1, Math.min(501, Number(event.target.value) || 1)); draw(); });
+  const bounds = () => { const [from, to] = [Number(at("from").value), Number(at("to").value)]; if (to > from) zoom([from, to]); };
+  on("from", "change", bounds);
+  on("to", "change", bounds);
+  on("whole", "click", () => zoom(null));
+  on("none", "click", () => { state.shown = []; boxes.forEach(({input}) => { input.checked = false; }); draw(); });
+  on("find", "input", event => {
+    const words = event.target.value.toLowerCase().split(/\s+/);
+    boxes.forEach(({line, name}) => { line.hidden = !words.every(word => name.toLowerCase().includes(word)); });
+    for (const group of groups.values()) group.open = true;
+  });
+  at("controls").hidden = false;
+}
+
+at("theme").addEventListener("click", () => {
+  const dark = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
+  if (data) draw();
+});
+
+async function start() {
+  document.head.append(make("script", await unpacked("library")));
+  data = JSON.parse(await unpacked("data"));
+  data.runs.forEach((run, index) => { run.colour = data.colours[index % data.colours.length]; });
+  metrics = new Map(data.metrics.map(metric => [metric.name, metric]));
+  state.shown = [...data.metrics].sort((one, other) => Boolean(other.first) - Boolean(one.first)).slice(0, FIRST).map(metric => metric.name);
+  controls();
+  draw();
+}
+start().catch(error => { at("state").textContent = `The curves cannot be drawn: ${error}`; });

@@ -1,0 +1,60 @@
+"""Pages of ``loopscope report`` for tests: written by the command, and read back without a browser."""
+
+import base64
+import gzip
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from loopscope.cli import main
+
+VOID = {"meta", "input"}
+
+
+class ReadPage(HTMLParser):
+    """A page as a browser takes it apart: tags with attributes, text outside of scripts, what lies packed in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.size = path.stat().st_size
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.said: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(path.read_text("utf-8"))
+        assert self.open == []
+        ids = [attributes.get("id") for tag, attributes in self.tags if tag == "script"]
+        packed = dict(zip(ids, self.scripts, strict=True))["data"]
+        self.data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that stands on the page."""
+        return " ".join(" ".join(self.said).split())
+
+    def curve(self, metric: str, run: int = 0) -> dict[int, float]:
+        """Return the points of a curve, by step."""
+        found = next(each for each in self.data["metrics"] if each["name"] == metric)
+        curve = next(curve for curve in found["curves"] if curve["run"] == run)
+        return dict(zip(curve["steps"], map(float, curve["values"]), strict=True))
+
+
+def reported(*words: Path | str) -> ReadPage:
+    """Write the page of runs beside them, and read it."""
+    path = Path(words[0]).parent / "page.html"
+    assert main(["report", *map(str, words), "-o", str(path), "--overwrite"]) == 0
+    return ReadPage(path)

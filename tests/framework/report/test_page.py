@@ -1,0 +1,212 @@
+"""``loopscope report``: the page holds what the records hold, whatever these are; no browser has opened it here."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loopscope.cli import main
+from loopscope.hooks import ALERTS, HookPoint, Series
+from loopscope.report import look_at, page
+from loopscope.report.curves import Curve
+from loopscope.report.page import LARGEST_PAGE, thinned
+
+from tests.framework.report.pages import ReadPage, reported
+from tests.framework.report.plotted import curve_record, record
+from tests.framework.runs.small_experiment import session
+
+BAD = "</script><script>alert(1)</script><b>"
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two strategies, one of them with a treatment, and return the folder of the experiment."""
+    folder = tmp_path_factory.mktemp("finished")
+    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def both(finished: Path) -> ReadPage:
+    return reported(finished)
+
+
+def test_a_page_has_every_number_of_the_records(finished: Path, both: ReadPage) -> None:
+    for index, strategy in enumerate(("clipped", "plain")):
+        points: dict[str, dict[int, float]] = {}
+        for _, step, _, name, value in look_at(finished / strategy).points:
+            points.setdefault(name, {})[step] = value
+        shown = {each["name"] for each in both.data["metrics"] if index in [curve["run"] for curve in each["curves"]]}
+        assert shown == points.keys()
+        assert all(both.curve(name, index) == points[name] for name in points)
+
+
+def test_a_page_says_what_the_runs_were_and_how_they_ended(both: ReadPage) -> None:
+    assert "clipped (small/clipped): ran to the cap after 5 epochs, 15 steps" in both.text
+    assert "treatments: grad_clip (gradients)" in both.text
+    assert "treatments: none" in both.text
+    assert [run["treatments"] for run in both.data["runs"]] == ["grad_clip (gradients)", ""]
+
+
+def test_a_page_explains_metrics_in_the_words_of_their_hooks(both: ReadPage) -> None:
+    by_name = {each["name"]: each for each in both.data["metrics"]}
+    assert by_name["training_metrics/loss"]["formula"].startswith("loss of the step")
+    assert "reading" in by_name["training_metrics/evaluation/val_loss"]
+    assert all(each["formula"] for name, each in by_name.items() if name.startswith("norms/"))
+    assert by_name["training_metrics/loss"]["first"]
+    assert not by_name["norms/total_grad_norm"]["first"]
+
+
+def test_a_page_fetches_nothing_and_forbids_the_browser_to(both: ReadPage) -> None:
+    (policy,) = [found["content"] for _, found in both.tags if found.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'unsafe-inline'")
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in both.tags}
+    assert not [found for _, found in both.tags if {"src", "href", "action"} & found.keys()]
+    assert [tag for tag, _ in both.tags].count("label") == [tag for tag, _ in both.tags].count("input") > 5
+
+
+def test_names_and_texts_of_others_are_text_on_the_page(tmp_path: Path) -> None:
+    folder = record(tmp_path, [(1, {f"{BAD}/loss": 1.0, "m/loss": 2.0})])
+    content = {
+        "experiment": "<script>",
+        "strategy": "only",
+        "treatments": {"<i>": ["<b>\x1b"]},
+        "hooks": {BAD[9:20]: {}},
+    }
+    (folder / "experiment_config.json").write_text(json.dumps({"config": {}, **content}))
+    (folder / ALERTS).write_text(json.dumps({"epoch": 0, "step": 1, "hook": "m", "metric": "loss", "sentence": BAD}))
+    found = reported(folder)
+    assert [tag for tag, _ in found.tags].count("script") == 3
+    assert not {"b", "i"} & {tag for tag, _ in found.tags}
+    assert "(<script>/only): " in found.text
+    assert "treatments: <i> (<b>?)" in found.text
+    assert found.curve(f"{BAD}/loss") == {1: 1.0}
+    assert found.data["runs"][0]["alerts"][0]["sentence"] == BAD
+
+
+def test_values_that_are_not_finite_and_metrics_of_one_run_are_there(tmp_path: Path) -> None:
+    folders = [curve_record(tmp_path, [NAN] * 3), curve_record(tmp_path, [1.0, -INF, INF], strategy="other")]
+    record(tmp_path, [(4, {"m/alone": 4})], strategy="third")
+    found = reported(*folders, tmp_path / "exp/third")
+    assert [math.isnan(value) for value in found.curve("m/loss").values()] == [True] * 3
+    assert found.curve("m/loss", 1) == {1: 1.0, 2: -INF, 3: INF}
+    assert found.curve("m/alone", 2) == {4: 4}
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=200), st.integers(1, 20))
+def test_thinning_keeps_the_ends_and_the_extremes_and_what_is_not_finite(values: list[float], pixels: int) -> None:
+    curve = Curve.of_points(range(len(values)), values)
+    kept = thinned(curve, pixels)
+    assert {0, len(values) - 1} <= set(kept.tolist())
+    assert len(kept) <= 5 * pixels + 2
+    finite, left = curve.values[curve.finite], curve.values[kept]
+    if len(finite):
+        assert (finite.min(), finite.max()) == (left[np.isfinite(left)].min(), left[np.isfinite(left)].max())
+    for odd in (np.isnan, np.isposinf, np.isneginf):
+        assert odd(curve.values).any() == odd(left).any()
+
+
+def test_a_page_of_a_long_run_is_small_and_keeps_its_spike(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=200_000)
+    values[123_456] = 99.0
+    emits = [(200_000, {f"m/{name}": Series(list(range(1, 200_001)), values.tolist()) for name in "ab"})]
+    found = reported(record(tmp_path, emits, point=HookPoint.POST_STEP))
+    curve = found.curve("m/a")
+    assert curve[123_457] == 99.0
+    assert (len(curve) < 2500, found.data["metrics"][0]["curves"][0]["points"]) == (True, 200_000)
+    assert found.size < LARGEST_PAGE
+
+
+def test_two_thousand_metrics_fit_into_a_page(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(50, 2000))
+    emits = [(step, {f"m/metric-{index}": value for index, value in enumerate(row)}) for step, row in enumerate(values)]
+    found = reported(record(tmp_path, emits))
+    assert (len(found.data["metrics"]), found.data["leftOut"]) == (2000, 0)
+    assert found.size < LARGEST_PAGE
+
+
+def test_what_is_too_much_for_a_page_is_left_out_and_counted(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(page, "LARGEST_PAGE", 2_100_000)
+    rows = np.random.default_rng(0).normal(size=(8, 2000))
+    emits = [(step, {f"m/{index}": value for index, value in enumerate(row)}) for step, row in enumerate(rows)]
+    found = reported(record(tmp_path, emits))
+    assert found.size < 2_100_000
+    assert 0 < len(found.data["metrics"]) == 2000 - found.data["leftOut"]
+
+
+def test_damaged_and_empty_runs_are_shown_as_far_as_they_go(tmp_path: Path, capsys) -> None:
+    folder, empty = curve_record(tmp_path, [1.0, 2.0]), record(tmp_path, [], strategy="empty")
+    with (folder / "only.jsonl").open("a") as file:
+        file.write("{]\n")
+    (folder / "summary.json").write_text("[]")
+    (folder / ALERTS).write_text('{"epoch": 0}\nnothing\n')
+    broken = shutil.copytree(folder, tmp_path / "exp/broken")
+    (broken / "experiment_config.json").write_text("{")
+    found = reported(folder, empty, broken)
+    assert found.curve("m/loss") == {1: 1.0, 2: 2.0}
+    assert "only.jsonl cannot be read after 2 emits" in found.text
+    assert "has 2 lines more than are shown: no alerts" in found.text
+    assert "only (exp/only): is damaged, recorded up to epoch 0, step 2; treatments: none." in found.text
+    assert "empty (exp/empty): was killed, or ended without a summary" in found.text
+    assert "experiment_config.json cannot be read: it is not JSON" in capsys.readouterr().out
+
+
+def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
+    record(tmp_path, [(1, {"m/loss": 1.0})])
+    folders = [shutil.copytree(tmp_path / "exp/only", tmp_path / "exp" / name) for name in ("large", "line", "endless")]
+    with (folders[0] / "only.jsonl").open("ab") as file:
+        file.truncate(2**30)  # without bytes on the disk
+    (folders[1] / "only.jsonl").write_bytes(b"1" * (65 * 2**20))
+    (folders[2] / "summary.json").symlink_to("/dev/zero")
+    found = reported(*folders)
+    assert "it has 1,073,741,824 bytes, and at most 268,435,456 are read" in found.text
+    assert "a line has more than 67,108,864 bytes" in found.text
+    assert "summary.json cannot be read: it is no file" in found.text
+
+
+def test_lists_are_maps_of_which_every_second_row_is_dropped(tmp_path: Path) -> None:
+    emits = [(step, {"m/spectrum": [float(step), 0.123456, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
+    found = reported(record(tmp_path, emits)).data["metrics"]
+    (spectrum,) = found[0]["maps"]
+    assert ([each["name"] for each in found], found[0]["curves"]) == (["m/spectrum"], [])
+    assert (spectrum["steps"], spectrum["seen"], spectrum["longest"]) == (list(range(0, 500, 4)), 500, 300)
+    assert [row[:3] for row in spectrum["rows"]] == [[step, 0.1235, "nan"] for step in spectrum["steps"]]
+
+
+def test_tables_tell_differences_environment_and_costs(tmp_path: Path, finished: Path) -> None:
+    folders = [shutil.copytree(finished / "plain", tmp_path / name) for name in "ab"]
+    config, summary = (
+        json.loads((folders[1] / name).read_text()) for name in ("experiment_config.json", "summary.json")
+    )
+    config["config"]["lr"], summary["hook_profile"] = 0.5, {"norms": {"calls": 7}}
+    (folders[1] / "experiment_config.json").write_text(json.dumps(config))
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    found = reported(*folders).text
+    differences, costs, environment = re.split("Cost by hook, of runs with --profile-hooks|Environment", found)[:3]
+    assert differences.rpartition("Differences between the runs")[2].split()[-3:] == ["lr", "0.01", "0.5"]
+    assert costs.split()[-3:] == ["b", "norms", "7"]
+    assert "torch" in environment
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "loopscope report needs RUN"),
+        (["{run}", "-o", "page.pdf"], "it must end in .html"),
+        (["{run}", "--most-mib", "0"], "--most-mib is 0"),
+        (["{run}", "-o", "mine.html"], "mine.html is no report; --overwrite writes over it"),
+        (["nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, sentence: str, finished: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.html").write_text("mine")
+    assert main(["report", *(word.format(run=finished) for word in words)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.html"]
