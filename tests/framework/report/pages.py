@@ -9,8 +9,6 @@ from typing import Any
 
 from loopscope.cli import main
 
-VOID = {"meta", "input"}
-
 
 class ReadPage(HTMLParser):
     """A page as a browser takes it apart: tags with attributes, text outside of scripts, what lies packed in it."""
@@ -30,7 +28,7 @@ class ReadPage(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        self.open += [] if tag in VOID else [tag]
+        self.open += [] if tag in ("meta", "input") else [tag]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -43,11 +41,9 @@ class ReadPage(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that stands on the page."""
         return " ".join(" ".join(self.said).split())
 
     def curve(self, metric: str, run: int = 0) -> dict[int, float]:
-        """Return the points of a curve, by step."""
         found = next(each for each in self.data["metrics"] if each["name"] == metric)
         curve = next(curve for curve in found["curves"] if curve["run"] == run)
         return dict(zip(curve["steps"], map(float, curve["values"]), strict=True))
