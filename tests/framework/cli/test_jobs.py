@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from loopscope import sinks, training_hooks
 from loopscope.checkpoints import checkpoints_in, is_locked
 from loopscope.cli import main
@@ -77,6 +78,7 @@ def test_ctrl_c_stops_all_with_checkpoints_from_which_each_goes_on_to_the_same_e
     assert rows_and_weights(runs[1]) == rows_and_weights(alone(tmp_path / "alone", "--seed", "1", "--epochs", "40"))
 
 
+@pytest.mark.slow
 def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
     process = training(tmp_path)
     process.kill()
@@ -87,6 +89,7 @@ def test_no_run_outlives_the_command_that_was_killed(tmp_path: Path) -> None:
     assert [read_json(run / "summary.json")["status"] for run in runs] == ["interrupted"] * 2
 
 
+@pytest.mark.slow
 def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
     process = begun(tmp_path, "--hooks", "fourier", "--seed", "0", "1", "--jobs", "2")
     output, _ = process.communicate(timeout=60)
