@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..isolation import borrowed_for_evaluation
 from ..state import LoopState, accumulate, joint_norm, whole
 from ..training import TrainingTask
 from .hook_set import HookSet
@@ -98,12 +97,7 @@ class Driver:
 
     def evaluate(self) -> None:
         """Run the task's evaluation in eval mode, isolated from the run."""
-
-        def in_eval_mode() -> dict[str, float]:
-            with borrowed_for_evaluation(self.task.model):
-                return self.task.evaluate(self.task.model)
-
-        self.evaluated(self.manager.isolated("evaluation", in_eval_mode))
+        self.evaluated(self.manager.in_eval_mode("evaluation", self.task.evaluate))
 
     def evaluated(self, numbers: Mapping[str, float]) -> None:
         """Note the numbers of an evaluation, which hooks are shown until the next step."""

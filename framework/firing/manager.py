@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+from torch import nn
 
 from ..data import Batch, first_batch, lent
 from ..errors import RunNotice, UsageError, require
@@ -26,7 +27,7 @@ from ..hooks import (
     treatments,
     without_duplicates,
 )
-from ..isolation import Call, Isolation, Snapshot, borrowed_extras
+from ..isolation import Call, Isolation, Snapshot, borrowed_extras, borrowed_for_evaluation
 from ..state import TrainingState
 from ..training import LossProbe, Profiler, TrainingTask
 from .dispatch import MetricDispatch
@@ -152,6 +153,15 @@ class HookManager:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
         with self.isolation.visit():
             return self.hooks.isolated(name, "the loop", function)
+
+    def in_eval_mode(self, name: str, look: Callable[[nn.Module], Result]) -> Result:
+        """Look at the model in eval mode, isolated from the run."""
+
+        def looking() -> Result:
+            with borrowed_for_evaluation(self.task.model):
+                return look(self.task.model)
+
+        return self.isolated(name, looking)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

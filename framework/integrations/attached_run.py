@@ -150,6 +150,7 @@ class AttachedRun:
             self._held.enter_context(self._console)
             info = self._start_hooks(first)
         except BaseException:
+            self.is_over = True
             self._leave()
             self.manager.end("failed")
             self.folder.give_back()
@@ -305,9 +306,11 @@ class AttachedRun:
             status, error = "failed", raised
             raise
         finally:
-            if self.is_started:
-                self._summarise(status, error)
-            self._leave()
+            try:
+                if self.is_started:
+                    self._summarise(status, error)
+            finally:  # whatever the disk says to the summary
+                self._leave()
 
     def _summarise(self, status: str, error: BaseException | None) -> None:
         loop, took = self.driver.loop, perf_counter() - self._begin

@@ -146,8 +146,7 @@ class OwnLoop(Transient):
             )
         try:
             if self._accelerator is None:
-                scaled = loss if self._scaler is None else self._scaler.scale(loss)
-                scaled.backward(retain_graph=retain_graph)
+                self._driver.task.backward(loss, retain_graph=retain_graph)
             else:
                 self._accelerator.backward(loss, retain_graph=retain_graph)
         except RuntimeError as error:
@@ -238,7 +237,7 @@ class OwnLoop(Transient):
     def _before_update(self, optimizer: Optimizer, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         # an optimizer that unscales by itself is told so for the call, and is called to skip a step, too
         told = {} if self._scaler is None else vars(optimizer)
-        if self._firing.is_on or (told.get("found_inf") is not None and bool(told["found_inf"])):
+        if self._firing.is_on or self._run.is_over or (told.get("found_inf") is not None and bool(told["found_inf"])):
             return
         if (len(inputs) > 1 or options) and any(each is not None for each in (*inputs[1:], *options.values())):
             raise UsageError(

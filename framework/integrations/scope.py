@@ -15,7 +15,6 @@ from ..console import number_text, printable
 from ..data import Loader
 from ..errors import UsageError, require
 from ..hooks import HookPoint
-from ..isolation import borrowed_for_evaluation
 from .attached_run import AttachedRun
 from .choices import steps_in
 from .own_loop import OwnLoop
@@ -111,13 +110,7 @@ class Scope(AttachedScope):
         """
         self._require_open()
         run = self._run
-        model = run.manager.task.model
-
-        def evaluating() -> Result:
-            with borrowed_for_evaluation(model):
-                return function(*inputs, **options)
-
-        found = run.manager.isolated("evaluation", evaluating)
+        found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
         if isinstance(found, Mapping) and found and all(isinstance(each, (int, float)) for each in found.values()):
             run.driver.evaluated(found)
         return found

@@ -25,7 +25,7 @@ from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
 from ..hooks import RunInfo
-from ..isolation import borrowed_extras, borrowed_for_evaluation
+from ..isolation import borrowed_extras
 from ..loops import epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
@@ -90,7 +90,7 @@ class StrategyRun:
                 self._train()
                 self.manager.end("completed")
                 final = self._evaluate()
-                sample = self._in_eval_mode("sample", self.runner.sample)
+                sample = self.manager.in_eval_mode("sample", self.runner.sample)
                 self._write_weights()
             except StateMutationError as error:
                 self.manager.hooks.abandon()
@@ -142,7 +142,7 @@ class StrategyRun:
         self._refuse_what_no_checkpoint_holds()
         check_metric(self.task, self._evaluate)
         if self.resumed is None and self.manager.hooks.acting:
-            self.manager.hooks.see_first(self._in_eval_mode("first batch", self._first_batch))
+            self.manager.hooks.see_first(self.manager.in_eval_mode("first batch", self._first_batch))
         self.run_info = replace(self.run_info, metric_infos=self.manager.hooks.metric_infos())
         if self.resumed is not None:
             self.manager.hooks.goes_on()
@@ -191,20 +191,11 @@ class StrategyRun:
         }
 
     def _evaluate(self) -> dict[str, float]:
-        return self._in_eval_mode("evaluation", self.task.evaluate)
+        return self.manager.in_eval_mode("evaluation", self.task.evaluate)
 
     def _first_batch(self, _: nn.Module) -> Batch:
         with borrowed_extras(self.state):  # to which an experiment's own loader may write
             return first_batch(self.task.loader)
-
-    def _in_eval_mode(self, name: str, look: Callable[[nn.Module], Result]) -> Result:
-        """Look at the model in eval mode, isolated from the run."""
-
-        def looking() -> Result:
-            with borrowed_for_evaluation(self.task.model):
-                return look(self.task.model)
-
-        return self.manager.isolated(name, looking)
 
     def _is_unjudged(self) -> bool:
         """Return whether the run has just begun: without a checkpoint, and at most its first evaluation behind it."""

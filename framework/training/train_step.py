@@ -127,10 +127,10 @@ class TrainingTask:
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of a micro-batch's loss, scaled where there is a scaler, to those that are there."""
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 METRIC, COUNT = ["metrics"], ["epoch"]
