@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import shortened
 from ..runs import RunRecord, differences
-from .student_t import critical_t, two_sided_p
+from ..training import critical_t, two_sided_p
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
 TOLD = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast

@@ -7,9 +7,10 @@ from loopscope import HookPoint, HookRegistry, InterventionHook, RunDataContext
 from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
 from loopscope.state import Vector, dot, minus, trainable
+from loopscope.training import critical_t
 from torch import Tensor
 
-from ..measures import critical_value, notice
+from ..measures import notice
 from .splits import CONFIDENCE, FEWEST, squared_errors
 
 NO_ORDERING = 1e-5
@@ -84,7 +85,7 @@ def split_errors(gram: Tensor) -> dict[str, Tensor]:
         return {}
     squared = squared_errors(gram, torch.arange(1, count + 1, device=gram.device)[None])
     errors = {f"{name}_error": values[0].sqrt() for name, values in squared._asdict().items()}
-    return errors | {"excess_half_width": critical_value(CONFIDENCE, count - 1) * errors["excess_error"]}
+    return errors | {"excess_half_width": critical_t(count - 1, CONFIDENCE) * errors["excess_error"]}
 
 
 def solution_alignment(gram: Tensor) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from loopscope import DebugInterventionHook, HookPoint, HookRegistry, RunDataContext
 from loopscope.errors import require
 from loopscope.hooks import Metrics, ModelDataContext
+from loopscope.training import critical_t
 from torch import Tensor
 
-from ..measures import critical_value
 from .counterfactual import inner_products, shuffled_epochs
 from .splits import FEWEST, Splits, splits, squared_errors
 
@@ -114,9 +114,7 @@ class CounterfactualValidator(DebugInterventionHook):
     def estimated(self, gram: Tensor) -> Metrics:
         """Return the metrics from the inner products of the observed epoch, at index 0, and the shuffled ones."""
         estimates, errors = by_count(gram)
-        half_widths = {
-            count: critical_value(self.confidence, count - 1) * error.excess for count, error in errors.items()
-        }
+        half_widths = {count: critical_t(count - 1, self.confidence) * error.excess for count, error in errors.items()}
         middle, width = estimates[self.k_max].excess, half_widths[self.k_max]
         found: dict[str, Metrics | Tensor] = {}
         for index, name in enumerate(Splits._fields):

@@ -4,9 +4,10 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
+from loopscope.training import critical_t
 from torch import Tensor
 
-from ..measures import critical_value, jackknife_variance
+from ..measures import jackknife_variance
 
 CONFIDENCE = 0.95
 FEWEST = 3
@@ -58,7 +59,7 @@ def squared_errors(gram: Tensor, shuffles: Tensor) -> Splits:
     jackknife = [jackknife_variance(torch.stack(values)) for values in zip(*without, strict=True)]
     placebo = torch.stack(placebos).square().mean(dim=0) * (1 - 1 / count**2)
     chance = torch.maximum(jackknife[2], placebo)
-    beyond = splits(gram, first, shuffles).excess.square() > critical_value(CONFIDENCE, count - 1) ** 2 * chance
+    beyond = splits(gram, first, shuffles).excess.square() > critical_t(count - 1, CONFIDENCE) ** 2 * chance
     effect = torch.maximum(chance, jackknife[2] + observed_variance(gram, shuffles))
     return Splits(jackknife[0], jackknife[1], torch.where(beyond, effect, chance))
 

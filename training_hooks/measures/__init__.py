@@ -9,11 +9,9 @@ from .spectra import (
     stable_rank,
 )
 from .splitmix import splitmix64
-from .student_t import central_probability, critical_value
 
 __all__ = [
-    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "central_probability", "critical_value",
-    "drawn_loader", "effective_rank", "entropy_of_shares", "gini", "jackknife_variance", "laid_out_like",
-    "leading_share", "meshes_of", "notice", "over_ranks", "participation_ratio", "singular_values", "smaller_gram",
-    "splitmix64", "stable_rank", "stacked",
+    "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "drawn_loader", "effective_rank",
+    "entropy_of_shares", "gini", "jackknife_variance", "laid_out_like", "leading_share", "meshes_of", "notice",
+    "over_ranks", "participation_ratio", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from loopscope.report.seeds import contrast, correct, groups_of, spread_of
-from loopscope.report.student_t import critical_t, two_sided_p
 from loopscope.runs import RunRecord
 from scipy import stats
 
@@ -17,15 +16,6 @@ SAMPLES = [GENERATOR.normal(scale=10.0**scale, size=(2, size)) for size in (2, 3
 
 def by_seed(values, first: int = 0) -> dict[int, float]:
     return dict(enumerate(map(float, values), first))
-
-
-@pytest.mark.parametrize("freedom", [1, 1.5, 2, 3.7, 4, 9, 30.2, 1000, 1e5])
-def test_p_and_critical_values_are_those_of_scipy(freedom: float) -> None:
-    for t in (0.0, 1e-3, 0.1, 0.7, 1.0, 2.0, 5.0, 50.0, 1e3, 1e6):
-        assert two_sided_p(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-9, abs=1e-290)
-        assert two_sided_p(-t, freedom) == two_sided_p(t, freedom)
-    assert two_sided_p(math.inf, freedom) == 0
-    assert critical_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
 
 
 @pytest.mark.parametrize("pair", SAMPLES)

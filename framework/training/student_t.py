@@ -5,17 +5,25 @@ from functools import cache
 
 
 def two_sided_p(t: float, freedom: float) -> float:
-    """Return P(|T| ≥ |t|)."""
+    """Return P(|T| ≥ |t|).
+
+    >>> round(two_sided_p(1.0, 1), 4), round(1 - two_sided_p(2.0, 2), 4)
+    (0.5, 0.8165)
+    """
     return _beta(freedom / (freedom + t * t), 1 / (1 + freedom / (t * t)) if t * t else 0.0, freedom / 2, 0.5)
 
 
 @cache
-def critical_t(freedom: float) -> float:
-    """Return the t with P(|T| ≥ t) = 0.05, half of a 95 % interval, by bisection."""
+def critical_t(freedom: float, confidence: float = 0.95) -> float:
+    """Return the t with P(|T| ≤ t) = ``confidence``: half of an interval, in standard errors; by bisection.
+
+    >>> round(critical_t(2), 3), round(critical_t(7), 3)
+    (4.303, 2.365)
+    """
     low, high = 0.0, 1e9
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if two_sided_p(middle, freedom) > 0.05 else (low, middle)
+        low, high = (middle, high) if two_sided_p(middle, freedom) > 1 - confidence else (low, middle)
     return high
 
 
