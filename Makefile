@@ -49,7 +49,7 @@ bench: $(BENCH_STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,wandb,tensorboard,plot,lm]'
+	$(INSTALL) '.[dev,wandb,tensorboard,plot,lm,site]'
 	touch $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)
