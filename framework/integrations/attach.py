@@ -18,7 +18,7 @@ from ..training import takes_closure
 from .attached_run import AttachedRun
 from .choices import Choices, OnError, Shown, Wanted
 from .own_loop import OwnLoop
-from .scope import AttachedScope, Scope
+from .scope import Scope
 
 
 def attach(
@@ -83,40 +83,19 @@ def attach(
     Raises:
         UsageError: for what cannot be attached, or protected, in a sentence that says what to do.
     """
+    given = locals()
+    chosen = {name: given[name] for name in Choices.__dataclass_fields__ if given[name] is not None}
     for package in ("training_hooks", "sinks"):
         import_module(f"loopscope.{package}")
     HookRegistry.discover()
     SinkRegistry.discover()
-    choices = Choices(
-        hooks=hooks,
-        with_hooks=with_hooks,
-        hook_options=hook_options or {},
-        schedules=schedules or {},
-        sinks=sinks,
-        out=out,
-        overwrite=overwrite,
-        loss=loss,
-        loader=loader,
-        evaluate=evaluate,
-        loop=loop,
-        length=length,
-        log_every=log_every,
-        snapshot_every=snapshot_every,
-        seed=seed,
-        audit=audit,
-        on_hook_error=on_hook_error,
-        display=display,
-        reference=reference,
-        config=config or {},
-    )
+    choices = Choices(**chosen)
     together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     require(not together, "Hooks are attached to one process so far; this one trains together with others.")
     if trainer := _trainer_of(target):
-        own = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "accelerator": accelerator}
-        given = [name for name, value in own.items() if value is not None]
-        require(not given, f"The trainer has its own {' and '.join(given)}; give attach the trainer alone.")
-        attached: AttachedScope = import_module(f"{__package__}.{trainer}").attach_to(target, choices)
-        return attached
+        own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator") if given[name] is not None]
+        require(not own, f"The trainer has its own {' and '.join(own)}; give attach the trainer alone.")
+        return import_module(f"{__package__}.{trainer}").attach_to(target, choices)
     replicated = isinstance(target, nn.DataParallel)
     require(not replicated, "A DataParallel model is trained on several devices; attach serves one so far.")
     require(

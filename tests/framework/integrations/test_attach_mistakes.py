@@ -12,7 +12,7 @@ import loopscope
 import pytest
 import torch
 from loopscope.errors import UsageError
-from loopscope.hooks import HookPoint, HookRegistry
+from loopscope.hooks import HookPoint, HookRegistry, StepSchedule
 from loopscope.integrations import Scope
 from torch import nn
 
@@ -53,6 +53,11 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
         lambda parts: {"accelerator": parts, "accumulate": 2},
         "counts micro-batches by itself",
     ),
+    "a data-parallel model": (lambda parts: {"target": nn.DataParallel(parts.model)}, "attach serves one so far"),
+    "no file of weights": (lambda parts: {"reference": "nowhere.pt"}, r"nowhere\.pt"),
+    "an unknown sink": (lambda parts: {"sinks": ["jsonel"]}, "Did you mean 'jsonl'"),
+    "a schedule of no hook": (lambda parts: {"schedules": {"norm": StepSchedule()}}, "norm"),
+    "an unknown display": (lambda parts: {"display": "loud"}, "'loud'.*silent"),
     "a hook that needs more": (lambda parts: {"hooks": ["hessian"], "loss": None}, "'hessian' .*; give loss=function"),
 }
 

@@ -1,0 +1,49 @@
+"""What those options of attach do that no other test gives: reference, schedules, sinks by name, a silent display."""
+
+import warnings
+
+import pytest
+import torch
+from loopscope import read_run
+from loopscope.errors import RunNotice
+from loopscope.hooks import HookPoint, StepSchedule
+
+from tests.framework.integrations.own_loops import Loop, Parts, alone, assert_equal, train
+from tests.support import SpyHook, at
+
+
+def test_hooks_measure_against_the_reference_that_is_given(tmp_path):
+    torch.save(Parts(Loop()).model.state_dict(), tmp_path / "weights.pt")
+    parts = Parts(Loop())
+    with parts.attach(tmp_path / "run", ["gradient_projection"], reference=tmp_path / "weights.pt") as scope:
+        assert_equal(train(parts, scope), alone(Loop()))
+    names = {name for _, _, _, name, _ in read_run(tmp_path / "run").points}
+    assert any(name.startswith("gradient_projection/") for name in names)
+
+
+def test_a_schedule_says_at_which_steps_a_hook_fires(tmp_path):
+    spy, parts = at(SpyHook, HookPoint.POST_STEP)(), Parts(Loop())
+    with parts.attach(tmp_path, [spy], schedules={spy.name: StepSchedule(mode="stride", every_n_steps=2)}) as scope:
+        train(parts, scope)
+    assert [step for _, _, step in spy.seen] == [1, 3, 5]
+
+
+def test_sinks_are_made_by_name_and_each_keeps_the_metrics(tmp_path):
+    parts = Parts(Loop())
+    with parts.attach(tmp_path, ["norms"], sinks=["csv", "jsonl"]) as scope:
+        train(parts, scope)
+    (table,) = tmp_path.glob("*.csv")
+    assert "norms/total_grad_norm" in table.read_text()
+    assert list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.filterwarnings("always::loopscope.errors.RunNotice")
+def test_a_silent_run_tells_in_the_end_what_was_warned_of(tmp_path, capsys):
+    spy = at(SpyHook, HookPoint.POST_EPOCH)(lambda ctx: warnings.warn("look", RunNotice, stacklevel=1))
+    parts = Parts(Loop())
+    with parts.attach(tmp_path, [spy], display="silent") as scope:
+        train(parts, scope)
+        assert capsys.readouterr().out == ""
+    last, *others = reversed(capsys.readouterr().out.splitlines())
+    assert last == "note: look (2 times)"
+    assert len(others) <= 1  # the line of the progress
