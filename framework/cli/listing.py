@@ -123,7 +123,9 @@ def _fields(run: FoundRun, *, short: bool) -> Iterator[tuple[str, str]]:
 
 def _changed_options(record: RunRecord) -> Iterator[str]:
     """Yield the options that are not the defaults, of the preset if there is one; all where these are not known."""
-    given, defaults = record.options or record.config, {}
+    given, defaults = {**(record.options or record.config)}, {}
+    if isinstance(given.get("seed"), list):  # those of all runs of the command
+        given["seed"] = record.config.get("seed")
     with suppress(UsageError):
         defaults = plain(run_parser(ExperimentRegistry.get(record.experiment), given.get("preset")).defaults)
     for name, value in given.items():

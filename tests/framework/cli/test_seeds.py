@@ -114,6 +114,9 @@ def test_the_runs_of_an_experiment_are_found_in_the_order_of_seeds_and_shown(tmp
     assert run_folders(runs / "plain", "show") == [runs / "plain/seed-9", runs / "plain/seed-10"]
     assert main(["show", str(runs)]) == 0
     assert main(["diff", str(runs / "alone"), str(runs / "plain/seed-9")]) == 0
+    capsys.readouterr()
+    assert main(["show", str(runs / "plain/seed-9")]) == 0
+    assert "seed 9, " in capsys.readouterr().out
     assert main(["ls", str(tmp_path)]) == 0
     output = capsys.readouterr().out.replace("\n", "")
     assert all(f"{runs / name}" in output for name in names)
