@@ -62,7 +62,7 @@ INTRODUCTION = """\
 *intervention* does what it likes and is rolled back, which takes a copy of the training state; *debug* ones are
 switched on by name alone. A *committing* hook changes the run, which is then named as treated. *Needs* are what the
 loop computes or keeps for a hook beside its own work; what a hook takes for granted of the model stands on its page.
-Costs are those of [one run](../benchmarks.md#each-hook) of the quick preset, which had no hook with a dash."""
+Costs are those of [one run](../benchmarks.md#each-hook) of the quick preset; it had none of the hooks with a dash."""
 
 
 def shipped_hooks() -> list[type[TrainingHook]]:
