@@ -1,4 +1,4 @@
-# The whole tool set: run, test, lint, docs, bench. Each makes the environment first, once.
+# The whole tool set: run, test, lint, docs, site, bench. Each makes the environment first, once.
 
 # The first Python that runs and is 3.11 or newer; PYTHON=... names another.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3.14 python3 python,$(shell \
@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # One thread: the model is too small for two, and processes that share two cores slow each other down many times.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: types run test lint docs bench slow xla clean
+.PHONY: types run test lint docs site bench slow xla clean
 
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
@@ -41,6 +41,9 @@ lint: $(STAMP) types
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.generate
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m tests.benchmarks

@@ -43,6 +43,27 @@ NEEDS = {
     "uses_reference_weights": "`reference_weights` for some of its metrics, if there is a reference (`--reference`)",
 }
 
+QUESTIONS = {
+    "Grokking: when does it generalise, and by what?": "phases fourier attention weight_tracking gradient_projection"
+    " parameter_delta path_length",
+    "Stability: is the training healthy?": "training_metrics training_diagnostics loss_spikes weight_updates"
+    " gradient_flow norms adam_dynamics grad_clip",
+    "Curvature: how sharp is the loss, and how long may a step be?": "sharpness hessian lr_probe",
+    "Noise: how much of a gradient is chance, and what averages it out?": "gradient_noise_scale variance batch_dynamics"
+    " subspace_gradient_info weight_average model_smoothing",
+    "Data order: what does the order of the data do?": "counterfactual counterfactual_validator consecutive hessian"
+    " batch_dynamics",
+    "Low precision: what do 4 or 8 bits lose?": "gradient_overflow range_penalty metis_split",
+    "Tied embeddings: who pulls at the matrix?": "embedding_provenance output_projection_clip token_gradient",
+}
+"""The hooks that help with a question; a row stands where a hook is named first."""
+INTRODUCTION = """\
+`loopscope hooks` prints every installed hook, `loopscope hooks NAME` the page of one. An *observer* only reads. An
+*intervention* does what it likes and is rolled back, which takes a copy of the training state; *debug* ones are
+switched on by name alone. A *committing* hook changes the run, which is then named as treated. *Needs* are what the
+loop computes or keeps for a hook beside its own work; what a hook takes for granted of the model stands on its page.
+Costs are those of [one run](../benchmarks.md#each-hook) of the quick preset; it had none of the hooks with a dash."""
+
 
 def shipped_hooks() -> list[type[TrainingHook]]:
     """Return the hooks of this distribution, by name; those of other installed packages are not documented here."""
@@ -56,22 +77,23 @@ def pages(hooks: Iterable[type[TrainingHook]] | None = None) -> dict[str, str]:
 
 
 def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
-    """Return the page that lists the hooks."""
-    rows = [
-        (f"[`{hook.name}`]({hook.name}.md)", hook_kind(hook), fires_at(hook), documentation(hook)[0]) for hook in hooks
-    ]
-    return "\n".join(
-        [
-            NOTE,
-            "# Hooks",
-            "",
-            "Those that come with loopscope. `loopscope hooks` prints this list with every installed hook in it, "
-            "`loopscope hooks NAME` the page of one.",
-            "",
-            *table(("hook", "kind", "points", "what it does"), rows),
-            "",
-        ]
-    )
+    """Return the page that lists the hooks by question; one that answers several has its row where it comes first."""
+    lines, waiting = [NOTE, "# Hooks by question", "", INTRODUCTION, ""], {hook.name: hook for hook in hooks}
+    for question, text in QUESTIONS.items():
+        names = text.split()
+        rows = [index_row(waiting.pop(name)) for name in names if name in waiting]
+        also = [f"[`{name}`]({name}.md)" for name in names if not any(f"({name}.md)" in row[0] for row in rows)]
+        lines += [f"## {question}", "", *table(("hook", "what it does", "kind", "needs", "cost"), rows), ""]
+        lines += [f"Also: {', '.join(also)}.", ""] if also else []
+    if waiting:
+        raise ValueError(f"QUESTIONS of docs/generate.py has no place for {', '.join(waiting)}: add it to one of them.")
+    return "\n".join(lines)
+
+
+def index_row(hook: type[TrainingHook]) -> tuple[str, ...]:
+    """Return the row of a hook in the list."""
+    measured = measured_costs().get(hook.name, "").partition(",")[0]
+    return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needs(hook), measured or "-"
 
 
 def hook_page(hook: type[TrainingHook]) -> str:
@@ -109,8 +131,7 @@ def facts(hook: type[TrainingHook]) -> list[tuple[str, str]]:
         made = hook()
         rows.append(("steps", schedule(made.step_schedule)))
         rows += [(f"steps at {point.name}", schedule(rule)) for point, rule in sorted(made.point_schedules.items())]
-    needs = [text for need, text in NEEDS.items() if vars_of(hook)[need]]
-    rows.append(("needs", "; ".join(needs) or "nothing that the loop would not compute anyway"))
+    rows.append(("needs", needs(hook) or "nothing that the loop would not compute anyway"))
     if issubclass(hook, InterventionHook):
         rows.append(("memory", cost(hook)))
     if hook.name in (costs := measured_costs()):
@@ -138,27 +159,9 @@ def windows(hook: type[TrainingHook], loop: str) -> dict[HookPoint, EpochWindow]
     return windows_for(hook.hook_points, hook.loop_points, loop)
 
 
-def fires_at(hook: type[TrainingHook]) -> str:
-    """Name the points of a hook, with the loop where only one of the two has them."""
-    in_epoch, in_step = (windows(hook, loop) for loop in LOOPS)
-    return ", ".join(
-        point.name
-        + ("" if point in in_epoch and point in in_step else f" ({'epoch' if point in in_epoch else 'step'} loop)")
-        for point in sorted({*in_epoch, *in_step})
-    )
-
-
-def vars_of(hook: type[TrainingHook]) -> Mapping[str, bool]:
-    """Return what a hook asks of the loop, by the name of the flag."""
-    return {
-        "needs_grads": hook.needs_grads,
-        "needs_step_series": hook.needs_step_series,
-        "needs_prev_step_grads": hook.needs_prev_step_grads,
-        "needs_pre_epoch_state": hook.needs_pre_epoch_state,
-        "needs_target_grad": hook.needs_target_grad,
-        "needs_reference_weights": hook.needs_reference_weights,
-        "uses_reference_weights": hook.uses_reference_weights,
-    }
+def needs(hook: type[TrainingHook]) -> str:
+    """Say what a hook asks of the loop, or nothing."""
+    return "; ".join(text for need, text in NEEDS.items() if getattr(hook, need))
 
 
 def epochs(window: EpochWindow) -> str:

@@ -67,6 +67,11 @@ def test_the_measured_cost_of_a_hook_is_that_of_the_benchmarks(tmp_path) -> None
     assert generate.measured_costs(page) == {"norms": "2.50 ms a call; 1.0 calls"}
 
 
+def test_a_hook_that_no_question_names_is_told() -> None:
+    with pytest.raises(ValueError, match="no place for undescribed: add it"):
+        generate.index_page([*generate.shipped_hooks(), Undescribed])
+
+
 def test_bars_in_formulas_do_not_break_tables() -> None:
     assert "| `undescribed/bare` | a \\| b |" in generate.hook_page(Undescribed)
 
