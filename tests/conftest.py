@@ -1,5 +1,6 @@
 """What a test draws does not depend on the tests before it, and how long drawn examples take is not its subject."""
 
+import os
 import platform
 import random
 import sys
@@ -20,6 +21,8 @@ class _OneName(MetaPathFinder):
 
 
 sys.meta_path.insert(0, _OneName())
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)  # as the Makefile: tests compare bytes with those of processes that have one
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
