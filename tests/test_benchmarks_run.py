@@ -20,6 +20,7 @@ from tests.benchmarks.tied_memory import peak_of_tensors
 from tests.benchmarks.timing import Spread, Turns, difference, ratio
 
 TINY = QUICK | {"train_size": 96, "test_size": 32, "embed_dim": 16, "ff_dim": 32}
+DEAR = ("each", "overflow", "lowbit")  # together a minute, which goes by in kernels that other tests run, too
 LOOK = Effort(share=0.0, quick=TINY, paper=TINY)
 
 
@@ -27,7 +28,9 @@ def weights(subject: Subject) -> list[torch.Tensor]:
     return list(subject.task.model.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "memory"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in DEAR)) for name in BENCHMARKS if name != "memory"]
+)
 def test_every_benchmark_yields_rows_of_finite_numbers(name):
     _, parts = BENCHMARKS[name]
     rows = [row for benchmark in parts for row in benchmark(LOOK)]
