@@ -92,7 +92,7 @@ def index_page(hooks: Sequence[type[TrainingHook]]) -> str:
 
 def index_row(hook: type[TrainingHook]) -> tuple[str, ...]:
     """Return the row of a hook in the list."""
-    measured = measured_costs().get(hook.name, "").partition(",")[0]
+    measured = measured_costs().get(hook.name, "").partition(", ")[0]
     return f"[`{hook.name}`]({hook.name}.md)", documentation(hook)[0], hook_kind(hook), needs(hook), measured or "-"
 
 
