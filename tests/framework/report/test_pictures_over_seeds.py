@@ -61,7 +61,8 @@ def test_whether_groups_differ_is_told_as_compare_tells_it(tmp_path):
         for seed, row in enumerate(rows.tolist()):
             folder = seeded(tmp_path, strategy, seed, row)
             told = {"status": "completed", "epochs": 6, "steps": 6, "error": None, "metrics": {}, "training_loss": 1.0}
-            told |= {"initial": {}, "final": {}, "target_reached": None, "hook_tables": {}, "sample": None}
+            told |= {"initial": {}, "final": {}, "target_reached": None, "strategy": strategy, "treatments": {}}
+            told |= {"seconds": {"training": 1.0}, "hook_errors": [], "output_dir": str(folder)}
             (folder / "summary.json").write_text(json.dumps(told))
     read, _ = read_runs([tmp_path], lambda name: True, "step")
     picture = seeds_picture(read, [CURVE], overlay=False)
