@@ -183,14 +183,14 @@ class Session:
             f"--hooks {', '.join(hook.name for hook in HookRegistry if asks_for_reference(hook))}.",
         )
         return [
-            replace(setup, reference=self._reference(setup.folder)) if asks else setup
+            replace(setup, reference=self._reference(setup.folder, setup.seed)) if asks else setup
             for setup, asks in zip(setups, asking, strict=True)
         ]
 
-    def _reference(self, folder: RunFolder) -> Reference | None:
+    def _reference(self, folder: RunFolder, seed: int) -> Reference | None:
         """Load a reference and tell how its run differs; one that nobody asked for may be of another model."""
         runner, given = self.runner, self.options.reference
-        path = find_reference(given, (folder.weights, folder.reference), runner.name, folder.strategy)
+        path = find_reference(given, (folder.weights, folder.reference), runner.name, folder.strategy, seed)
         if path is None:
             return None
         seed_everything(runner.config.seed)
