@@ -40,12 +40,12 @@ class ConsoleSink(MetricSink):
     ) -> None:
         self._console = console or make_console()
         self._recorded, self._told = recorded, told
-        self._board, self._output = Board(first or {}), NotebookOutput()
+        self._board = Board(first or {})
 
     def set_run_context(self, run: RunInfo) -> None:
         """Begin a strategy."""
         self._board.begin(run)
-        self._output = NotebookOutput()
+        self._output = NotebookOutput(self._console)
 
     def position(self) -> dict[str, Any]:
         """Return what was gathered since the last table, and what that table showed."""

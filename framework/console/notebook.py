@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.jupyter import JupyterMixin
+from rich.segment import Segments
 
 from .progress import Position, progress_line
 
@@ -11,7 +12,8 @@ from .progress import Position, progress_line
 class NotebookOutput(JupyterMixin):
     """One output of the cell that runs, which shows the newest of what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._shown: RenderableType = ""
         self._handle: Any = None
 
@@ -23,7 +25,7 @@ class NotebookOutput(JupyterMixin):
         """Show something in place of what was shown before."""
         from IPython.display import display
 
-        self._shown = shown
+        self._shown = Segments(self._console.render(shown))  # where names give no commands
         if self._handle is None:
             self._handle = display(self, display_id=True)  # type: ignore[no-untyped-call]
         else:
@@ -34,7 +36,7 @@ class NotebookView:
     """A bar in an output of the cell."""
 
     def __init__(self, console: Console, label: str) -> None:
-        self._output, self._width, self._label = NotebookOutput(), console.width, label
+        self._output, self._width, self._label = NotebookOutput(console), console.width, label
 
     def show(self, position: Position | None) -> None:
         """Draw the bar anew."""

@@ -82,6 +82,8 @@ CELLS = {
     "curves": "loopscope.plot(scope.folder, 'training_metrics/loss', 'norms/total_*')",
     "refused": "train(out='runs/a')",
     "overwrite": "train(out='runs/a', overwrite=True, epochs=2, display='silent').folder",
+    "hostile": "from loopscope.console import NotebookOutput, make_console\nfrom rich.text import Text\n"
+    "output = NotebookOutput(make_console())\noutput.update('first')\noutput.update(Text('a\\x1b[2Jb<script>'))",
     "hook": HOOK.replace("NUMBER", "1.0"),
     "hook again": HOOK.replace("NUMBER", "2.0"),
     "hooked": "print(train(hooks=['mine'], out='runs/b', epochs=1, display='none').last_metrics()['mine/x'])",
@@ -151,6 +153,12 @@ def test_a_second_run_in_a_folder_is_refused_and_overwriting_is_an_argument(outp
     bar, folder = shown(outputs["overwrite"])
     assert "epoch 2/2" in bar
     assert "runs/a" in folder
+
+
+def test_what_is_shown_gives_neither_a_page_nor_a_terminal_commands(outputs):
+    (output,) = outputs["hostile"]
+    assert "\x1b[2J" not in output.data["text/plain"]
+    assert "[2Jb&lt;script&gt;" in output.data["text/html"]
 
 
 def test_running_a_cell_again_replaces_its_hook(outputs):
