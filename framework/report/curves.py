@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class Curve:
 
     steps: Floats
     values: Floats
-    half: Floats | None = None
+    half: Floats | None = field(default=None, repr=False)
 
     @classmethod
     def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":

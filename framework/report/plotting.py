@@ -72,7 +72,7 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     sentences = []
     for run in runs:
         seed = run.run.config.get("seed")
-        require(type(seed) is int, f"--seeds averages over runs that say their seed; {run.folder} says none.")
+        require(type(seed) is int, f"A mean over seeds is one of runs that say their seed; {run.folder} says none.")
         if groups[names[str(run.folder)]].setdefault(seed, run) is not run:
             sentences.append(f"Left out, having the options and seed of another run: {run.folder}.")
     means = [mean_over_seeds(name, list(group.values())) for name, group in groups.items()]

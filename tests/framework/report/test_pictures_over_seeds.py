@@ -95,7 +95,7 @@ def test_values_that_are_not_finite_leave_gaps_with_marks(tmp_path):
 
 def test_runs_without_a_seed_are_refused(tmp_path):
     folder = curve_record(tmp_path, [1.0, 2.0])
-    with pytest.raises(UsageError, match=r"averages over runs that say their seed; .* says none"):
+    with pytest.raises(UsageError, match=r"runs that say their seed; .* says none"):
         loopscope.plot(folder, CURVE, seeds=True)
     with pytest.raises(UsageError, match=r"needs metrics: loopscope\.plot"):
         loopscope.plot(folder)
