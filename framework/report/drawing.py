@@ -44,6 +44,7 @@ UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDa
 DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 GREY = "#666666"
 FAINT = 0.25
+BAND = "mean over seeds, 95 % t-interval"
 FEW_POINTS = 40  # curves of fewer points than this show each
 MANY_POINTS = 1000  # curves of more points than this are drawn thinner
 PLAIN = 1e-3, 1e6  # axes within these bounds have plain numbers, not powers of ten
@@ -207,8 +208,16 @@ def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_
     """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
     steps, values, thick = raw.steps, raw.values, rcParams["lines.linewidth"]
     if raw.half is not None:
-        low, high = values - raw.half, values + raw.half
-        ax.fill_between(steps, low, high, color=line["color"], alpha=FAINT, linewidth=0)
+        # a logarithmic axis cannot show an interval that reaches 0
+        least = values[values > 0].min(initial=math.inf) / 2 if log_y else -math.inf
+        ax.fill_between(
+            steps,
+            np.maximum(values - raw.half, least),
+            values + raw.half,
+            color=line["color"],
+            alpha=FAINT,
+            linewidth=0,
+        )
     if smooth > 1:
         ax.plot(steps, values, color=line["color"], linewidth=thick / 2, alpha=FAINT)
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
@@ -277,6 +286,8 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, mo
 def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
     """List what the legend explains, with arguments of the lines: the styles, and what smoothing is."""
     entries = [(label, line_of(style)) for label, style in picture.legend]
+    if any(curve.half is not None for panel in picture.panels for curve, _ in panel.traces):
+        entries += [(BAND, {"color": GREY, "alpha": FAINT, "linewidth": 6})]
     if look.smooth > 1:
         kinds = {is_logarithmic(panel, look) for panel in picture.panels}
         kind = "geometric mean" if kinds == {True} else "mean"

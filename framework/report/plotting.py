@@ -15,14 +15,13 @@ from ..errors import listed, require, require_package
 from ..runs import run_folders
 from ..training import critical_t
 from .curves import Curve, RecordedRun, read_curves
-from .panels import Look, Picture, Style, matcher, metric_picture
+from .panels import Look, Picture, matcher, metric_picture
 from .seeds import contrast, correct, groups_of
 
 if TYPE_CHECKING:
     from .drawing import Drawing
 
 MOST_REMARKED = 3  # so many pairs of groups are told of above a panel
-BAND = "mean over seeds, 95 % t-interval"
 Unit = Literal["step", "epoch"]
 
 
@@ -93,8 +92,7 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     correct(tests)
     panels = [replace(panel, remark=_remark(tests, panel.title)) for panel in picture.panels]
     told = [f"{test['metric']}: {text}." for test in tests for text in [_told(test, tests)]]
-    legend = [*picture.legend, (BAND, Style(None))]
-    return replace(picture, panels=panels, legend=legend, sentences=[*picture.sentences, *sentences, *told])
+    return replace(picture, panels=panels, sentences=[*picture.sentences, *sentences, *told])
 
 
 def mean_over_seeds(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:

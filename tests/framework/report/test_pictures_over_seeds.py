@@ -10,7 +10,7 @@ import pytest
 from loopscope import sinks
 from loopscope.errors import UsageError
 from loopscope.report import compare_runs, look_at, read_runs, seeds_picture
-from loopscope.report.plotting import BAND
+from loopscope.report.drawing import BAND
 from loopscope.runs import CONFIG
 from scipy import stats
 
@@ -91,6 +91,14 @@ def test_values_that_are_not_finite_leave_gaps_with_marks(tmp_path):
     line, mark = loopscope.plot(tmp_path, CURVE, seeds=True).axes[0].lines
     assert np.isnan(line.get_ydata()).tolist() == [False, True, False]
     assert mark.get_xdata().tolist() == [2]
+
+
+def test_on_a_logarithmic_axis_an_interval_that_reaches_0_ends_at_half_of_the_lowest_mean(tmp_path):
+    for seed, values in enumerate(([1.0, 1.0, 0.2], [1.1, 3.0, 0.6])):
+        seeded(tmp_path, "a", seed, values)
+    (band,) = loopscope.plot(tmp_path, CURVE, seeds=True, log_y=True).axes[0].collections
+    assert band.get_paths()[0].vertices[:, 1].min() == pytest.approx(0.2)
+    assert len(band.get_paths()) == 1
 
 
 def test_runs_without_a_seed_are_refused(tmp_path):
