@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         ModelDataContext, Remembered, RunDataContext, StatePart, StepSchedule, TrainingHook, metric_table,
     )
     from .integrations import Scope, attach
-    from .report import read_run
+    from .report import plot, read_run
     from .runs import ExperimentConfig, ExperimentRunner, GrokkingConfig, GrokkingRunner
 
 _ROOMS = {
@@ -23,7 +23,7 @@ _ROOMS = {
         "metric_table",
     ),
     "integrations": ("Scope", "attach"),
-    "report": ("read_run",),
+    "report": ("plot", "read_run"),
     "runs": ("ExperimentConfig", "ExperimentRunner", "GrokkingConfig", "GrokkingRunner"),
 }
 """Public names by room: torch takes seconds to import, so a room is imported when a name of it is first used."""
@@ -33,14 +33,14 @@ __all__ = [
     "GrokkingRunner", "HookError", "HookPoint", "HookRegistry", "InterventionHook", "Loader", "LoopscopeError",
     "MetricInfo", "MetricSink", "ModelDataContext", "Remembered", "RunDataContext", "Scope", "StateMutationError",
     "StatePart", "StepSchedule", "TensorLoader", "TrainingHook", "UsageError", "attach", "fixed_order", "metric_table",
-    "random_order", "read_run",
+    "plot", "random_order", "read_run",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "read_run":
+    if _ROOM_OF[name] == "report":
         import_module(f"{__name__}.sinks")  # which fills the registry of those that know how to read a record
     found = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     globals()[name] = found

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from loopscope.console import Board, Groups, make_console, newest_table, snapshot_line
+from loopscope.console import Board, Groups, NotebookOutput, make_console, newest_table, snapshot_line
 from loopscope.hooks import Alert, HookPoint, MetricSink, RunInfo, SinkRegistry
 from rich.console import Console
 
@@ -16,8 +16,9 @@ class ConsoleSink(MetricSink):
 
     They come from every point, without those of single parameters (three or more parts of a path). On a terminal the
     table has at most its height, or thirty lines: the metrics of ``first`` on top, then as many of each hook as of
-    every other, with an arrow for the last three values, and of a series the mean since the last table. Elsewhere it is
-    a line with the metrics of ``first``, a series by its mean, and how many numbers and alerts came since the last one.
+    every other, with an arrow for the last three values, and of a series the mean since the last table. In a notebook
+    it stands in the place of the one before. Elsewhere it is a line with the metrics of ``first``, a series by its
+    mean, and how many numbers and alerts came since the last one.
 
     Args:
         console: where to show it; standard output by default.
@@ -44,6 +45,7 @@ class ConsoleSink(MetricSink):
     def set_run_context(self, run: RunInfo) -> None:
         """Begin a strategy."""
         self._board.begin(run)
+        self._output = NotebookOutput(self._console)
 
     def position(self) -> dict[str, Any]:
         """Return what was gathered since the last table, and what that table showed."""
@@ -77,7 +79,9 @@ class ConsoleSink(MetricSink):
         board, console = self._board, self._console
         if board.run is None or not board.news():
             return
-        if console.is_interactive:
+        if console.is_jupyter:
+            self._output.update(newest_table(board, console.width, 0, recorded=self._recorded))
+        elif console.is_interactive:
             console.print(newest_table(board, console.width, console.height, recorded=self._recorded))
         else:
             console.out(snapshot_line(board, recorded=self._recorded), highlight=False)

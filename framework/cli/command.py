@@ -10,20 +10,10 @@ from traceback import format_exception
 import yaml
 
 from ..checkpoints import StoppedError
-from ..console import (
-    Label,
-    Mode,
-    RunConsole,
-    experiment_list,
-    hook_list,
-    hook_page,
-    make_console,
-    printable,
-    show_warnings,
-)
+from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_console, printable, show_warnings, watch
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
-from ..runs import RecordSink, ReplaySink, Session, check_device, require, run_folders
+from ..runs import ReplaySink, Session, check_device, require, run_folders
 from .compare import compare
 from .diff import diff
 from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
@@ -183,15 +173,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         if len(plan) > 1:
             train_side_by_side(plan, options, mode, runner.compared_to)
             return
-        display = RunConsole(
-            mode,
-            live_metrics=runner.live_metrics,
-            progress_metrics=runner.progress_metrics,
-            compared_to=runner.compared_to,
-            recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
-        )
-        with display as console:
-            Session(runner, chosen, lambda: [*console.sinks(), *make_sinks()], console).run()
+        watch(Session(runner, chosen, make_sinks), mode)
 
 
 def _mode(options: Options) -> Mode:

@@ -28,6 +28,7 @@ ONE_OF_SEVERAL = "one-of-several"
 OWN, NOTE, WARNING = "loopscope: ", "loopscope: note: ", "loopscope: warning: "  # how lines of the command begin
 THREADS = "OMP_NUM_THREADS"
 REFUSED = 2  # the exit status for bad input
+STARTING = "starting"  # until it tells of a step
 PATIENCE = 0.2  # seconds after which it is looked again who has ended, and what signals ask for
 
 
@@ -102,8 +103,9 @@ class SideBySide:
                 while self.waiting and len(self._running) < self.at_once:
                     self._running.append(self.waiting.pop(0))
                     self._running[-1].begin(environment, self._lines)
-                    self.line.running[self._running[-1].folder.name] = "starting"
+                    self.line.running[self._running[-1].folder.name] = STARTING
                 self._read(PATIENCE)
+                self._pass_on()
                 if self.signals.stop is not None and not is_stopping:
                     is_stopping = True
                     self.waiting.clear()
@@ -118,6 +120,13 @@ class SideBySide:
             self._stop()
             for job in self._running:
                 job.close()
+
+    def _pass_on(self) -> None:
+        """Ask for checkpoints where they were asked for, of all that have begun: the signal would end the others."""
+        asked, self.signals.asked = self.signals.asked, False
+        for job in self._running if asked else ():
+            if self.line.running[job.folder.name] != STARTING:
+                job.process.send_signal(signal.SIGUSR1)
 
     def _stop(self) -> None:
         for job in self._running:
@@ -167,6 +176,9 @@ def train_side_by_side(plan: Sequence[Setup], options: Options, mode: Mode, comp
     display = RunConsole("normal" if mode == "live" else mode, compared_to=compared_to)
     line = RunsLine(display.console, len(waiting), clock=time.monotonic if mode != "none" else lambda: -math.inf)
     with display, signals.caught(), closing(line):
+        if mode == "live":
+            told = "--live shows one run on the whole screen; several side by side have a line for all."
+            warnings.warn(told, RunNotice, stacklevel=1)
         if THREADS not in os.environ:
             told = f"{counted(at_once, 'process', 'processes')} share the processor: {THREADS} is {threads} for each."
             warnings.warn(told, RunNotice, stacklevel=1)
@@ -192,6 +204,7 @@ def train_one_of_several() -> None:
     """Train what the process at the other end of standard input tells, and tell it of the progress."""
     told = json.loads(sys.stdin.readline())
     sys.argv[1:] = told["argv"]
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # where no step is under way it asks for nothing, and ends nothing
     threading.Thread(target=_stop_with_the_other_end, daemon=True).start()
     experiment, options = typed_options(told["experiment"], told["options"])
     strategy, seed = told["of"]

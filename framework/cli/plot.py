@@ -11,19 +11,39 @@ from typing import Any, Literal
 from ..console import printable
 from ..durable_files import is_there
 from ..errors import listed, require_package
-from ..report import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, read_curves, save_picture
-from ..runs import require, run_folders
+from ..report import (
+    Look,
+    Picture,
+    hook_panels,
+    hook_picture,
+    matcher,
+    metric_picture,
+    read_runs,
+    save_picture,
+    seeds_picture,
+)
+from ..runs import require
 from .parser import NAMES, CommandParser, dashed, write_line
 
 FORMATS = ("png", "svg", "pdf")
 LONGEST_STEM = 80
 PROVENANCE = "provenance"  # the picture that hooks ask for, and the option that draws it
 SIDES = 2, 40  # inches of a picture, at least and at most
-LOOKS = ("overlay", "log_x", "log_y", "linear_y", "smooth", "x", "size")  # options that are in the name of a file
+LOOKS = (
+    "overlay",
+    "seeds",
+    "log_x",
+    "log_y",
+    "linear_y",
+    "smooth",
+    "x",
+    "size",
+)  # options that are in the name of a file
 NO_LOOK = ("RUN", "out", "overwrite", "format")  # what a picture does not depend on, but for the runs
 SWITCHES = {
     f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",
+    "--seeds": "draw the mean of runs that differ in their seeds alone, with its 95 %% t-interval as a band",
     "--log-x": "a logarithmic axis of steps or epochs",
     "--log-y": "logarithmic vertical axes; by default only where positive values span more than three decades",
     "--linear-y": "linear vertical axes",
@@ -40,12 +60,7 @@ def plot(words: Sequence[str]) -> None:
     require_package("matplotlib", "loopscope plot", "plot")
     panels = hook_panels(PROVENANCE) if given[PROVENANCE] else []
     wanted = matcher([*given["metrics"], *(name for panel in panels for name in (*panel.curves, *panel.shares))])
-    folders = [folder for path in given["RUN"] for folder in run_folders(Path(path), "plot")]
-    runs = [read_curves(folder, wanted) for folder in {folder.resolve(): folder for folder in folders}.values()]
-    without = [str(run.folder) for run in runs if not run.epoch_steps]
-    unit = given["x"] or ("step" if without else "epoch")
-    require(unit == "step" or not without, f"--x epoch needs the ends of epochs, which {listed(without)} lacks.")
-    runs = [run.in_epochs() for run in runs] if unit == "epoch" else runs
+    runs, unit = read_runs(map(Path, given["RUN"]), wanted, given["x"])
     if given[PROVENANCE]:
         picture = hook_picture(PROVENANCE, runs)
     else:
@@ -53,7 +68,8 @@ def plot(words: Sequence[str]) -> None:
         require(
             given["metrics"] != [], f"loopscope plot needs --metrics PATTERN... or --provenance; there are {there}."
         )
-        picture = metric_picture(runs, given["metrics"], overlay=given["overlay"])
+        draw = seeds_picture if given["seeds"] else metric_picture
+        picture = draw(runs, given["metrics"], overlay=given["overlay"])
     options = {name: value for name, value in given.items() if value != parser.defaults.get(name, False)}
     about = _origin(options)
     path = _path(picture, options, about[1])
@@ -126,9 +142,10 @@ def _check(given: Mapping[str, Any]) -> None:
         "loopscope plot needs RUN, the folder of a run, before its options: loopscope plot RUN... --metrics PATTERN...",
     )
     require(
-        not (given["provenance"] and (given["overlay"] or given["metrics"])),
-        "--provenance draws its own panels, and goes with neither --metrics nor --overlay.",
+        not (given["provenance"] and (given["overlay"] or given["metrics"] or given["seeds"])),
+        "--provenance draws its own panels, and goes with neither --metrics nor --overlay nor --seeds.",
     )
+    require(not (given["seeds"] and given["smooth"] > 1), "--seeds draws means by themselves, without --smooth.")
     require(not (given["log_y"] and given["linear_y"]), "--log-y and --linear-y exclude each other.")
     require(given["smooth"] >= 1, f"--smooth is {given['smooth']}; it must be a whole number of points, 1 or more.")
     out, kinds = given["out"], [given["format"]] if given["format"] else FORMATS

@@ -2,15 +2,16 @@
 
 from .board import Board, Groups, Label
 from .frame import newest_table, snapshot_line
-from .run_console import Mode, RunConsole
+from .notebook import NotebookOutput
+from .run_console import Mode, RunConsole, watch
 from .runs_line import MARK, RunsLine, ToldProgress
 from .tables import experiment_list, final_numbers, first_line, hook_list, hook_page, result_line, side_by_side
 from .terminal import make_console, show_warnings
 from .text import duration_text, in_columns, number_text, printable, shortened, value_text
 
 __all__ = [
-    "MARK", "Board", "Groups", "Label", "Mode", "RunConsole", "RunsLine", "ToldProgress", "duration_text",
-    "experiment_list", "final_numbers", "first_line", "hook_list", "hook_page", "in_columns", "make_console",
-    "newest_table", "number_text", "printable", "result_line", "shortened", "show_warnings", "side_by_side",
-    "snapshot_line", "value_text",
+    "MARK", "Board", "Groups", "Label", "Mode", "NotebookOutput", "RunConsole", "RunsLine", "ToldProgress",
+    "duration_text", "experiment_list", "final_numbers", "first_line", "hook_list", "hook_page", "in_columns",
+    "make_console", "newest_table", "number_text", "printable", "result_line", "shortened", "show_warnings",
+    "side_by_side", "snapshot_line", "value_text", "watch",
 ]

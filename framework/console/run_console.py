@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from rich.console import Console, RenderableType
@@ -11,11 +12,12 @@ from rich.text import Text
 
 from ..hooks import ENDLESS, Alert, HookPoint, MetricSink, Recovery, RunInfo, SinkRegistry, TrainingHook, always_on
 from ..loops import NoProgress, Progress
-from ..runs import Display, RunFolder
+from ..runs import Display, RecordSink, RunFolder, Session
 from ..training import TrainingTask
 from . import tables
 from .board import Groups, Label, Notice
 from .live import LiveDisplay
+from .notebook import NotebookView
 from .progress import BarView, LineView, ProgressNumbers, TrainingProgress, View
 from .terminal import can_be_taken, make_console, show_warnings
 from .text import cleaned
@@ -119,6 +121,8 @@ class RunConsole(Display):
         if self._live is not None:
             self._live.open()
             view = self._live
+        elif self.console.is_jupyter:
+            view = NotebookView(self.console, name)
         elif self.console.is_interactive:
             view = BarView(self.console, name, transient=self._mode == "normal")
         else:
@@ -198,6 +202,23 @@ class RunConsole(Display):
         if self._mode == "silent":
             for notice, count in Counter(self.notices).items():
                 self._tell(notice.text(f" ({count} times)" if count > 1 else ""))
+
+
+def watch(session: Session, mode: Mode = "normal") -> list[dict[str, Any]]:
+    """Run a session, show it, and return its summaries.
+
+    The display and its sinks take the place of the session's display, and stand beside its sinks.
+    """
+    runner, make_sinks = session.runner, session.make_sinks
+    display = RunConsole(
+        mode,
+        live_metrics=runner.live_metrics,
+        progress_metrics=runner.progress_metrics,
+        compared_to=runner.compared_to,
+        recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
+    )
+    with display:
+        return replace(session, make_sinks=lambda: [*display.sinks(), *make_sinks()], display=display).run()
 
 
 class Watch(MetricSink):

@@ -67,7 +67,7 @@ def attach(
         loader: the training data, for hooks that read them; they have an order of their own.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
         out: the folder of the run; by default ``runs/`` and the time, or a folder in that of the trainer.
-        overwrite: write over the run that lies in the folder.
+        overwrite: write over the run that lies in the folder; one that this program has left open there is closed.
         sinks: where metrics go, by name (``jsonl``, ``csv``, ``tensorboard``, ``wandb``) or as objects.
         loop: whether epochs are counted (``epoch``) or steps (``step``), which decides where hooks fire.
         length: epochs, or steps, of the whole training, if they are known.

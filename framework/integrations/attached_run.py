@@ -34,6 +34,8 @@ from .choices import Choices, GivenLoader, Loss, no_loss
 STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers to which a run is attached."""
+_OPEN: "dict[Path, AttachedRun]" = {}
+"""Runs of this process that have begun and are not over, by folder."""
 
 
 class AttachedRun:
@@ -142,7 +144,10 @@ class AttachedRun:
         """
         self._loader.steps = steps
         self._at_exit = at_exit or self.end
-        self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None)
+        if self.choices.overwrite and (earlier := _OPEN.get(self.folder.path.resolve())):
+            earlier._at_exit("interrupted")  # a cell that runs again has lost the scope, and nobody else can close it
+        remedy = "give attach another folder, out=, or overwrite=True"
+        self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
         self.folder.make()
         try:
             self._held.enter_context(run_lock(self.folder.path))
@@ -155,7 +160,7 @@ class AttachedRun:
             self.manager.end("failed")
             self.folder.give_back()
             raise
-        self.is_started = True
+        self.is_started, _OPEN[self.folder.path.resolve()] = True, self
         progress = self._console.strategy_started(info, self.manager.task, [*self.manager.hooks])
         self._progress = progress if self._bar else NoProgress()
         self._begin = perf_counter()
@@ -331,6 +336,8 @@ class AttachedRun:
 
     def _leave(self) -> None:
         _TRAINED.discard(self._optimizer)
+        if _OPEN.get(self.folder.path.resolve()) is self:
+            del _OPEN[self.folder.path.resolve()]
         atexit.unregister(self._forgotten)
         self._held.close()
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ ACCURACIES = ("train_acc", "val_acc")  # of an evaluation: metrics by themselves
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a run: ascending steps, each once, and as many values."""
+    """A metric of a run: ascending steps, each once, and as many values; over seeds with half of their intervals."""
 
     steps: Floats
     values: Floats
+    half: Floats | None = field(default=None, repr=False)
 
     @classmethod
     def of_points(cls, steps: Sequence[float], values: Sequence[float]) -> "Curve":
@@ -52,6 +53,7 @@ class RecordedRun:
     names: Sequence[str]  # all metrics with numbers
     others: Sequence[str]  # all metrics with lists or text, which have no curve
     epoch_steps: float = 0.0  # steps in an epoch; 0 where no ends of epochs were recorded
+    group: str = ""  # the name of the runs over whose seeds the curves are means
 
     def in_epochs(self) -> "RecordedRun":
         """Return the run with epochs, whole and broken, for steps."""

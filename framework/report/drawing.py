@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ UNDATED: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDa
 DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 GREY = "#666666"
 FAINT = 0.25
+BAND = "mean over seeds, 95 % t-interval"
 FEW_POINTS = 40  # curves of fewer points than this show each
 MANY_POINTS = 1000  # curves of more points than this are drawn thinner
 PLAIN = 1e-3, 1e6  # axes within these bounds have plain numbers, not powers of ten
@@ -55,7 +57,16 @@ SMALLEST, LEAST = 0.5, 0.27  # parts of it to which text and panel may shrink
 MARKS = ((np.isnan, "x", 0.02), (np.isposinf, "^", 0.98), (np.isneginf, "v", 0.02))
 
 
-def figure_of(picture: Picture, look: Look) -> Figure:
+class Drawing(Figure):
+    """A figure that notebooks show, which show those of pyplot alone."""
+
+    def _repr_png_(self) -> bytes:
+        with matplotlib.style.context(STYLE), BytesIO() as file:
+            self.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+
+def figure_of(picture: Picture, look: Look) -> Drawing:
     """Draw a picture; raises :class:`UsageError` where the wanted size is too small for its panels."""
     rows, columns = layout(len(picture.panels), look.size)
     width, height = look.size or ((7.2, 4.4) if columns == 1 else (4.2 * columns, 2.6 * rows + 0.4))
@@ -67,7 +78,7 @@ def figure_of(picture: Picture, look: Look) -> Figure:
         longest = max((len(line) for label, _ in legend for line in label.split("\n")), default=0)
         keys = min(max(1, int(width / (text * longest + 0.6 * scale))), max(1, len(legend)))
         height += 0 if look.size else 0.2 * math.ceil(len(legend) / keys)
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Drawing(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten().tolist()
         room = int((width / columns - 0.6 * scale) / text)  # characters above a panel, right of its axis
         remarks = [wrapped(remark(panel, look), room) for panel in picture.panels]
@@ -129,13 +140,14 @@ def _draw(ax: Axes, panel: Panel, look: Look) -> None:
 
 
 def wrapped(name: str, width: int) -> str:
-    r"""Break a long text behind slashes, dots, underscores and spaces, or where it must; "?" is what has no shape.
+    r"""Break a long text behind slashes, underscores, spaces and dots, but not within numbers, or where it must.
 
     >>> wrapped("norms/weight_norm/blocks.0.weight", 20), wrapped("a\nbcdefghij", 8)
     ('norms/weight_norm/\nblocks.0.weight', 'a?bcdefg\nhij')
     """
     lines, width = [""], max(width, 8)
-    for piece in re.findall(rf"[^/._ ]{{0,{width - 1}}}[/._ ]|[^/._ ]{{1,{width}}}", name):
+    inner, end = r"(?:[^/._ ]|\.(?=\d))", r"(?:[/_ ]|\.(?!\d))"  # a number stays whole
+    for piece in re.findall(rf"{inner}{{0,{width - 1}}}{end}|{inner}{{1,{width}}}", name):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
         lines[-1] += "".join(character if character.isprintable() else "?" for character in piece)
@@ -195,6 +207,17 @@ def _set_labels(axis: Axis) -> None:
 def _draw_curve(ax: Axes, raw: Curve, line: dict[str, Any], smooth: int, *, log_y: bool) -> None:
     """Draw a curve, its gaps marked; a smoothed one with the raw one faintly behind it."""
     steps, values, thick = raw.steps, raw.values, rcParams["lines.linewidth"]
+    if raw.half is not None:
+        # a logarithmic axis cannot show an interval that reaches 0
+        least = values[values > 0].min(initial=math.inf) / 2 if log_y else -math.inf
+        ax.fill_between(
+            steps,
+            np.maximum(values - raw.half, least),
+            values + raw.half,
+            color=line["color"],
+            alpha=FAINT,
+            linewidth=0,
+        )
     if smooth > 1:
         ax.plot(steps, values, color=line["color"], linewidth=thick / 2, alpha=FAINT)
     curve = running_mean(raw, smooth, geometric=log_y) if smooth > 1 else raw
@@ -263,6 +286,8 @@ def _label_steps(axes: Sequence[Axes], panels: int, columns: int, look: Look, mo
 def _legend(picture: Picture, look: Look) -> list[tuple[str, dict[str, Any]]]:
     """List what the legend explains, with arguments of the lines: the styles, and what smoothing is."""
     entries = [(label, line_of(style)) for label, style in picture.legend]
+    if any(curve.half is not None for panel in picture.panels for curve, _ in panel.traces):
+        entries += [(BAND, {"color": GREY, "alpha": FAINT, "linewidth": 6})]
     if look.smooth > 1:
         kinds = {is_logarithmic(panel, look) for panel in picture.panels}
         kind = "geometric mean" if kinds == {True} else "mean"

@@ -112,7 +112,7 @@ def metric_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, over
     require(
         len(runs) <= MOST_CURVES, f"These are {len(runs)} runs; at most {MOST_CURVES} can be told apart in a panel."
     )
-    labels = run_labels([run.folder.resolve() for run in runs])
+    labels = [run.group for run in runs if run.group] or run_labels([run.folder.resolve() for run in runs])
     matches = matcher(patterns)
     others = dict.fromkeys(name for run in runs for name in run.others if matches(name))
     sentences = [f"Left out, being lists or texts: {listed(list(others))}."] if others else []
@@ -158,7 +158,7 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
 def common_title(runs: Sequence[RecordedRun]) -> str:
     """Name what all runs share: the experiment, and the strategy."""
     experiments = {run.run.experiment for run in runs}
-    names = {run.folder.resolve().name for run in runs}
+    names = {run.group or run.folder.resolve().name for run in runs}
     return "/".join([*experiments, *(names if len(names) == 1 else ())]) if len(experiments) == 1 else ""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..durable_files import is_there, plain_json
 from ..errors import UsageError, listed
 from .config import ExperimentConfig
-from .records import CONFIG, RunRecord, differences, environment, versions
+from .records import CONFIG, RunRecord, differences, environment, seed_name, versions
 from .run_folder import reference_name, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
@@ -27,12 +27,14 @@ class Reference:
     weights: Mapping[str, Tensor]
 
 
-def find_reference(given: Path | None, earlier: Sequence[Path], experiment: str, strategy: str) -> Path | None:
+def find_reference(
+    given: Path | None, earlier: Sequence[Path], experiment: str, strategy: str, seed: int
+) -> Path | None:
     """Return the file of the reference for one strategy: the one ``given``, else the first ``earlier`` one there is.
 
     ``given`` may be a file of weights, the folder of one run, which then serves every strategy, or a folder in which
-    each strategy has its own: that of an experiment, or an output directory. Raises :class:`UsageError` if nothing of
-    the kind is there.
+    each strategy has its own: that of an experiment, or an output directory. Where runs lie there by their seeds, it is
+    the one of the same ``seed``. Raises :class:`UsageError` if nothing of the kind is there.
     """
     if given is None:
         return next((path for path in earlier if path.is_file()), None)
@@ -40,13 +42,18 @@ def find_reference(given: Path | None, earlier: Sequence[Path], experiment: str,
         raise UsageError(f"--reference {given} does not exist; it takes a file of final weights or a run's folder.")
     if given.is_file():
         return given
-    folders = given / strategy, given / experiment / strategy
-    places = [folder / name for name in (weights_name(strategy), reference_name(strategy)) for folder in folders]
-    found = next((place for place in [*places, *given.glob(weights_name("*"))] if place.is_file()), None)
+    folders, same = (given / strategy, given / experiment / strategy), seed_name(str(seed))
+    among = [*folders, *(folder / same for folder in folders)]
+    places = [folder / name for name in (weights_name(strategy), reference_name(strategy)) for folder in among]
+    runs = [path for folder in (given, given / same) for path in folder.glob(weights_name("*"))]
+    found = next((place for place in [*places, *runs] if place.is_file()), None)
     if found is None:
+        pattern = f"{seed_name('*')}/{weights_name('*')}"
+        seeds = sorted(str(path.parent) for folder in (given, *folders) for path in folder.glob(pattern))
+        remedy = f" Of other seeds there are: {listed(list(dict.fromkeys(seeds)))}." if seeds else ""
         raise UsageError(
             f"--reference {given} holds no final weights of strategy {strategy!r}: there is no {weights_name('*')}, "
-            f"{' or '.join(str(place.relative_to(given)) for place in places[:2])} in it."
+            f"{' or '.join(str(place.relative_to(given)) for place in places[:2])} in it, and none in {same}.{remedy}"
         )
     return found
 

@@ -20,6 +20,8 @@ from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, se
 
 CHECKPOINTS = "checkpoints"
 
+OVERWRITING = "choose another --output-dir, or write over it with --overwrite"
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -66,14 +68,11 @@ class RunFolder:
         """Return the summary of a run that is complete, if one lies here; :class:`UsageError` for a damaged one."""
         return read_completed(self.path) if is_there(self.weights) else None
 
-    def refuse_to_overwrite(self, *, allowed: bool) -> None:
-        """Raise :class:`UsageError` if a run lies here already, or the folder cannot be written; writes nothing."""
+    def refuse_to_overwrite(self, *, allowed: bool, remedy: str = OVERWRITING) -> None:
+        """Raise :class:`UsageError` if a run lies here, and say its remedy, or if the folder cannot be written."""
         try:
             if not allowed and any(path.exists() for path in self._left_by_a_run()):
-                raise UsageError(
-                    f"{self.path} already holds {self._earlier_run()}, which is left as it is; choose another "
-                    "--output-dir, or write over it with --overwrite (attach: out=, overwrite=True)."
-                )
+                raise UsageError(f"{self.path} already holds {self._earlier_run()}, which is left as it is; {remedy}.")
             self._found.update(self._lying())
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         except OSError as error:

@@ -35,10 +35,12 @@ from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
 from .resuming import newest_of
-from .run_folder import RunFolder
+from .run_folder import OVERWRITING, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import StrategyRun
 from .validating import checkpoints_to_compare, validate
+
+OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class Session:
 
     def _checked(self) -> list[Setup]:
         options, setups = self.options, self._setups()
+        remedy = OVERWRITING if options.recorded else OVERWRITING_FROM_PYTHON
         for setup in setups:
-            setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume)
+            setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume, remedy=remedy)
         if options.resume:
             setups = [
                 replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
@@ -180,14 +183,14 @@ class Session:
             f"--hooks {', '.join(hook.name for hook in HookRegistry if asks_for_reference(hook))}.",
         )
         return [
-            replace(setup, reference=self._reference(setup.folder)) if asks else setup
+            replace(setup, reference=self._reference(setup.folder, setup.seed)) if asks else setup
             for setup, asks in zip(setups, asking, strict=True)
         ]
 
-    def _reference(self, folder: RunFolder) -> Reference | None:
+    def _reference(self, folder: RunFolder, seed: int) -> Reference | None:
         """Load a reference and tell how its run differs; one that nobody asked for may be of another model."""
         runner, given = self.runner, self.options.reference
-        path = find_reference(given, (folder.weights, folder.reference), runner.name, folder.strategy)
+        path = find_reference(given, (folder.weights, folder.reference), runner.name, folder.strategy, seed)
         if path is None:
             return None
         seed_everything(runner.config.seed)

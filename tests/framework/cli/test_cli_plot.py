@@ -306,7 +306,9 @@ def test_provenance_without_the_clip_has_no_panel_of_it_and_says_so(tmp_path, mo
         (["run/exp/only", "--metrics", "m/*", "--out", f"{'a' * 300}.png"], "cannot be read: File name too long."),
         (["summaries/exp/only", "--metrics", "m/*"], "summaries/exp/only/summary.json cannot be read: it is not JSON"),
         (["listed/exp/only", "--metrics", "m/*"], "its field 'initial' must be an object"),
-        (["run/exp/only", "--provenance", "--metrics", "a"], "goes with neither --metrics nor --overlay."),
+        (["run/exp/only", "--provenance", "--metrics", "a"], "goes with neither --metrics nor --overlay"),
+        (["run/exp/only", "--metrics", "m/*", "--seeds"], "runs that say their seed; run/exp/only says"),
+        (["run/exp/only", "--metrics", "m/*", "--seeds", "--smooth", "3"], "--seeds draws means by themselves"),
         (["run/exp/only", "--provenance"], "run/exp/only holds no metric of embedding_provenance or output_proj"),
     ],
 )

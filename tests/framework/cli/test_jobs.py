@@ -97,3 +97,19 @@ def test_what_a_hook_refuses_of_every_run_is_told_once_and_leaves_nothing(tmp_pa
     assert output.startswith("loopscope: Hook 'fourier'")
     assert output.count("\n") == 1
     assert contents(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_asked_for_is_written_by_every_run_and_live_is_said_to_be_none(tmp_path: Path) -> None:
+    process = training(tmp_path, "--live")
+    runs, end = [tmp_path / f"small/plain/seed-{seed}" for seed in (0, 1)], time.monotonic() + 60
+    process.send_signal(signal.SIGUSR1)
+    while not all([*checkpoints_in(run / "checkpoints")] for run in runs) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert process.poll() is None
+    assert all(map(is_locked, runs))
+    assert all(len([*checkpoints_in(run / "checkpoints")]) == 1 for run in runs)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "note: --live shows one run on the whole screen; several side by side have a line for all." in output

@@ -83,7 +83,7 @@ def test_a_second_run_for_one_optimizer_waits_for_the_end_of_the_first(tmp_path)
 def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
     attached(Loop(), tmp_path, ["norms"])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match=r"already holds a finished run.*out=, overwrite=True"):
+    with pytest.raises(UsageError, match=r"already holds a finished run.*out=, or overwrite=True"):
         attached(Loop(), tmp_path, ["norms"], overwrite=False)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

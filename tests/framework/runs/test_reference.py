@@ -135,7 +135,21 @@ def test_a_run_that_differs_is_named(earlier, tmp_path):
 )
 def test_a_place_without_weights_is_refused(tmp_path, given, sentence):
     with pytest.raises(UsageError, match=sentence):
-        find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain")
+        find_reference(tmp_path / given, [tmp_path / "none"], "small", "plain", 0)
+
+
+@pytest.mark.parametrize("given", [".", "small", "small/plain"])
+def test_every_run_measures_against_the_run_of_its_seed(tmp_path, given):
+    session(tmp_path, strategies=["plain"], seeds=[3, 4]).run()
+    run_again(tmp_path / "again", reference=tmp_path / given, seeds=[4, 3])
+    assert [max(far.values()) == 0 for _, far in seen] == [False, True, False, True]
+    for seed in (3, 4):
+        config = read_json(tmp_path / f"again/small/plain/seed-{seed}/experiment_config.json")
+        assert config["run"]["reference"] == str(tmp_path / f"small/plain/seed-{seed}/plain_final.pt")
+    with pytest.raises(
+        UsageError, match=r"none in seed-5\. Of other seeds there are: .*plain/seed-3, .*plain/seed-4\."
+    ):
+        run_again(tmp_path / "more", reference=tmp_path / given, seeds=[5])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Pictures over seeds: means and bands against scipy, and what is said of groups that differ."""
+
+import json
+import shutil
+from pathlib import Path
+
+import loopscope
+import numpy as np
+import pytest
+from loopscope import sinks
+from loopscope.errors import UsageError
+from loopscope.report import compare_runs, look_at, read_runs, seeds_picture
+from loopscope.report.drawing import BAND
+from loopscope.runs import CONFIG
+from scipy import stats
+
+from tests.framework.report.plotted import CURVE, curve_record
+
+assert sinks.__all__
+GENERATOR = np.random.default_rng(3)
+VALUES = {"a": GENERATOR.normal(2.0, 0.1, (4, 6)), "b": GENERATOR.normal(1.0, 0.1, (4, 6))}
+
+
+def seeded(root: Path, strategy: str, seed: int, values: list[float]) -> Path:
+    """Record a curve as a run of a strategy with a seed, that is completed."""
+    folder = root / strategy / f"seed-{seed}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    curve_record(root / "once", values, strategy=strategy).rename(folder)
+    shutil.rmtree(root / "once")
+    told = json.loads((folder / CONFIG).read_text()) | {"config": {"seed": seed, "output_dir": str(root)}}
+    (folder / CONFIG).write_text(json.dumps(told))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for strategy, rows in VALUES.items():
+        for seed, row in enumerate(rows.tolist()):
+            seeded(tmp_path, strategy, seed, row[: 5 if seed == 3 else 6])
+    return tmp_path
+
+
+def test_the_line_is_the_mean_and_the_band_the_t_interval_where_every_seed_has_a_value(runs):
+    figure = loopscope.plot(runs, CURVE, seeds=True)
+    lines, bands = figure.axes[0].lines, figure.axes[0].collections
+    assert len(lines) == len(bands) == len(VALUES)
+    for line, band, values in zip(lines, bands, VALUES.values(), strict=True):
+        common = values[:, :5]
+        assert line.get_xdata().tolist() == [1, 2, 3, 4, 5]
+        assert line.get_ydata() == pytest.approx(common.mean(axis=0))
+        wanted = stats.t.interval(0.95, 3, common.mean(axis=0), stats.sem(common))
+        corners = band.get_paths()[0].vertices
+        for step, low, high in zip(range(1, 6), *wanted, strict=True):
+            at = corners[corners[:, 0] == step][:, 1]
+            assert (at.min(), at.max()) == pytest.approx((low, high))
+    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b", BAND]
+
+
+def test_whether_groups_differ_is_told_as_compare_tells_it(tmp_path):
+    for strategy, rows in VALUES.items():
+        for seed, row in enumerate(rows.tolist()):
+            folder = seeded(tmp_path, strategy, seed, row)
+            told = {"status": "completed", "epochs": 6, "steps": 6, "error": None, "metrics": {}, "training_loss": 1.0}
+            told |= {"initial": {}, "final": {}, "target_reached": None, "strategy": strategy, "treatments": {}}
+            told |= {"seconds": {"training": 1.0}, "hook_errors": [], "output_dir": str(folder)}
+            (folder / "summary.json").write_text(json.dumps(told))
+    read, _ = read_runs([tmp_path], lambda name: True, "step")
+    picture = seeds_picture(read, [CURVE], overlay=False)
+    compared = compare_runs([look_at(run.folder) for run in read], [CURVE])["tests"]
+    test = next(each for each in compared if each["number"] == f"last {CURVE}")
+    assert test["p"] == pytest.approx(stats.ttest_rel(VALUES["a"][:, -1], VALUES["b"][:, -1]).pvalue)
+    told = f"last a − b: {test['difference']:.3g} ({test['low']:.3g} to {test['high']:.3g}), p {test['p']:.2g} "
+    assert picture.panels[0].remark == told + "(paired t, Holm over 1)"
+    assert picture.sentences == [f"{CURVE}: {picture.panels[0].remark}."]
+
+
+def test_what_is_left_out_or_cut_is_told(runs):
+    shutil.copytree(runs / "a/seed-1", runs / "again")
+    seeded(runs, "c", 0, [1.0, 2.0])
+    read, _ = read_runs([runs, runs / "again"], lambda name: True, None)
+    told = seeds_picture(read, [CURVE], overlay=False).sentences
+    assert f"a is drawn to the end of its shortest run: {CURVE}." in told
+    assert "With one seed nothing can be told about chance: c." in told
+    assert any(sentence.startswith("Left out, having the options and seed of another run") for sentence in told)
+    assert f"{CURVE}: last a − c: too few seeds." in told
+
+
+def test_values_that_are_not_finite_leave_gaps_with_marks(tmp_path):
+    for seed, values in enumerate(([1.0, 2.0, 3.0], [1.0, float("nan"), 4.0])):
+        seeded(tmp_path, "a", seed, values)
+    line, mark = loopscope.plot(tmp_path, CURVE, seeds=True).axes[0].lines
+    assert np.isnan(line.get_ydata()).tolist() == [False, True, False]
+    assert mark.get_xdata().tolist() == [2]
+
+
+def test_on_a_logarithmic_axis_an_interval_that_reaches_0_ends_at_half_of_the_lowest_mean(tmp_path):
+    for seed, values in enumerate(([1.0, 1.0, 0.2], [1.1, 3.0, 0.6])):
+        seeded(tmp_path, "a", seed, values)
+    (band,) = loopscope.plot(tmp_path, CURVE, seeds=True, log_y=True).axes[0].collections
+    assert band.get_paths()[0].vertices[:, 1].min() == pytest.approx(0.2)
+    assert len(band.get_paths()) == 1
+
+
+def test_runs_without_a_seed_are_refused(tmp_path):
+    folder = curve_record(tmp_path, [1.0, 2.0])
+    with pytest.raises(UsageError, match=r"runs that say their seed; .* says none"):
+        loopscope.plot(folder, CURVE, seeds=True)
+    with pytest.raises(UsageError, match=r"needs metrics: loopscope\.plot"):
+        loopscope.plot(folder)
