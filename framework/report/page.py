@@ -5,7 +5,7 @@ import gzip
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import shortened
 from ..hooks import HookRegistry, MetricInfo
+from .comparison import differing_parts
 from .curves import Curve
 from .panels import COLOURS
 from .recording import Rows, ShownRun
@@ -122,21 +123,15 @@ def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 def tables_of(runs: Sequence[ShownRun]) -> str:
     """Return tables in HTML: in what the runs differ, what hooks cost, and where the runs were trained."""
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
-    options = [
-        {**found.config, **{f"hook {name}": of for name, of in found.hooks.items()}} for found in records.values()
-    ]
-    places = side_by_side([found.surroundings for found in records.values()])
-    differ = [row for row in [*side_by_side(options), *places] if any(value != row[1] for value in row[2:])]
+    parts = differing_parts(records) if records else []
+    differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
     costs = [(of.label, hook, *map(cost.get, COSTS)) for of in runs for hook, cost in of.costs.items()]
-    differences = table("Differences between the runs", ("option, hook or environment", *records), differ)
+    places = [found.surroundings for found in records.values()]
+    names = dict.fromkeys(name for place in places for name in place)
+    values = [(name, "; ".join(dict.fromkeys(str(place[name]) for place in places if name in place))) for name in names]
+    differences = table("Differences between the runs", ("", *records), differ)
     profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
-    return differences + profile + table("Environment", ("", *records), places)
-
-
-def side_by_side(records: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return a row for each name, with its value in each record."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [(name, *(record.get(name, "") for record in records)) for name in names]
+    return differences + profile + table("Environment", ("", "of any run"), values)
 
 
 def packed(content: str) -> str:

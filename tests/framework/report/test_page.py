@@ -18,17 +18,9 @@ from loopscope.report.page import LARGEST_PAGE, thinned
 
 from tests.framework.report.pages import reported
 from tests.framework.report.plotted import curve_record, record
-from tests.framework.runs.small_experiment import session
 
 BAD = "</script><script>alert(1)</script><b>"
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
-    return folder / "small"
 
 
 def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
@@ -148,7 +140,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
     (folders[2] / "summary.json").symlink_to("/dev/zero")
     found = reported(*folders)
     assert "it has 1,073,741,824 bytes, and at most 268,435,456 are read" in found.text
-    assert "a line has more than 67,108,864 bytes" in found.text
+    assert "it has a line of more than 67,108,864 bytes" in found.text
     assert "summary.json cannot be read: it is no file" in found.text
 
 
