@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import merge
@@ -58,12 +58,16 @@ class Scan:
             at = list(map(index, steps))
             self.names[name] = type(values[0]) in NUMBERS
             if self.names[name] and wanted(name):
-                which = "lowest" if "loss" in name else "highest" if "acc" in name else ""
-                seen = self.metrics.setdefault(name, Seen(which))
-                for step, value in zip(at, values, strict=True):
-                    seen.take(step, value)
+                self.add(name, at, values)
         require(len(self.names) <= MOST_METRICS, f"{self.folder} has more than {MOST_METRICS:,} metrics: read in part.")
         self.emits, self.length = self.emits + 1, (index(emit.epoch), emit.step)
+
+    def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Add values of a metric."""
+        which = "lowest" if "loss" in name else "highest" if "acc" in name else ""
+        seen = self.metrics.setdefault(name, Seen(which))
+        for step, value in zip(steps, values, strict=True):
+            seen.take(step, value)
 
     def points(self, side: int, names: set[str]) -> Iterator[tuple[int, int, str, int, int]]:
         """Yield values again: step of the emit, side, name, step, and a hash of the value's text."""
@@ -81,7 +85,7 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
         sink, path = record_of(folder, strategy)
         check_size(path, MOST_BYTES)
         pass_on(path, sink.read(path), lambda emit: found.take(emit, is_wanted))
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         found.problem = str(error)
     return found
 
