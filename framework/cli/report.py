@@ -36,7 +36,7 @@ def report(words: Sequence[str]) -> None:
     write_whole(path, lambda file: file.write(page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)
-    write_line(f"{path} is written: {len(page) / 1e6:.1f} MB, to be opened in a browser.")
+    write_line(f"A page of {len(page) / 1e6:.1f} MB, for a browser: {path}")
 
 
 def sentence_of(shown: ShownRun) -> str:
