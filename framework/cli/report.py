@@ -32,7 +32,7 @@ def report(words: Sequence[str]) -> None:
     folders = {at.resolve(): at for run in given["RUN"] for at in run_folders(Path(run), "report")}
     labels, most = run_labels([*folders]), given["most_mib"] * 2**20
     runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), labels, strict=True)]
-    page = page_of(runs, [sentence_of(shown) for shown in runs], listed(labels))
+    page = page_of(runs, [sentence_of(shown) for shown in runs], listed(labels, 3))
     write_whole(path, lambda file: file.write(page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)

@@ -1,5 +1,5 @@
 "use strict";
-const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200;
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660;
 const at = id => document.getElementById(id);
 // Text of runs becomes part of the page in these two ways only: as a text node, or, in Plotly's labels, escaped.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
@@ -46,8 +46,9 @@ function tracesOf(metric) {
     const values = line.values.map(number), smooth = found => finite(state.smooth > 1 ? smoothed(found, state.smooth, state.logY) : found);
     const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: run.dash}, name, marker: {size: 4}};
     if (group) {
-      const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)), floor = value => state.logY && value <= 0 ? least : value;
+      const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => state.logY && value <= 0 ? least : value;
       const side = {...trace, mode: "lines", line: {width: 0}, hoverinfo: "skip"};
+      trace.text = steps.map((_, index) => `${low[index]} to ${high[index]}`);
       traces.push({...side, y: smooth(low.map(number).map(floor))}, {...side, y: smooth(high.map(number)), fill: "tonexty", fillcolor: `${run.colour}33`});
     } else if (state.smooth > 1) traces.push({...trace, y: finite(values), opacity: 0.25, hoverinfo: "skip"});
     traces.push({...trace, y: smooth(values)});
@@ -75,8 +76,9 @@ function mapLayout(metric, layout, axis) {
   const {yaxis2, ...rest} = layout, maps = mapsOf(metric);
   maps.forEach((map, index) => {
     const domain = [1 - (index + 0.9) / maps.length, 1 - index / maps.length];
-    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label)}};
+    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label), font: {size: 11}}};
   });
+  rest.xaxis = {...rest.xaxis, anchor: "free", position: 0};
   return {...rest, height: Math.max(320, 110 * maps.length), hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
 }
 
@@ -101,12 +103,12 @@ function layoutOf(metric) {
   const axis = {automargin: true, gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
   const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
   const layout = {
-    margin: {l: 60, r: 10, t: 30, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
+    margin: {l: 60, r: 10, t: 44, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
     paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
     xaxis: {...axis, title: {text: "step"}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
     yaxis: {...axis, type: state.logY ? "log" : "linear", autorange: true},
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
-    shapes: phases(),
+    shapes: phases(), width: state.printed ? PAPER : undefined,
   };
   return metric.curves.length ? layout : mapLayout(metric, layout, axis);
 }
@@ -236,11 +238,16 @@ function controls() {
   at("controls").hidden = false;
 }
 
-at("theme").addEventListener("click", () => {
-  const dark = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
+const root = document.documentElement, darkness = matchMedia("(prefers-color-scheme: dark)");
+function setTheme(theme, printed) {
+  root.dataset.theme = theme;
+  state.printed = printed;
   if (data) draw();
-});
+}
+at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
+darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
+addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // ink is dark on paper
+addEventListener("afterprint", () => setTheme(state.printed === "system" ? "" : state.printed));
 
 async function start() {
   document.head.append(make("script", await unpacked("library")));

@@ -226,8 +226,16 @@ def test_printed_the_page_is_charts_and_tables(page: Page, written: Path) -> Non
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     is_seen = "id => at(id).checkVisibility()"
     assert page.get(f"['charts', 'shown-runs', 'log-x', 'find', 'theme'].map({is_seen})") == [True] * 2 + [False] * 3
+    page.run("setTheme('dark')")
+    look = f"[root.dataset.theme, {LOSS}._fullLayout.width]"
+    on_screen = page.get(look)
+    page.run(f"addEventListener('beforeprint', () => {{ window.seen = {look}; }})")
     assert base64.b64decode(page.chrome.execute_cdp_cmd("Page.printToPDF", {})["data"]).startswith(b"%PDF-")
     page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert page.get("window.seen") == ["light", 660]
+    assert on_screen[0] == "dark"
+    assert on_screen[1] != 660
+    page.wait(f"String({look}) === {json.dumps(','.join(map(str, on_screen)))}")
 
 
 NAN, INF = math.nan, math.inf
