@@ -247,7 +247,10 @@ function setTheme(theme, printed) {
 at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
 darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
 addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // ink is dark on paper
-addEventListener("afterprint", () => setTheme(state.printed === "system" ? "" : state.printed));
+addEventListener("afterprint", () => {
+  setTheme(state.printed === "system" ? "" : state.printed);
+  charts.forEach(({plot}) => Plotly.Plots.resize(plot));
+});
 
 async function start() {
   document.head.append(make("script", await unpacked("library")));
