@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopscope.checkpoints import run_lock
 from loopscope.hooks import ALERTS
 from loopscope.runs import SUMMARY
 
@@ -264,7 +265,9 @@ def test_strange_runs_are_shown_as_far_as_they_go(page: Page, tmp_path: Path) ->
             file.write(odd)
     (folders[5] / SUMMARY).write_text("{")
     (folders[6] / ALERTS).write_text(json.dumps({"epoch": 0, "step": -1, "hook": "m", "metric": "", "sentence": BAD}))
-    reported(*folders)
+    with run_lock(folders[8]):
+        found = reported(*folders)
+    assert "running (exp/running): still running, recorded up to epoch 0, step 3" in found.text
     page.open(folders[0].parent / "page.html")
     names = page.get("[...metrics.keys()]")
     assert {f"{BAD}/loss", f"m/{BAD}", "m/alone", "m/list", "__proto__/constructor"} <= set(names)
