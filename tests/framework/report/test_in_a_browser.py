@@ -126,6 +126,7 @@ def test_a_metric_is_found_and_switched_on_by_keyboard(page: Page, written: Path
         if page.get("document.activeElement.id") == "find":
             break
     page.chrome.switch_to.active_element.send_keys("m/phase")
+    assert page.get("boxes.filter(one => one.line.checkVisibility()).map(one => one.name)") == ["m/phase"]
     for _ in range(20):
         page.chrome.switch_to.active_element.send_keys(Keys.TAB)
         if page.get("document.activeElement.parentNode.textContent.trim()") == "m/phase":
@@ -269,6 +270,7 @@ def test_strange_runs_are_shown_as_far_as_they_go(page: Page, tmp_path: Path) ->
         found = reported(*folders)
     assert "running (exp/running): still running, recorded up to epoch 0, step 3" in found.text
     page.open(folders[0].parent / "page.html")
+    assert not page.get("at('seeds').checkVisibility()")
     names = page.get("[...metrics.keys()]")
     assert {f"{BAD}/loss", f"m/{BAD}", "m/alone", "m/list", "__proto__/constructor"} <= set(names)
     for switch in ("#log-y", "#log-x", "#means"):
