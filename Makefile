@@ -16,6 +16,8 @@ export OMP_NUM_THREADS ?= 1
 run: $(STAMP)
 	$(BIN)/loopscope run mod_arithmetic --preset quick --strategy stride target \
 		--with-hooks observers --hook-csv --overwrite
+	$(BIN)/loopscope report output/mod_arithmetic/stride output/mod_arithmetic/target \
+		--out output/mod_arithmetic/report.html --overwrite
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -52,7 +54,7 @@ bench: $(BENCH_STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "loopscope needs Python 3.11 or newer, and none was found: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev,wandb,tensorboard,plot,lm,site]'
+	$(INSTALL) '.[dev,wandb,tensorboard,plot,report,lm,site]'
 	touch $(STAMP)
 
 $(BENCH_STAMP): $(STAMP)

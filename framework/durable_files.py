@@ -92,7 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Anything may lie under the name: what a user put there, what a disk damaged, what another program wrote.
     """
     try:
-        require(not path.is_fifo(), f"{path} cannot be read: it is a pipe.")  # which nobody may ever write to
+        is_file = path.is_file() or path.is_dir() or not path.exists()  # no pipe, to which nobody may ever write
+        require(is_file, f"{path} cannot be read: it is no file.")
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
         require(len(text) <= MOST_BYTES, f"{path} is not read: it has more than {MOST_BYTES:,} bytes.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..console import result_line
 from ..durable_files import write_whole
-from ..errors import require_package
+from ..errors import listed, require_package
 from ..report import MARK, ShownRun, page_of, read_shown, run_labels
 from ..runs import require, run_folders
 from .parser import CommandParser, write_line
@@ -32,11 +32,11 @@ def report(words: Sequence[str]) -> None:
     folders = {at.resolve(): at for run in given["RUN"] for at in run_folders(Path(run), "report")}
     labels, most = run_labels([*folders]), given["most_mib"] * 2**20
     runs = [read_shown(folder, label, most) for folder, label in zip(folders.values(), labels, strict=True)]
-    page = page_of(runs, [sentence_of(shown) for shown in runs], ", ".join(labels))
+    page = page_of(runs, [sentence_of(shown) for shown in runs], listed(labels, 3))
     write_whole(path, lambda file: file.write(page))
     for sentence in [problem for shown in runs for problem in shown.problems]:
         write_line(sentence)
-    write_line(f"{path} is written: {len(page) / 1e6:.1f} MB, to be opened in a browser.")
+    write_line(f"A page of {len(page) / 1e6:.1f} MB, for a browser: {path}")
 
 
 def sentence_of(shown: ShownRun) -> str:
@@ -44,7 +44,7 @@ def sentence_of(shown: ShownRun) -> str:
     run, last = shown.run, shown.last
     what = f"{run.record.experiment}/{run.record.strategy}" if run.record else str(run.path)
     if run.summary:
-        how = result_line(run.summary).plain.removeprefix(f"{run.summary['strategy']}: ")
+        how = result_line(run.summary).plain.partition(": ")[2]
         how += f"; error: {run.summary['error']}" if run.summary["error"] else ""
     else:
         how = UNENDED[run.state] + (f", recorded up to epoch {last[0]:,}, step {last[1]:,}" if last else "")

@@ -1,6 +1,6 @@
 """Runs side by side, in plain values: how they ended, what differs, where their records part, what seeds tell."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -39,27 +39,36 @@ def compare_runs(found: Sequence[FoundRun], patterns: Sequence[str] = ()) -> dic
     records = {label: run.record for label, run in runs.items() if run.record is not None}
     several = f"loopscope compare takes two runs or more, and found {len(records)} that can be read."
     require(len(records) > 1, " ".join([several, *(run.problem for run in found if run.record is None)]))
-    always = [hook.name for hook in HookRegistry if hook.always]
-    wanted = matcher(patterns or [f"{hook}/{name}" for hook in always for name in (*ACCURACIES, "evaluation/**")])
+    wanted = matcher(patterns) if patterns else evaluations()
     scans = {label: scan(runs[label].path, record.strategy, wanted) for label, record in records.items()}
     names = {name: is_number for each in scans.values() for name, is_number in each.names.items()}
     for pattern in patterns:
         matching = list(filter(matcher([pattern]), names))
         if not any(names[name] for name in matching):
             raise no_match(pattern, [name for name in names if names[name]], matching)
-    groups = groups_of(records)
-    rows = [_row(label, run, scans.get(label, Scan(run.path, "")), groups.get(label)) for label, run in runs.items()]
     first, *others = [label for label in scans if scans[label].emits] or [""]
-    sentences = list(_sentences(rows))
-    spreads, tests = _over_seeds([row for row in rows if row["group"]], sentences, last=bool(patterns))
     return {
-        "runs": rows,
+        **told_by_seeds(runs, scans, last=bool(patterns)),
         "differences": differing_parts(records),
         "partings": [{"run": other, "other": first, **parting(scans[first], scans[other])} for other in others],
-        "spreads": spreads,
-        "tests": tests,
-        "sentences": sentences,
     }
+
+
+def evaluations() -> Callable[[str], bool]:
+    """Return a function that is true for the numbers of the evaluation."""
+    always = [hook.name for hook in HookRegistry if hook.always]
+    return matcher([f"{hook}/{name}" for hook in always for name in (*ACCURACIES, "evaluation/**")])
+
+
+def told_by_seeds(
+    runs: Mapping[str, FoundRun], scans: Mapping[str, Scan], *, last: bool = False
+) -> dict[str, list[Any]]:
+    """Return a row for each run, and for groups that differ in seeds only their spreads, tests, and what to know."""
+    groups = groups_of({label: run.record for label, run in runs.items() if run.record is not None})
+    rows = [_row(label, run, scans.get(label, Scan(run.path, "")), groups.get(label)) for label, run in runs.items()]
+    sentences = list(_sentences(rows))
+    spreads, tests = _over_seeds([row for row in rows if row["group"]], sentences, last=last)
+    return {"runs": rows, "spreads": spreads, "tests": tests, "sentences": sentences}
 
 
 def _row(label: str, run: FoundRun, scan: Scan, group: str | None) -> Row:

@@ -3,19 +3,20 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from ..errors import UsageError, require
 from ..hooks import HookPoint, HookRegistry, Series, SinkRegistry
 from ..runs import Record, RecordSink, RunRecord, pass_on, read_initial
 
 Floats = NDArray[np.float64]
 NUMBERS = frozenset({int, float, bool})
+MOST_LINE = 2**26  # bytes of a line in a file of lines; one with more is not read
 ACCURACIES = ("train_acc", "val_acc")  # of an evaluation: metrics by themselves, beside the other numbers
 
 
@@ -126,3 +127,13 @@ def record_of(folder: Path, strategy: str) -> tuple[type[RecordSink], Path]:
     names = " nor ".join(path.name for path in files.values())
     ways = " or ".join(f"without --no-{str(sink.flag)[2:]}" if sink.default else f"with {sink.flag}" for sink in files)
     raise UsageError(f"{folder} holds neither {names}; a run that is started {ways} writes its metrics there.")
+
+
+def check_size(path: Path, most: int) -> None:
+    """Raise :class:`UsageError` for what is no file, and for a file or a line that would fill the memory."""
+    require(path.is_file(), f"{path} is not read: it is no file.")
+    size = path.stat().st_size
+    require(size <= most, f"{path} is not read: it has {size:,} bytes, and at most {most:,} are read.")
+    with path.open("rb") as file:
+        longest = max(map(len, iter(partial(file.readline, MOST_LINE + 1), b"")), default=0)
+    require(longest <= MOST_LINE, f"{path} is not read: it has a line of more than {MOST_LINE:,} bytes.")

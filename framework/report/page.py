@@ -15,16 +15,22 @@ from numpy.typing import NDArray
 
 from ..errors import shortened
 from ..hooks import HookRegistry, MetricInfo
+from .comparison import differing_parts, evaluations, told_by_seeds
 from .curves import Curve
 from .panels import COLOURS
 from .recording import Rows, ShownRun
+from .scanning import Scan
+from .seeds import mean_curve
 
 LARGEST_PAGE = 8_000_000
 MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
+MORE_PIXELS, DIGITS = 8, 6  # so many times for maps and hooks that are always on; of values that are thinned
 MOST_POINTS = 600_000  # about as many as there is room for
 MOST_TABLE_ROWS, LONGEST_CELL, LONGEST_SENTENCE = 1000, 200, 1000
 TEMPLATES = Path(__file__).with_name("template")
 MARK = "<!-- A report of loopscope. -->"
+SPREAD = ("number", "group", "count", "mean", "deviation", "low", "high", "remark")
+SEED_TEST = ("difference", "low", "high", "test", "seeds", "t", "p", "holm", "remark")
 COSTS = ("seconds", "calls", "state_bytes", "peak_bytes")
 
 
@@ -37,15 +43,24 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     for name, lines in (("runs", sentences), ("problems", problems)):
         parts[name] = "".join(f"<li>{text(line, LONGEST_SENTENCE)}</li>" for line in lines)
     parts |= {"mark": MARK, "title": text(title), "library": packed(get_plotlyjs()), "tables": tables_of(runs)}
-    described = [{"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts} for of in runs]
-    told: dict[str, Any] = {"runs": described, "colours": COLOURS}
+    compared = _compared(runs)
+    groups = [row["group"] for row in compared["runs"]]
+    parts["seeds"] = _seed_tables(compared)
+    seeds = _completed(compared["runs"])
+    described = [
+        {"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts, "group": group}
+        for of, group in zip(runs, groups, strict=True)
+    ]
+    told: dict[str, Any] = {"runs": described, "colours": [*COLOURS[:-1], "#808080"]}  # seen on light and on dark
+    always = {hook.name for hook in HookRegistry if hook.always}
     names = list(dict.fromkeys(name for shown in runs for name in (*shown.points, *shown.lists)))
+    names.sort(key=lambda name: ((hook := name.partition("/")[0]) not in always, hook))
     count, pixels = len(names), MOST_PIXELS
     lengths = [len(values) for shown in runs for _, values in shown.points.values()]
     while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
         pixels //= 2
     while True:
-        told |= {"metrics": metrics_of(names, runs, pixels), "leftOut": count - len(names)}
+        told |= {"metrics": metrics_of(names, runs, seeds, pixels), "leftOut": count - len(names)}
         filled = parts | {"data": packed(json.dumps(told, allow_nan=False))}
         page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
         if len(page) <= LARGEST_PAGE or not names:
@@ -54,31 +69,94 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
         pixels = max(FEWEST_PIXELS, pixels // 2)
 
 
-def metrics_of(names: Sequence[str], runs: Sequence[ShownRun], pixels: int) -> list[dict[str, Any]]:
+def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:
+    """Return what seeds tell of the numbers of the evaluation."""
+    wanted, scans = evaluations(), {}
+    for shown in [shown for shown in runs if shown.run.record]:
+        scans[shown.label] = scan = Scan(shown.run.path, "")
+        for name in filter(wanted, shown.points):
+            steps, values = shown.points[name]
+            scan.add(name, [int(step) for step in steps], values)
+    return told_by_seeds({shown.label: shown.run for shown in runs}, scans)
+
+
+def _completed(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return which runs count in groups over seeds: completed ones, a run of each seed."""
+    found: dict[str, dict[int, int]] = {}
+    for at, row in enumerate(rows):
+        if row["group"] and row["state"] == "completed" and row["seed"] is not None:
+            found.setdefault(row["group"], {}).setdefault(row["seed"], at)
+    return {group: [*seeds.values()] for group, seeds in found.items()}
+
+
+def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
+    """Return tables of spreads and of tests in HTML, empty where no group has two seeds."""
+    spreads, tests = compared["spreads"], compared["tests"]
+    if not spreads:
+        return ""
+    tested = sum(test["p"] is not None for test in tests)
+    told = "".join(f"<p>{text(sentence, LONGEST_SENTENCE)}</p>" for sentence in compared["sentences"])
+    pairs = [(row["number"], f"{row['a']} − {row['b']}", *_cells(row, SEED_TEST)) for row in tests]
+    means = table("Over seeds", SPREAD, [_cells(row, SPREAD) for row in spreads])
+    title = f"Do groups differ? Tests: {tested}; holm is p corrected for that"
+    return means + told + table(title, ("number", "groups", *SEED_TEST), pairs)
+
+
+def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    return [f"{row.get(name):.4g}" if isinstance(row.get(name), float) else row.get(name) for name in names]
+
+
+def metrics_of(
+    names: Sequence[str], runs: Sequence[ShownRun], groups: Mapping[str, Sequence[int]], pixels: int
+) -> list[dict[str, Any]]:
     """Return what the page draws of each metric, in plain values: curves of numbers, maps of lists."""
-    infos, found = explained(names), []
+    infos, found, wide = explained(names), [], min(MOST_PIXELS, pixels * MORE_PIXELS)
     for name in names:
-        curves = [_curve(at, *run.points[name], pixels) for at, run in enumerate(runs) if name in run.points]
-        maps = [_map(at, run.lists[name], pixels) for at, run in enumerate(runs) if name in run.lists]
-        found.append({**infos.get(name, {}), "name": name, "curves": curves, "maps": maps})
+        info = infos.get(name, {})
+        width = wide if info.get("first") else pixels
+        curves = [_curve(at, *run.points[name], width) for at, run in enumerate(runs) if name in run.points]
+        means = [
+            _mean(group, [at for at in seeds if name in runs[at].points], runs, name, width)
+            for group, seeds in groups.items()
+        ]
+        maps = [_map(at, run.lists[name], wide) for at, run in enumerate(runs) if name in run.lists]
+        shared = [mean for mean in means if mean and mean["steps"]]
+        found.append({**info, "name": name, "curves": curves, "means": shared, "maps": maps})
     return found
 
 
 def _curve(index: int, steps: Sequence[float], values: Sequence[float], pixels: int) -> dict[str, Any]:
     curve = Curve.of_points(steps, values)
     kept = thinned(curve, pixels)
-    drawn = {"steps": [int(step) for step in curve.steps[kept]], "values": _plain(curve.values[kept].tolist())}
-    return {"run": index, **drawn, "points": len(curve.steps)}
+    drawn = _plain(curve.values[kept].tolist(), is_whole=len(kept) == len(curve.steps))
+    return {"run": index, "steps": _steps(curve, kept), "values": drawn, "points": len(curve.steps)}
+
+
+def _steps(curve: Curve, kept: NDArray[np.intp]) -> list[int]:
+    return [int(step) for step in curve.steps[kept]]
+
+
+def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str, pixels: int) -> dict[str, Any] | None:
+    """Return the mean over seeds that have a metric, with its interval at each step; none of a single seed."""
+    if len(seeds) < 2:
+        return None
+    curve, half = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
+    kept = thinned(curve, pixels)
+    values, about = curve.values[kept], half[kept]
+    drawn = {"low": values - about, "values": values, "high": values + about}
+    plain = {part: _plain(found.tolist(), is_whole=False) for part, found in drawn.items()}
+    return {"group": group, "runs": seeds, "steps": _steps(curve, kept), **plain, "points": len(curve.steps)}
 
 
 def _map(index: int, found: Rows, pixels: int) -> dict[str, Any]:
     every = math.ceil(len(found.rows) / max(1, pixels // PIXELS_PER_ROW))
-    rows = [_plain([float(f"{value:.4g}") for value in row]) for row in found.rows[::every]]
+    rows = [_plain(row, is_whole=False) for row in found.rows[::every]]
     return {"run": index, "steps": found.steps[::every], "rows": rows, "seen": found.seen, "longest": found.longest}
 
 
-def _plain(values: Sequence[float]) -> list[float | str]:
-    return [value if math.isfinite(value) else repr(value) for value in values]
+def _plain(values: Sequence[float], *, is_whole: bool) -> list[float | str]:
+    exact: Sequence[float] = values if is_whole else [float(f"{value:.{DIGITS}g}") for value in values]
+    return [value if math.isfinite(value) else repr(value) for value in exact]
 
 
 def thinned(curve: Curve, pixels: int) -> NDArray[np.intp]:
@@ -122,21 +200,15 @@ def explained(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 def tables_of(runs: Sequence[ShownRun]) -> str:
     """Return tables in HTML: in what the runs differ, what hooks cost, and where the runs were trained."""
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
-    options = [
-        {**found.config, **{f"hook {name}": of for name, of in found.hooks.items()}} for found in records.values()
-    ]
-    places = side_by_side([found.surroundings for found in records.values()])
-    differ = [row for row in [*side_by_side(options), *places] if any(value != row[1] for value in row[2:])]
-    costs = [(of.label, hook, *map(cost.get, COSTS)) for of in runs for hook, cost in of.costs.items()]
-    differences = table("Differences between the runs", ("option, hook or environment", *records), differ)
+    parts = differing_parts(records) if records else []
+    differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
+    costs = [(of.label, hook, *_cells(cost, COSTS)) for of in runs for hook, cost in of.costs.items()]
+    places = [found.surroundings for found in records.values()]
+    names = dict.fromkeys(name for place in places for name in place)
+    values = [(name, "; ".join(dict.fromkeys(str(place[name]) for place in places if name in place))) for name in names]
+    differences = table("Differences between the runs", ("", *records), differ)
     profile = table("Cost by hook, of runs with --profile-hooks", ("run", "hook", *COSTS), costs)
-    return differences + profile + table("Environment", ("", *records), places)
-
-
-def side_by_side(records: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return a row for each name, with its value in each record."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [(name, *(record.get(name, "") for record in records)) for name in names]
+    return differences + profile + table("Environment", ("", "of any run"), values)
 
 
 def packed(content: str) -> str:

@@ -6,18 +6,17 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..durable_files import is_there, read_json
 from ..errors import LONGEST_TEXT, UsageError, require, shortened
 from ..hooks import ALERTS
-from ..runs import CONFIG, SUMMARY, Record, pass_on
-from .curves import NUMBERS, record_of, series_in
+from ..runs import SUMMARY, Record, pass_on
+from .curves import NUMBERS, check_size, record_of, series_in
 from .found import FoundRun, look_at
 
-LARGEST_FILE, LONGEST_LINE = 16 * 2**20, 64 * 2**20  # bytes of a JSON file, and of a line of a record
+MOST_ALERT_BYTES = 2**24
 MOST_METRICS, MOST_ALERTS = 20_000, 1000
 MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
 
@@ -78,19 +77,12 @@ class ShownRun:
 
 def read_shown(folder: Path, label: str, most: int) -> ShownRun:
     """Read what may be a stranger's run; a record of more than ``most`` bytes is not read."""
-    problems: list[str] = []
-    with _noted(problems):
-        for name in (CONFIG, SUMMARY):
-            _check_size(folder / name, LARGEST_FILE)
-    shown = ShownRun(label, FoundRun(folder, "damaged") if problems else look_at(folder), problems=problems)
-    problems += [shown.run.problem] if shown.run.problem else []
+    shown = ShownRun(label, look_at(folder))
+    problems = shown.problems = [shown.run.problem] if shown.run.problem else []
     if shown.run.record is not None:
         with _noted(problems):
             sink, path = record_of(folder, shown.run.record.strategy)
-            _check_size(path, most)
-            with path.open("rb") as file:
-                longest = max(map(len, iter(partial(file.readline, LONGEST_LINE + 1), b"")), default=0)
-            require(longest <= LONGEST_LINE, f"{path} was not read: a line has more than {LONGEST_LINE:,} bytes.")
+            check_size(path, most)
             pass_on(path, sink.read(path), shown.take)
     if shown.left_out:
         problems.append(f"{shown.left_out:,} values were left out, of metrics after the first {MOST_METRICS:,}.")
@@ -109,16 +101,9 @@ def _noted(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _check_size(path: Path, most: int) -> None:
-    """Raise :class:`UsageError` for something that is no file, and for a file of more than ``most`` bytes."""
-    if is_there(path):
-        require(path.is_file(), f"{path} cannot be read: it is no file.")
-        size = path.stat().st_size
-        require(size <= most, f"{path} was not read: it has {size:,} bytes, and at most {most:,} are read.")
-
-
 def _read_alerts(shown: ShownRun, path: Path) -> None:
-    _check_size(path, LARGEST_FILE)
+    if is_there(path):
+        check_size(path, MOST_ALERT_BYTES)
     lines = path.read_bytes().splitlines() if is_there(path) else []
     for line in lines[:MOST_ALERTS]:
         with suppress(ValueError, LookupError, TypeError, RecursionError):

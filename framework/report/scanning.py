@@ -2,9 +2,9 @@
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from heapq import merge
 from itertools import groupby, islice
 from operator import index, itemgetter
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, require
-from ..runs import Record, RecordSink, pass_on
-from .curves import NUMBERS, record_of, series_in
+from ..runs import Record, pass_on
+from .curves import NUMBERS, check_size, record_of, series_in
 
-MOST_BYTES, MOST_LINE = 4 * 2**30, 2**26  # of a record, and of a line in it: more is not read
+MOST_BYTES = 4 * 2**30  # of a record: more is not read
 MOST_METRICS, MOST_WAITING = 10**5, 10**6  # of a record; values of one that still have none beside them in another
 
 
@@ -58,12 +58,16 @@ class Scan:
             at = list(map(index, steps))
             self.names[name] = type(values[0]) in NUMBERS
             if self.names[name] and wanted(name):
-                which = "lowest" if "loss" in name else "highest" if "acc" in name else ""
-                seen = self.metrics.setdefault(name, Seen(which))
-                for step, value in zip(at, values, strict=True):
-                    seen.take(step, value)
+                self.add(name, at, values)
         require(len(self.names) <= MOST_METRICS, f"{self.folder} has more than {MOST_METRICS:,} metrics: read in part.")
         self.emits, self.length = self.emits + 1, (index(emit.epoch), emit.step)
+
+    def add(self, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+        """Add values of a metric."""
+        which = "lowest" if "loss" in name else "highest" if "acc" in name else ""
+        seen = self.metrics.setdefault(name, Seen(which))
+        for step, value in zip(steps, values, strict=True):
+            seen.take(step, value)
 
     def points(self, side: int, names: set[str]) -> Iterator[tuple[int, int, str, int, int]]:
         """Yield values again: step of the emit, side, name, step, and a hash of the value's text."""
@@ -79,20 +83,11 @@ def scan(folder: Path, strategy: str, wanted: Callable[[str], bool]) -> Scan:
     found, is_wanted = Scan(folder, strategy), cache(wanted)
     try:
         sink, path = record_of(folder, strategy)
-        pass_on(path, _bounded(sink, path), lambda emit: found.take(emit, is_wanted))
-    except UsageError as error:
+        check_size(path, MOST_BYTES)
+        pass_on(path, sink.read(path), lambda emit: found.take(emit, is_wanted))
+    except (UsageError, OSError) as error:
         found.problem = str(error)
     return found
-
-
-def _bounded(sink: type[RecordSink], path: Path) -> Iterator[Record]:
-    """Yield the emits of a record, unless it or a line of it is too large."""
-    size = path.stat().st_size
-    require(size <= MOST_BYTES, f"{path} is not read: it has {size:,} bytes, and {MOST_BYTES:,} are the most.")
-    with path.open("rb") as file:
-        longest = max(map(len, iter(partial(file.readline, MOST_LINE + 1), b"")), default=0)
-    require(longest <= MOST_LINE, f"{path} is not read: it has a line of more than {MOST_LINE:,} bytes.")
-    yield from sink.read(path)
 
 
 def parting(*scans: Scan) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from statistics import mean, stdev
 from typing import Any
+
+import numpy as np
 
 from ..errors import shortened
 from ..runs import RunRecord, differences
 from ..training import critical_t, two_sided_p
+from .curves import Curve, Floats
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
 TOLD = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
@@ -33,6 +37,15 @@ def spread_of(values: Sequence[float | None]) -> dict[str, Any]:
 
 def _finite(numbers: Numbers) -> dict[int, float]:
     return {seed: value for seed, value in numbers.items() if value is not None and abs(value) <= LARGEST}
+
+
+def mean_curve(curves: Sequence[Curve]) -> tuple[Curve, Floats]:
+    """Return the mean of two or more curves where each has a point, and half of its 95 % t-interval at each step."""
+    steps = reduce(np.intersect1d, [curve.steps for curve in curves])
+    values = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves])
+    with np.errstate(all="ignore"):
+        half = critical_t(len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
+        return Curve(steps, values.mean(axis=0)), half
 
 
 def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:

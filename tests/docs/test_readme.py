@@ -21,11 +21,14 @@ def test_the_sample_has_the_shape_of_what_make_run_prints(tmp_path: Path, monkey
     printed = capsys.readouterr().out.splitlines()
     heading = next(line for line in printed if line.split()[:1] == ["strategy"])
     assert set(heading.split()) <= set(sample()[0].split())
-    assert sample()[-1] == printed[-1]
+    assert sample()[-2] == printed[-2]
+    page = printed[-1].rpartition(" ")[2]
+    assert sample()[-1].rpartition(" ")[2] == page == "output/mod_arithmetic/report.html"
+    assert Path(page).is_file()
 
 
 def test_the_sample_compares_the_strategies_of_make_run() -> None:
-    (run,) = [line for line in recipes()["run"] if "/loopscope " in line]
+    (run,) = [line for line in recipes()["run"] if "/loopscope run " in line]
     named = [line.split()[0] for line in sample()[1:] if line.split()[:1] and line.split()[0] in run.split()]
     assert named == ["stride", "target"]
 

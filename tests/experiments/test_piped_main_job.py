@@ -18,7 +18,7 @@ SHORT = (
 
 def printed(folder: Path, options: str) -> list[str]:
     """Run the command of ``make run`` with further options into a pipe, and return its lines."""
-    (recipe,) = [line for line in recipes()["run"] if "/loopscope " in line]
+    (recipe,) = [line for line in recipes()["run"] if "/loopscope run " in line]
     words = [*recipe.split("/loopscope ")[1].split(), "--output-dir", "out", *options.split()]
     done = subprocess.run(
         [sys.executable, "-m", "loopscope", *words], cwd=folder, capture_output=True, text=True, check=False

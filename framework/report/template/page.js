@@ -1,11 +1,11 @@
 "use strict";
-const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200;
+const FIRST = 4, MOST_CHARTS = 24, MOST_TABLE_ROWS = 2000, MOST_SHAPES = 200, PAPER = 660;
 const at = id => document.getElementById(id);
 // Text of runs becomes part of the page in these two ways only: as a text node, or, in Plotly's labels, escaped.
 const make = (tag, text, settings) => Object.assign(document.createElement(tag), text === undefined ? {} : {textContent: text}, settings);
 const label = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const number = value => typeof value === "number" ? value : {"nan": NaN, "inf": Infinity, "-inf": -Infinity}[value];
-const state = {shown: [], hidden: new Set(), logX: false, logY: false, smooth: 1, range: null};
+const state = {shown: [], hidden: new Set(), logX: false, logY: false, means: false, smooth: 1, range: null};
 const charts = new Map();  // names of metrics with their figures
 let data, metrics, busy = false;
 
@@ -27,28 +27,42 @@ function smoothed(values, points, log) {
   });
 }
 
+const isHidden = run => state.hidden.has(run);
+const finite = values => values.map(value => Number.isFinite(value) ? value : null);
+
+// What is drawn of a metric: curves of runs, or means over seeds in place of the runs that count in them.
+function linesOf(metric) {
+  const means = state.means ? metric.means : [], within = new Set(means.flatMap(mean => mean.runs));
+  const lines = [...means, ...metric.curves.filter(curve => !within.has(curve.run)).map(curve => ({...curve, runs: [curve.run]}))];
+  return lines.filter(line => !line.runs.every(isHidden)).map(line => ({...line, run: data.runs[line.runs[0]], name: label(nameOf(line))}));
+}
+
+const nameOf = line => line.group ? `${line.group}: mean of ${line.runs.length} seeds` : data.runs[line.runs[0]].label;
+
 function tracesOf(metric) {
   if (!metric.curves.length) return mapsOf(metric).map(mapTrace);
-  const traces = [], odd = [];
-  for (const curve of metric.curves) {
-    if (state.hidden.has(curve.run)) continue;
-    const run = data.runs[curve.run], values = curve.values.map(number);
-    const line = {color: run.colour, width: 1.6, dash: run.treatments ? "dash" : "solid"};
-    const finite = values.map(value => Number.isFinite(value) ? value : null);
-    const trace = {type: "scatter", mode: curve.steps.length > 60 ? "lines" : "lines+markers", x: curve.steps, line, name: label(run.label), marker: {size: 4}};
-    if (state.smooth > 1) {
-      traces.push({...trace, y: finite, opacity: 0.25, hoverinfo: "skip"});
-      traces.push({...trace, y: smoothed(values, state.smooth, state.logY).map(value => Number.isFinite(value) ? value : null)});
-    } else traces.push({...trace, y: finite});
-    values.forEach((value, index) => Number.isFinite(value) || odd.push([curve.steps[index], value, run]));
-    const alerts = run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
-    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.sentence}`))));
+  const traces = [];
+  for (const {run, name, steps, group, low, high, ...line} of linesOf(metric)) {
+    const values = line.values.map(number), smooth = found => finite(state.smooth > 1 ? smoothed(found, state.smooth, state.logY) : found);
+    const trace = {type: "scatter", mode: steps.length > 60 ? "lines" : "lines+markers", x: steps, line: {color: run.colour, width: group ? 2.4 : 1.6, dash: run.dash}, name, marker: {size: 4}};
+    if (group) {
+      const least = Math.min(...[...values, ...high.map(number)].filter(value => value > 0)) / 10, floor = value => state.logY && value <= 0 ? least : value;
+      const side = {...trace, mode: "lines", line: {width: 0}, hoverinfo: "skip"};
+      trace.text = steps.map((_, index) => `${low[index]} to ${high[index]}`);
+      traces.push({...side, y: smooth(low.map(number).map(floor))}, {...side, y: smooth(high.map(number)), fill: "tonexty", fillcolor: `${run.colour}33`});
+    } else if (state.smooth > 1) traces.push({...trace, y: finite(values), opacity: 0.25, hoverinfo: "skip"});
+    traces.push({...trace, y: smooth(values)});
+    const odd = [...values.keys()].filter(index => !Number.isFinite(values[index]));
+    if (odd.length) traces.push(marks(odd.map(index => steps[index]), 0.02, "x", run.colour, odd.map(index => `${name}: ${values[index]}`)));
   }
-  if (odd.length) traces.push(marks(odd.map(one => one[0]), 0.02, "x", odd.map(one => one[2].colour), odd.map(one => label(`${one[2].label}: ${one[1]}`))));
+  data.runs.forEach((run, index) => {
+    const alerts = isHidden(index) ? [] : run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
+    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.sentence}`))));
+  });
   return traces;
 }
 
-const mapsOf = metric => metric.maps.filter(map => !state.hidden.has(map.run));
+const mapsOf = metric => metric.maps.filter(map => !isHidden(map.run));
 
 // A list of numbers over steps as a map of colours, a run above the other; on logarithmic values colours are powers of ten.
 function mapTrace(map, index) {
@@ -61,19 +75,20 @@ function mapTrace(map, index) {
 function mapLayout(metric, layout, axis) {
   const {yaxis2, ...rest} = layout, maps = mapsOf(metric);
   maps.forEach((map, index) => {
-    const domain = [index / maps.length, (index + 0.9) / maps.length];
-    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label)}};
+    const domain = [1 - (index + 0.9) / maps.length, 1 - index / maps.length];
+    rest[index ? `yaxis${index + 1}` : "yaxis"] = {...axis, domain, title: {text: label(data.runs[map.run].label), font: {size: 11}}};
   });
-  return {...rest, hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
+  rest.xaxis = {...rest.xaxis, anchor: "free", position: 0};
+  return {...rest, height: Math.max(320, 110 * maps.length), hovermode: "closest", coloraxis: {colorscale: "Viridis", colorbar: {title: {text: state.logY ? "log10" : ""}}}};
 }
 
 // Where a metric that is called phase changes.
 function phases() {
   const shapes = [];
   for (const metric of metrics.values()) for (const {run, steps, values} of metric.name.endsWith("/phase") ? metric.curves : []) {
-    for (let index = 1; index < steps.length && !state.hidden.has(run); index++) if (values[index] !== values[index - 1]) shapes.push({
+    for (let index = 1; index < steps.length && !isHidden(run); index++) if (values[index] !== values[index - 1]) shapes.push({
       type: "line", xref: "x", yref: "paper", x0: steps[index], x1: steps[index], y0: 0, y1: 1, line: {color: data.runs[run].colour, width: 1, dash: "dot"},
-      label: {text: `phase ${values[index]}`, textposition: "end", font: {size: 9}},
+      label: {text: String(values[index]), textposition: "end", textangle: 0, font: {size: 10, color: data.runs[run].colour}},
     });
   }
   return shapes.slice(0, MOST_SHAPES);
@@ -85,15 +100,15 @@ function marks(x, height, symbol, color, text) {
 
 function layoutOf(metric) {
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
-  const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
+  const axis = {automargin: true, gridcolor: colour("--line"), zerolinecolor: colour("--line"), showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colour("--faint")};
   const range = state.range && (state.logX ? state.range.map(step => Math.log10(Math.max(step, 0.5))) : state.range);
   const layout = {
-    margin: {l: 60, r: 10, t: 10, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
+    margin: {l: 60, r: 10, t: 44, b: 40}, hovermode: "x", showlegend: false, font: {color: colour("--text"), family: "system-ui, sans-serif"},
     paper_bgcolor: colour("--back"), plot_bgcolor: colour("--back"),
     xaxis: {...axis, title: {text: "step"}, type: state.logX ? "log" : "linear", ...(range ? {range} : {autorange: true})},
     yaxis: {...axis, type: state.logY ? "log" : "linear", autorange: true},
     yaxis2: {overlaying: "y", range: [0, 1], visible: false, fixedrange: true},
-    shapes: phases(),
+    shapes: phases(), width: state.printed ? PAPER : undefined,
   };
   return metric.curves.length ? layout : mapLayout(metric, layout, axis);
 }
@@ -104,7 +119,8 @@ function chartOf(metric) {
   for (const part of ["formula", "range", "reading"]) if (metric[part]) caption.append(make("p", `${part}: ${metric[part]}`));
   const thinner = metric.curves.filter(curve => curve.steps.length < curve.points);
   if (thinner.length) caption.append(make("p", `Drawn are the least and the largest value of every pixel: ${thinner.map(curve => `${curve.steps.length} of ${curve.points} points of ${data.runs[curve.run].label}`).join(", ")}.`));
-  for (const map of metric.maps) caption.append(make("p", `${data.runs[map.run].label}: ${map.rows.length} of ${map.seen} lists, the first ${Math.max(...map.rows.map(row => row.length))} of ${map.longest} numbers, to four digits.`));
+  const cut = metric.maps.map(map => ({...map, width: Math.max(...map.rows.map(row => row.length))})).filter(map => map.rows.length < map.seen || map.width < map.longest);
+  if (cut.length) caption.append(make("p", `Drawn are ${cut.map(map => `${map.rows.length} of ${map.seen} lists, the first ${map.width} of ${map.longest} numbers of ${data.runs[map.run].label}`).join("; ")}.`));
   const behind = make("details");
   behind.append(make("summary", `Table of ${metric.name}`));
   behind.addEventListener("toggle", () => { if (behind.open && behind.children.length < 2) behind.append(tableOf(metric)); });
@@ -114,13 +130,15 @@ function chartOf(metric) {
 
 function tableOf(metric) {
   const rows = new Map(), wide = make("div", undefined, {className: "wide"}), table = make("table");
-  const columns = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
+  const runs = [...metric.curves, ...metric.maps.map(map => ({...map, values: map.rows.map(row => row.join(", "))}))];
+  const means = metric.means.flatMap(mean => [["", mean.values], [", from", mean.low], [", to", mean.high]].map(([part, values]) => ({title: nameOf(mean) + part, steps: mean.steps, values})));
+  const columns = [...runs.map(curve => ({...curve, title: data.runs[curve.run].label})), ...means];
   columns.forEach((curve, column) => curve.steps.forEach((step, index) => {
     if (!rows.has(step)) rows.set(step, columns.map(() => ""));
     rows.get(step)[column] = String(curve.values[index]);
   }));
   const row = (tag, cells) => { const line = make("tr"); line.append(...cells.map(cell => make(tag, cell))); return line; };
-  table.append(row("th", ["step", ...columns.map(curve => data.runs[curve.run].label)]));
+  table.append(row("th", ["step", ...columns.map(column => column.title)]));
   const steps = [...rows.keys()].sort((one, other) => one - other);
   steps.slice(0, MOST_TABLE_ROWS).forEach(step => table.append(row("td", [String(step), ...rows.get(step)])));
   if (steps.length > MOST_TABLE_ROWS) wide.append(make("p", `The first ${MOST_TABLE_ROWS} of ${steps.length} rows.`));
@@ -135,7 +153,7 @@ function draw() {
     if (!charts.has(name)) charts.set(name, chartOf(metric));
     const chart = charts.get(name);
     if (!chart.figure.isConnected) at("charts").append(chart.figure);
-    Plotly.react(chart.plot, tracesOf(metric), layoutOf(metric), {responsive: true, displaylogo: false});
+    Plotly.react(chart.plot, tracesOf(metric), layoutOf(metric), {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]});
     if (chart.isNew) listen(chart);
     chart.isNew = false;
   }
@@ -204,6 +222,8 @@ function controls() {
   on("controls", "submit", event => event.preventDefault());
   on("log-x", "change", event => { state.logX = event.target.checked; draw(); });
   on("log-y", "change", event => { state.logY = event.target.checked; draw(); });
+  on("means", "change", event => { state.means = event.target.checked; draw(); });
+  at("seeds").hidden = !data.metrics.some(metric => metric.means.length);
   on("smooth", "change", event => { state.smooth = Math.max(1, Math.min(501, Number(event.target.value) || 1)); draw(); });
   const bounds = () => { const [from, to] = [Number(at("from").value), Number(at("to").value)]; if (to > from) zoom([from, to]); };
   on("from", "change", bounds);
@@ -218,18 +238,31 @@ function controls() {
   at("controls").hidden = false;
 }
 
-at("theme").addEventListener("click", () => {
-  const dark = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
+const root = document.documentElement, darkness = matchMedia("(prefers-color-scheme: dark)");
+function setTheme(theme, printed) {
+  root.dataset.theme = theme;
+  state.printed = printed;
   if (data) draw();
+}
+at("theme").addEventListener("click", () => setTheme((root.dataset.theme || (darkness.matches ? "dark" : "light")) === "dark" ? "light" : "dark"));
+darkness.addEventListener("change", () => setTheme(root.dataset.theme || ""));
+addEventListener("beforeprint", () => setTheme("light", root.dataset.theme || "system"));  // ink is dark on paper
+addEventListener("afterprint", () => {
+  setTheme(state.printed === "system" ? "" : state.printed);
+  charts.forEach(({plot}) => Plotly.Plots.resize(plot));
 });
 
 async function start() {
   document.head.append(make("script", await unpacked("library")));
   data = JSON.parse(await unpacked("data"));
-  data.runs.forEach((run, index) => { run.colour = data.colours[index % data.colours.length]; });
+  const groups = [...new Set(data.runs.map(run => run.group))], bySeed = groups.length > 1 && groups.length < data.runs.length;  // then seeds share a colour
+  data.runs.forEach((run, index) => {
+    const place = bySeed ? groups.indexOf(run.group) : index, colours = data.colours.length;
+    run.colour = data.colours[place % colours];
+    run.dash = run.treatments ? "dash" : place < colours ? "solid" : "dot";
+  });
   metrics = new Map(data.metrics.map(metric => [metric.name, metric]));
-  state.shown = [...data.metrics].sort((one, other) => Boolean(other.first) - Boolean(one.first)).slice(0, FIRST).map(metric => metric.name);
+  state.shown = data.metrics.slice(0, FIRST).map(metric => metric.name);
   controls();
   draw();
 }

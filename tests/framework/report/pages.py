@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli import main
+from loopscope.durable_files import write_json
+from loopscope.hooks import ALERTS
+from loopscope.runs import CONFIG, SUMMARY
+
+from tests.framework.report.plotted import record
 
 
 class ReadPage(HTMLParser):
@@ -54,3 +59,36 @@ def reported(*words: Path | str) -> ReadPage:
     path = Path(words[0]).parent / "page.html"
     assert main(["report", *map(str, words), "-o", str(path), "--overwrite"]) == 0
     return ReadPage(path)
+
+
+def ended_run(root: Path, strategy: str, seed: int, emits: list[tuple[int, dict[str, Any]]]) -> Path:
+    """Record a run that was completed, one of its strategy's seeds, and return its folder."""
+    folder = record(root / f"seed-{seed}", emits, strategy=strategy)
+    write_json(folder / CONFIG, {"experiment": "exp", "strategy": strategy, "config": {"seed": seed}})
+    told = {"strategy": strategy, "status": "completed", "error": None, "epochs": 1, "steps": 9, "output_dir": ""}
+    told |= {
+        "training_loss": None,
+        "initial": {},
+        "metrics": {},
+        "final": {"loss": float(seed ** (2 if strategy == "b" else 1))},
+        "treatments": {},
+    }
+    write_json(folder / SUMMARY, {**told, "target_reached": None, "hook_errors": [], "seconds": {"training": 1.0}})
+    return folder
+
+
+def seeded_runs(root: Path) -> list[Path]:
+    """Record two strategies with three seeds, with curves, spectra, phases and an alert."""
+    folders = []
+    for offset, strategy in ((0.0, "a"), (10.0, "b")):
+        for seed in range(3):
+            steps = range(1, 10 - seed)  # the seeds end at different steps
+            emits = [
+                (at, {"m/loss": offset + at * (seed + 1), "m/spectrum": [at, seed + 0.5], "m/phase": at // 5})
+                for at in steps
+            ]
+            emits += [(9, {f"training_metrics/{name}": 0.5}) for name in ("loss", "lr", "val_acc", "train_acc")]
+            folders.append(ended_run(root, strategy, seed, emits))
+    alert = {"epoch": 0, "step": 4, "hook": "m", "metric": "loss", "sentence": "It <b>rises</b>."}
+    (folders[0] / ALERTS).write_text(json.dumps(alert) + "\n")
+    return folders

@@ -1,4 +1,4 @@
-"""``loopscope report``: the page holds what the records hold, whatever these are; no browser has opened it here."""
+"""``loopscope report``: the page holds what the records hold, whatever these are."""
 
 import json
 import math
@@ -15,20 +15,14 @@ from loopscope.hooks import ALERTS, HookPoint, Series
 from loopscope.report import look_at, page
 from loopscope.report.curves import Curve
 from loopscope.report.page import LARGEST_PAGE, thinned
+from loopscope.runs import SUMMARY
+from scipy import stats
 
-from tests.framework.report.pages import reported
+from tests.framework.report.pages import reported, seeded_runs
 from tests.framework.report.plotted import curve_record, record
-from tests.framework.runs.small_experiment import session
 
 BAD = "</script><script>alert(1)</script><b>"
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
-    return folder / "small"
 
 
 def test_a_page_has_every_number_of_the_records(finished: Path) -> None:
@@ -148,17 +142,17 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch) -> None:
     (folders[2] / "summary.json").symlink_to("/dev/zero")
     found = reported(*folders)
     assert "it has 1,073,741,824 bytes, and at most 268,435,456 are read" in found.text
-    assert "a line has more than 67,108,864 bytes" in found.text
+    assert "it has a line of more than 67,108,864 bytes" in found.text
     assert "summary.json cannot be read: it is no file" in found.text
 
 
 def test_lists_are_maps_of_which_every_second_row_is_dropped(tmp_path: Path) -> None:
-    emits = [(step, {"m/spectrum": [float(step), 0.123456, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
+    emits = [(step, {"m/spectrum": [float(step), 0.12345678, NAN] * 100, "m/odd": ["a"]}) for step in range(500)]
     found = reported(record(tmp_path, emits)).data["metrics"]
     (spectrum,) = found[0]["maps"]
     assert ([each["name"] for each in found], found[0]["curves"]) == (["m/spectrum"], [])
     assert (spectrum["steps"], spectrum["seen"], spectrum["longest"]) == (list(range(0, 500, 4)), 500, 300)
-    assert [row[:3] for row in spectrum["rows"]] == [[step, 0.1235, "nan"] for step in spectrum["steps"]]
+    assert [row[:3] for row in spectrum["rows"]] == [[step, 0.123457, "nan"] for step in spectrum["steps"]]
 
 
 def test_tables_tell_differences_environment_and_costs(tmp_path: Path, finished: Path) -> None:
@@ -174,6 +168,35 @@ def test_tables_tell_differences_environment_and_costs(tmp_path: Path, finished:
     assert differences.rpartition("Differences between the runs")[2].split()[-3:] == ["lr", "0.01", "0.5"]
     assert costs.split()[-3:] == ["b", "norms", "7"]
     assert "torch" in environment
+
+
+def test_seeds_are_shown_by_mean_and_interval_where_all_of_them_have_a_point(tmp_path: Path) -> None:
+    found = reported(*seeded_runs(tmp_path))
+    loss = next(each for each in found.data["metrics"] if each["name"] == "m/loss")
+    assert [(mean["group"], mean["runs"], mean["steps"]) for mean in loss["means"]] == [
+        ("a", [0, 1, 2], list(range(1, 8))),
+        ("b", [3, 4, 5], list(range(1, 8))),
+    ]
+    low, high = stats.t.interval(0.95, 2, 20.0, stats.sem([10.0, 20.0, 30.0]))
+    at_ten = [loss["means"][0][name][4] * 2 for name in ("low", "values", "high")]
+    assert at_ten == pytest.approx([low, 20.0, high], rel=1e-5)
+    spreads, tests = re.split("Do groups differ", found.text.partition("Over seeds")[2])
+    assert "final loss a 3 1 1 -1.484 3.484" in spreads
+    assert "Tests: 1; holm is p corrected for that" in tests
+    wanted = stats.ttest_rel([0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
+    assert "final loss a − b -0.6667" in tests
+    assert f"paired t 3 of 3 {wanted.statistic:.4g} {wanted.pvalue:.4g} {wanted.pvalue:.4g}" in tests
+
+
+def test_a_run_that_did_not_end_and_a_second_run_of_a_seed_count_in_no_mean(tmp_path: Path) -> None:
+    folders = seeded_runs(tmp_path)[:3]
+    (folders[0] / SUMMARY).unlink()
+    again = shutil.copytree(folders[1], tmp_path / "again")
+    found = reported(*folders, again)
+    loss = next(each for each in found.data["metrics"] if each["name"] == "m/loss")
+    assert [mean["runs"] for mean in loss["means"]] == [[1, 2]]
+    assert "again: differs in nothing from" in found.text
+    assert "killed, so compared as far as it goes, and missing over seeds" in found.text
 
 
 REFUSED = {

@@ -22,21 +22,12 @@ from loopscope.runs import run_folders
 from loopscope.sinks import CSVSink
 
 from tests.framework.report.plotted import CURVE, SLOPE, curve_record, everything, figure, record, tied_record
-from tests.framework.runs.small_experiment import session
 from tests.support import SpyHook
 
 assert experiments.__all__
 assert sinks.__all__
 assert training_hooks.__all__
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two strategies, and return the folder of the experiment."""
-    folder = tmp_path_factory.mktemp("finished")
-    session(folder, strategies=["plain", "clipped"], hooks=["norms"], epochs=5).run()
-    return folder / "small"
 
 
 def drawn(axes) -> list[tuple[str, list[float], list[float]]]:
