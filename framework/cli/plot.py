@@ -29,17 +29,9 @@ FORMATS = ("png", "svg", "pdf")
 LONGEST_STEM = 80
 PROVENANCE = "provenance"  # the picture that hooks ask for, and the option that draws it
 SIDES = 2, 40  # inches of a picture, at least and at most
-LOOKS = (
-    "overlay",
-    "seeds",
-    "log_x",
-    "log_y",
-    "linear_y",
-    "smooth",
-    "x",
-    "size",
-)  # options that are in the name of a file
-NO_LOOK = ("RUN", "out", "overwrite", "format")  # what a picture does not depend on, but for the runs
+# Options that are in the name of a file, and those on which a picture does not depend, but for the runs.
+LOOKS = ("overlay", "seeds", "log_x", "log_y", "linear_y", "smooth", "x", "size")
+NO_LOOK = ("RUN", "out", "overwrite", "format")
 SWITCHES = {
     f"--{PROVENANCE}": "the two gradients of a tied embedding: norms, ratio, clip threshold, cosine",
     "--overlay": "draw all metrics in one panel, instead of each in its own",

@@ -140,10 +140,11 @@ def _mean(group: str, seeds: Sequence[int], runs: Sequence[ShownRun], name: str,
     """Return the mean over seeds that have a metric, with its interval at each step; none of a single seed."""
     if len(seeds) < 2:
         return None
-    curve, half = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
+    curve = mean_curve([Curve.of_points(*runs[at].points[name]) for at in seeds])
+    assert curve.half is not None
     kept = thinned(curve, pixels)
-    values, about = curve.values[kept], half[kept]
-    drawn = {"low": values - about, "values": values, "high": values + about}
+    values, half = curve.values[kept], curve.half[kept]
+    drawn = {"low": values - half, "values": values, "high": values + half}
     plain = {part: _plain(found.tolist(), is_whole=False) for part, found in drawn.items()}
     return {"group": group, "runs": seeds, "steps": _steps(curve, kept), **plain, "points": len(curve.steps)}
 

@@ -1,22 +1,17 @@
 """Pictures of the records in folders: of runs one by one, or of groups of them over their seeds."""
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from ..errors import listed, require, require_package
 from ..runs import run_folders
-from ..training import critical_t
-from .curves import Curve, RecordedRun, read_curves
+from .curves import RecordedRun, read_curves
 from .panels import Look, Picture, matcher, metric_picture
-from .seeds import contrast, correct, groups_of
+from .seeds import contrast, correct, groups_of, mean_curve
 
 if TYPE_CHECKING:
     from .drawing import Drawing
@@ -74,7 +69,7 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
         require(type(seed) is int, f"A mean over seeds is one of runs that say their seed; {run.folder} says none.")
         if groups[names[str(run.folder)]].setdefault(seed, run) is not run:
             sentences.append(f"Left out, having the options and seed of another run: {run.folder}.")
-    means = [mean_over_seeds(name, list(group.values())) for name, group in groups.items()]
+    means = [_mean(name, list(group.values())) for name, group in groups.items()]
     picture = metric_picture(means, patterns, overlay=overlay)
     few = [name for name, group in groups.items() if len(group) < 2]
     sentences += [f"With one seed nothing can be told about chance: {listed(few)}."] if few else []
@@ -95,19 +90,12 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     return replace(picture, panels=panels, sentences=[*picture.sentences, *sentences, *told])
 
 
-def mean_over_seeds(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
-    """Return the mean of runs at the steps where every one has a value, with half of its 95 % t-interval there."""
-    first, count, curves = runs[0], len(runs), {}
-    for name in first.curves:
-        found = [run.curves[name] for run in runs if name in run.curves]
-        steps = reduce(np.intersect1d, [curve.steps for curve in found])
-        if len(found) < count or not len(steps):
-            continue
-        values = np.stack([curve.values[np.isin(curve.steps, steps)] for curve in found])
-        with np.errstate(all="ignore"):  # of values that are not finite
-            half = critical_t(count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else None
-            curves[name] = Curve(steps, values.mean(axis=0), half)
-    return replace(first, curves=curves, names=[name for name in first.names if name in curves], group=group)
+def _mean(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
+    """Return one run for several, with the means of the metrics that all of them have."""
+    shared = [name for name in runs[0].names if all(name in run.curves for run in runs)]
+    curves = {name: mean_curve([run.curves[name] for run in runs]) for name in shared}
+    curves = {name: curve for name, curve in curves.items() if len(curve.steps)}
+    return replace(runs[0], curves=curves, names=[*curves], group=group)
 
 
 def _ends(group: Mapping[int, RecordedRun], metric: str) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import shortened
 from ..runs import RunRecord, differences
 from ..training import critical_t, two_sided_p
-from .curves import Curve, Floats
+from .curves import Curve
 
 Numbers = Mapping[int, float | None]  # by seed; None where a run has no such number
 TOLD = ("difference", "low", "high", "t", "freedom", "p", "holm", "test", "seeds", "remark")  # of a contrast
@@ -39,13 +39,13 @@ def _finite(numbers: Numbers) -> dict[int, float]:
     return {seed: value for seed, value in numbers.items() if value is not None and abs(value) <= LARGEST}
 
 
-def mean_curve(curves: Sequence[Curve]) -> tuple[Curve, Floats]:
-    """Return the mean of two or more curves where each has a point, and half of its 95 % t-interval at each step."""
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Return the mean of curves where each has a point, and half of its 95 % t-interval there; of one none."""
     steps = reduce(np.intersect1d, [curve.steps for curve in curves])
-    values = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves])
-    with np.errstate(all="ignore"):
-        half = critical_t(len(curves) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(curves))
-        return Curve(steps, values.mean(axis=0)), half
+    values, count = np.stack([curve.values[np.searchsorted(curve.steps, steps)] for curve in curves]), len(curves)
+    with np.errstate(all="ignore"):  # of values that are not finite
+        half = critical_t(count - 1) * values.std(axis=0, ddof=1) / math.sqrt(count) if count > 1 else None
+        return Curve(steps, values.mean(axis=0), half)
 
 
 def contrast(a: Numbers, b: Numbers) -> dict[str, Any]:
