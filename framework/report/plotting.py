@@ -74,8 +74,11 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
     few = [name for name, group in groups.items() if len(group) < 2]
     sentences += [f"With one seed nothing can be told about chance: {listed(few)}."] if few else []
     for mean in means:
-        cut = [name for name, curve in mean.curves.items() if _ends(groups[mean.group], name) > curve.steps[-1]]
+        ends = {name: _ends(groups[mean.group], name) for name in mean.curves}
+        cut = [name for name, curve in mean.curves.items() if max(ends[name]) > curve.steps[-1]]
+        rare = [name for name in mean.curves if len(ends[name]) < len(groups[mean.group])]
         sentences += [f"{mean.group} is drawn to the end of its shortest run: {listed(cut)}."] if cut else []
+        sentences += [f"{mean.group} has in some of its seeds only: {listed(rare)}."] if rare else []
     metrics = dict.fromkeys(name for mean in means for name in mean.curves)
     tests = [
         {"metric": name, "pair": f"{a.group} − {b.group}"}
@@ -91,19 +94,20 @@ def seeds_picture(runs: Sequence[RecordedRun], patterns: Sequence[str], *, overl
 
 
 def _mean(group: str, runs: Sequence[RecordedRun]) -> RecordedRun:
-    """Return one run for several, with the means of the metrics that all of them have."""
-    shared = [name for name in runs[0].names if all(name in run.curves for run in runs)]
-    curves = {name: mean_curve([run.curves[name] for run in runs]) for name in shared}
+    """Return one run for several, with the mean of each metric over those that have it."""
+    names = dict.fromkeys(name for run in runs for name in run.names)
+    found = {name: [run.curves[name] for run in runs if name in run.curves] for name in names}
+    curves = {name: mean_curve(curves) for name, curves in found.items() if curves}
     curves = {name: curve for name, curve in curves.items() if len(curve.steps)}
-    return replace(runs[0], curves=curves, names=[*curves], group=group)
+    return replace(runs[0], curves=curves, names=[*names], group=group)
 
 
-def _ends(group: Mapping[int, RecordedRun], metric: str) -> float:
-    return max(float(run.curves[metric].steps[-1]) for run in group.values())
+def _ends(group: Mapping[int, RecordedRun], metric: str) -> list[float]:
+    return [float(run.curves[metric].steps[-1]) for run in group.values() if metric in run.curves]
 
 
 def _last_values(group: Mapping[int, RecordedRun], metric: str, step: float) -> dict[int, float | None]:
-    curves = {seed: run.curves[metric] for seed, run in group.items()}
+    curves = {seed: run.curves[metric] for seed, run in group.items() if metric in run.curves}
     return {seed: float(curve.values[curve.steps == step][0]) for seed, curve in curves.items()}
 
 

@@ -107,3 +107,17 @@ def test_runs_without_a_seed_are_refused(tmp_path):
         loopscope.plot(folder, CURVE, seeds=True)
     with pytest.raises(UsageError, match=r"needs metrics: loopscope\.plot"):
         loopscope.plot(folder)
+
+
+def test_a_metric_of_some_seeds_is_their_mean_and_an_unknown_one_is_named(runs):
+    for at in (2, 3):
+        path = next((runs / f"a/seed-{at}").glob("*.jsonl"))
+        path.write_text(path.read_text().replace(CURVE, "m/other"))
+    found, _ = read_runs([runs / "a"], lambda name: True, None)
+    picture = seeds_picture(found, ["m/*"], overlay=False)
+    drawn = {panel.title: panel.traces[0][0].values for panel in picture.panels}
+    assert drawn[CURVE] == pytest.approx(VALUES["a"][:2].mean(axis=0))
+    assert drawn["m/other"] == pytest.approx(VALUES["a"][2:, :5].mean(axis=0))
+    assert f"a has in some of its seeds only: {CURVE}, m/other." in picture.sentences
+    with pytest.raises(UsageError, match=f"No metric matches 'm/los'; .*{CURVE}"):
+        seeds_picture(found, ["m/los"], overlay=False)
