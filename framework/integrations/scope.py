@@ -46,15 +46,16 @@ class AttachedScope(JupyterMixin):
 
     def __rich__(self) -> Group:
         """Return where the run stands, and its newest numbers, as a table."""
-        run, told = self._run, f"{self.folder}: not begun"
+        run, told = self._run, "not begun"
         if run.is_started:
             loop = run.manager.state.loop
-            told = f"{self.folder}: {'over' if run.is_over else 'running'}, epoch {loop.epoch}, step {loop.step}"
+            told = f"{'over' if run.is_over else 'running'}, epoch {loop.epoch}, step {loop.step}"
         table = Table("metric", "value")
         for name, value in self.last_metrics().items():
             if isinstance(value, (int, float)):
                 table.add_row(Text(printable(name)), number_text(value))
-        return Group(Text(printable(told)), table) if table.rows else Group(Text(printable(told)))
+        title = Text(printable(f"{told}: {self.folder}"))
+        return Group(title, table) if table.rows else Group(title)
 
 
 class Scope(AttachedScope):
