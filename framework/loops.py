@@ -146,12 +146,12 @@ def _training_step(driver: Driver, batch: Batch, index: int, again: Again | None
     """Take one optimizer step on a batch."""
     task = driver.task
     driver.begin_step(batch, index)
-    loss = forward_backward(task, batch)
+    loss = forward_backward(task, batch, trains=True)
     skipped = is_skipped(task)
     driver.after_backward(loss, skipped=skipped)
     if not skipped:
         driver.before_update()
-    closure = None if again is None else evaluations(task, batch, loss, again)
+    closure = None if again is None else evaluations(task, batch, loss, again, trains=True)
     update(task, step_scheduler=step_scheduler, skipped=skipped, closure=closure, count=driver.loop.step)
     driver.after_update(skipped=skipped)
 

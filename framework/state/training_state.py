@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
@@ -225,6 +226,8 @@ class TrainingState(StateObjects):
 
     def __post_init__(self) -> None:
         """Count generators that modules hold, for stochastic rounding say, among those of the run."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.model.module
         held = [value for module in self.model.modules() for value in beside_tables(module)]
         found = Structure(held, apart={*map(id, self.model.parameters())}).natives
         # dict.fromkeys keeps each once, in order, where modules share one.

@@ -33,6 +33,7 @@ from ..state import (
     widened,
 )
 from .profiler import Profiler
+from .replicas import averaged
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
 
 Method = Literal["exact", "finite_difference"]
@@ -120,7 +121,8 @@ class LossProbe:
         self._profiler.passed("forward", batch)
         with self._borrowed(), torch.no_grad():
             parts = self._task.micro_batches(batch)
-            return torch.stack([self._task.compute_loss(self._model, part) * weight for part, weight in parts]).sum()
+            losses = [self._task.compute_loss(self._model, part) * weight for part, weight in parts]
+            return self._task.mean_over_ranks(torch.stack(losses).sum())
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, without the parameters that have none."""
@@ -167,7 +169,7 @@ class LossProbe:
             return _weighted((product(part), weight) for part, weight in self._task.micro_batches(batch))
 
         with self._borrowed():
-            return _mean_over_rows(of_batch, batches())
+            return self._over_ranks(_mean_over_rows(of_batch, batches()))
 
     def hessian(self, batch: Batch) -> Callable[[Vector], dict[str, Tensor]]:
         """Return v ↦ H v for the mean loss of a batch; the graph of the gradient lives as long as the function."""
@@ -183,9 +185,14 @@ class LossProbe:
         def product(vector: Vector) -> dict[str, Tensor]:
             for part, _, _ in hessians:
                 self._profiler.passed("second_backward", part)
-            return _weighted((exact.times(vector), weight) for _, exact, weight in hessians)
+            return self._over_ranks(_weighted((exact.times(vector), weight) for _, exact, weight in hessians))
 
         return product
+
+    def _over_ranks(self, product: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._task.replica is None:
+            return product
+        return dict(zip(product, averaged([*product.values()], self._task.replica.process_group), strict=True))
 
     def _refuse_sharded(self) -> None:
         if fully_sharded_modules(self._model):

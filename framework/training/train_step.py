@@ -11,12 +11,14 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, MicroBatches, micro_batches, rows
-from ..errors import UsageError, listed
+from ..errors import LoopscopeError, UsageError, listed
+from .replicas import average_gradients, averaged
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -83,9 +85,14 @@ class TrainingTask:
     config: Any = None
     compiled: bool = False
     """The model stands within one that torch.compile made, by which it is trained."""
+    replica: DistributedDataParallel | None = None
+    """What was given as the model, if it was one of these: steps are trained by it. Hooks get the model within, and
+    average over the ranks themselves, since its reducer counts backward passes and would sum in another order."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for what cannot be trained together, before anything is."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.replica, self.model = self.model, self.model.module
         named = chain(self.model.named_parameters(), self.model.named_buffers()) if self.model is not None else ()
         if lazy := [name for name, tensor in named if is_lazy(tensor)]:  # type: ignore[no-untyped-call]
             raise UsageError(
@@ -126,6 +133,10 @@ class TrainingTask:
             return ((batch, 1.0),)
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
+
+    def mean_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the mean of what ranks that train replicas of the model have; without such the value itself."""
+        return value if self.replica is None else averaged([value], self.replica.process_group)[0]
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of a micro-batch's loss, scaled where there is a scaler, to those that are there."""
@@ -173,23 +184,35 @@ def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]
         )
 
 
-def forward_backward(task: TrainingTask, batch: Batch) -> Tensor:
+def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) -> Tensor:
     """Compute the gradients of the batch's mean loss, unscaled, and return that loss, detached.
 
-    With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
+    With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows. Where
+    ranks train replicas, gradients and loss are means over them; a pass that ``trains`` is the replica's own, and the
+    loss that of this rank.
     """
+    if task.replica is not None and task.replica.static_graph and not trains:
+        raise LoopscopeError(
+            "Under DistributedDataParallel with static_graph=True every backward pass counts, also those of hooks, and "
+            "changes the training; leave static_graph out, or the hooks that compute gradients."
+        )
     task.optimizer.zero_grad()
     losses = []
+    model = task.replica if trains and task.replica is not None else task.model
     for part, weight in task.micro_batches(batch):
-        loss = task.compute_loss(task.model, part)
+        loss = task.compute_loss(model, part)
         if weight != 1:
             loss = loss * weight
         task.backward(loss)
         losses.append(loss.detach())
         del loss  # or its graph would live on during the next forward pass
+    total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    if task.replica is not None and not trains:
+        average_gradients(task.model.parameters(), task.replica.process_group)
+        total = task.mean_over_ranks(total)
     if task.scaler is not None:
         task.scaler.unscale_(task.optimizer)
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    return total
 
 
 def is_skipped(task: TrainingTask) -> bool:
@@ -251,12 +274,18 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 def evaluations(
-    task: TrainingTask, batch: Batch, loss: Tensor, again: Callable[[], AbstractContextManager[object]] = nullcontext
+    task: TrainingTask,
+    batch: Batch,
+    loss: Tensor,
+    again: Callable[[], AbstractContextManager[object]] = nullcontext,
+    *,
+    trains: bool = False,
 ) -> Callable[[], Tensor] | None:
     """Return what an optimizer calls that evaluates the loss several times a step, as LBFGS does; else ``None``.
 
     Its first evaluation are the ``loss`` and the gradients that are there, unless it has moved something by then. Each
-    further one is made of ``batch``, within ``again()``, and leaves its gradients.
+    further one is made of ``batch``, within ``again()``, and leaves its gradients; ``trains`` as in
+    :func:`forward_backward`.
     """
     if "closure" not in _required(type(task.optimizer)):
         return None
@@ -271,7 +300,7 @@ def evaluations(
         if found and found.pop() == where():
             return loss
         with again():
-            return forward_backward(task, batch)
+            return forward_backward(task, batch, trains=trains)
 
     return evaluate
 

@@ -12,7 +12,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 VARYING = "e4m3/delayed/stochastic,output_grad=e5m2/delayed/stochastic"
 DECODER = DecoderShape(vocabulary=30, context=8, width=16, layers=2, heads=2, hidden=24)

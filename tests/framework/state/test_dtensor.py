@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support import ActingHook, DigestTrace, SpyHook, at, differences
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow
 ROWS = 12

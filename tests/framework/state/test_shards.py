@@ -29,7 +29,7 @@ from loopscope.training import TrainingTask
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 ROWS = 12
 Results = dict[str, Tensor]

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.support import LOOPS, MODELS, OPTIMIZERS, Case, RecordingSink, TiedModel, build, differences, run_info, train
 from tests.support.cases import matrix
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
 from tests.training_hooks.sharded_runs import KINDS, sharded

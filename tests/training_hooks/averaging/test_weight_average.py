@@ -35,7 +35,7 @@ from tests.support import (
     run_info,
     train,
 )
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 from tests.training_hooks.interrupted import in_one_and_two
 from tests.training_hooks.reloading import through_a_file
 from tests.training_hooks.sharded_runs import KINDS, sharded

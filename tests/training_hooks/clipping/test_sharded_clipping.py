@@ -17,7 +17,7 @@ from loopscope.training_hooks.gradients import GradientFlow
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 ROWS = 12
 RULES: dict[str, dict[str, Any]] = {

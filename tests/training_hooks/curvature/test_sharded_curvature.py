@@ -17,7 +17,7 @@ from loopscope.training_hooks.measures import FlatSpace
 from torch import nn
 
 from tests.support import RecordingSink, mean_loss, run_info
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 ROWS = 12
 DIFFERENCES = {"method": "finite_difference", "epsilon": 1e-5}

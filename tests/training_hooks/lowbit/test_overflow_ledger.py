@@ -10,7 +10,7 @@ from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings
 
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
 from tests.training_hooks.reloading import through_a_file
 

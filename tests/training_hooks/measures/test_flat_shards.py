@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support import RecordingSink, run_info
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 ROWS = 12
 

@@ -7,7 +7,7 @@ import torch
 from loopscope.training_hooks.updates.weight_updates import WeightUpdateMonitor
 from torch import nn
 
-from tests.support.two_ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 SETTINGS: tuple[dict[str, Any], ...] = ({"exact": True}, {"sample_size": 40}, {"sample_size": 4})
 

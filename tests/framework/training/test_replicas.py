@@ -1,0 +1,142 @@
+"""Hooks under DistributedDataParallel: three ranks train what they train without hooks, and measure what one does."""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from loopscope import training_hooks
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import HookError
+from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, HookRegistry, Series
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.state.digest import digest
+from loopscope.training import TrainingTask
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import ActingHook, RecordingSink, at, mean_loss, run_info
+from tests.support.ranks import on_ranks
+
+assert training_hooks.__all__
+RANKS, ROWS, BATCH = 3, 48, 12
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "small buckets": {"bucket_cap_mb": 1e-4},
+}
+OF_DRAWN_ROWS = r"sharpness/(rows|.*_by_rows|update_critical_.*)"  # each rank draws some of its own
+MEASURING = ("hessian", "sharpness", "lr_probe", "adam_dynamics", "norms", "path_length", "weight_average")
+
+
+class Model(nn.Sequential):
+    """Layers, and at wish a parameter that none of them uses."""
+
+    def __init__(self, *, drawing: bool, unused: bool) -> None:
+        drawn = [nn.Dropout(0.2), nn.BatchNorm1d(16)] if drawing else []
+        super().__init__(nn.Linear(5, 16), *drawn, nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 3))
+        self.register_parameter("unused", nn.Parameter(torch.ones(3)) if unused else None)
+
+
+def build(kind: str | None, *, drawing: bool, accumulate: int = 1) -> tuple[TrainingTask, TrainingState]:
+    """Build a run in which every rank has its rows of each batch; for ``None`` one process has all of them."""
+    torch.manual_seed(0)
+    model: nn.Module = Model(drawing=drawing, unused=kind == "unused parameters").double()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
+    size = BATCH
+    if kind is not None:
+        model = DistributedDataParallel(model, **KINDS[kind])
+        mine = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
+        data, size = (data[0][mine], data[1][mine]), BATCH // RANKS
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = TensorLoader(data, size, fixed_order(torch.arange(len(data[0]))))
+    task = TrainingTask(model, optimizer, loader, mean_loss, length=2, snapshot_every=1, accumulation_steps=accumulate)
+    return task, TrainingState(model, optimizer, RandomStreams(7))
+
+
+def trained(task: TrainingTask, state: TrainingState, hooks: Sequence[Any], *, audit: bool = False) -> Any:
+    sink = RecordingSink()
+    manager = HookManager(hooks, task, state, sinks=[sink], audit=audit)
+    manager.start(run_info(task, manager, "epoch"))
+    epoch_loop(task, manager)
+    weights = {name: digest(value) for name, value in task.model.state_dict().items()}
+    emitted = [emit[0].items() for emit in sink.emitted]
+    return weights, [{name: each.values if isinstance(each, Series) else each for name, each in of} for of in emitted]
+
+
+def vandal(run: Any, model: Any) -> dict[str, float]:
+    torch.rand(3)
+    model.compute_batch_gradients(next(iter(model.loader.batches(0))))
+    model.take_step(next(iter(model.loader.batches(0))))
+    with torch.no_grad():
+        next(model.model.parameters()).zero_()
+    return {}
+
+
+def measuring() -> list[Any]:
+    return [HookRegistry.get(name)() for name in MEASURING]
+
+
+def neutral(kind: str, accumulate: int) -> list[bool]:
+    """Tell of several sets of hooks whether a run with them has the weights of the run without."""
+    make = partial(build, kind, drawing=True, accumulate=accumulate)
+    bare, _ = trained(*make(), [])
+    points = set(HookPoint) - {HookPoint.PRE_UPDATE}
+    sets = [measuring(), [at(ActingHook, *points)(vandal)]]
+    return [trained(*make(), hooks, audit=kind != "plain")[0] == bare for hooks in sets]
+
+
+def plainly() -> dict[str, Any]:
+    return {"neutral": neutral("plain", 1), "metrics": trained(*build("plain", drawing=False), measuring())[1]}
+
+
+def otherwise() -> list[list[bool]]:
+    return [neutral(kind, parts) for kind in KINDS if kind not in ("plain", "static graph") for parts in (1, 2)]
+
+
+def refused() -> str:
+    with pytest.raises(HookError, match="leave static_graph out") as error:
+        neutral("static graph", 1)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_ranks(plainly, tmp_path_factory.mktemp("ranks"), RANKS)
+
+
+def test_hooks_leave_every_rank_the_weights_that_it_has_without_them(ranks):
+    assert [result["neutral"] for result in ranks] == [[True, True]] * RANKS
+
+
+@pytest.mark.slow
+def test_so_they_do_whatever_the_reducer_is_told(tmp_path):
+    assert on_ranks(otherwise, tmp_path, RANKS) == [[[True, True]] * 2 * (len(KINDS) - 2)] * RANKS
+
+
+def test_every_rank_measures_what_one_process_measures_under_the_names_of_the_model(ranks):
+    _, expected = trained(*build(None, drawing=False), measuring())
+    for result in ranks:
+        for found, metrics in zip(result["metrics"], expected, strict=True):
+            assert found.keys() == metrics.keys()
+            shared = [name for name in metrics if not re.fullmatch(OF_DRAWN_ROWS, name)]
+            assert [name for name in shared if not equal(found[name], metrics[name])] == []
+
+
+def equal(found: Any, wanted: Any) -> bool:
+    try:
+        return found == pytest.approx(wanted, rel=1e-9, abs=1e-9, nan_ok=True)
+    except TypeError:
+        return False
+
+
+@pytest.mark.slow
+def test_hooks_that_compute_gradients_are_refused_where_every_backward_pass_counts(tmp_path):
+    assert all("static_graph=True" in told for told in on_ranks(refused, tmp_path, RANKS))

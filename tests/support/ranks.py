@@ -1,0 +1,25 @@
+"""Runs something on several processes that form a gloo group."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def on_ranks(compute: Callable[[], Any], folder: Path, count: int) -> list[Any]:
+    """Return what ``compute``, a function of a module, returns on each rank: tensors and plain values."""
+    torch.multiprocessing.spawn(_be_one, args=(compute, folder, count), nprocs=count)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+
+
+def on_two_ranks(compute: Callable[[], Any], folder: Path) -> list[Any]:
+    """Return what ``compute`` returns on each of two ranks."""
+    return on_ranks(compute, folder, 2)
+
+
+def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
+    torch.save(compute(), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
