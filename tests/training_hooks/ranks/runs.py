@@ -1,0 +1,209 @@
+"""One small training of a transformer: by one process, or by ranks that share its rows, its layers, or both."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed
+from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.firing import HookManager
+from loopscope.hooks import EVERY_STEP, HookRegistry, Series, TrainingHook
+from loopscope.loops import epoch_loop
+from loopscope.lowbit import find_recipe, quantize_model
+from loopscope.state import RandomStreams, TrainingState, local_shards, whole
+from loopscope.state.digest import digest
+from loopscope.training import TrainingTask
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
+
+HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 24, 12, 2
+RATE = 1e-2
+
+
+class Attention(nn.Module):
+    """Attends with as many heads as there are rows in its projections, which may be some of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=name != "k")  # whose gradient would be noise: softmax knows no shift
+            for name in "qkvo"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_head = [
+            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        return self.out_proj(functional.scaled_dot_product_attention(*by_head).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.middle = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(functional.gelu(self.up(self.middle(x))))
+
+
+class Transformer(nn.Module):
+    """Two blocks between an embedding and a projection to logits, which may be its transpose."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.position = nn.Parameter(torch.randn(2, WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, -1])
+
+
+class Shared(TensorLoader):
+    """Yields a rank's rows of each batch of all rows, in whatever order, as a distributed sampler does."""
+
+    def __init__(self, data: Sequence[Tensor], order: Any, part: int, parts: int) -> None:
+        super().__init__(data, BATCH, order)
+        self._share = part, parts
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        part, parts = self._share
+        return (tuple(each[part::parts] for each in batch) for batch in super().batches(epoch, start))
+
+    def drawn(self, seed: int) -> "Shared":
+        return Shared(self._tensors, random_order(ROWS, seed), *self._share)
+
+    shuffled = drawn
+
+
+def build(kind: str, *, tied: bool = False, recipe: str = "") -> tuple[TrainingTask, TrainingState]:
+    """Build the run of a kind; ``"one process"`` has all rows of each batch."""
+    torch.manual_seed(0)
+    model: nn.Module = Transformer(tied=tied).double()
+    if recipe:
+        found = find_recipe(recipe)
+        often = found.metis and replace(found.metis, forward_warmup_steps=1, merge_steps=2)
+        quantize_model(model, replace(found, metis=often))
+    drawn = torch.randperm(TOKENS * TOKENS, generator=torch.Generator().manual_seed(5))[:ROWS]
+    data = torch.cartesian_prod(torch.arange(TOKENS), torch.arange(TOKENS))[drawn]
+    targets = data.sum(1) % TOKENS
+    model, part, parts = KINDS[kind](model, tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    loader = Shared((data, targets), fixed_order(torch.arange(ROWS)), part, parts)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
+        return {"train_acc": float(right.mean()), "val_acc": float(right.mean()) / 2, "val_loss": float(mean_loss(model, (data, targets)))}
+
+    task = TrainingTask(
+        model, optimizer, loader, mean_loss, evaluate, length=EPOCHS, snapshot_every=1, config=TokenConfig()
+    )
+    return task, TrainingState(task.model, optimizer, RandomStreams(7))
+
+
+def _mesh(*shape: int, names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _alone(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
+    return model, 0, 1
+
+
+def _replicated(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
+    return DistributedDataParallel(model), torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _fully_sharded(model: Any, tied: bool, mesh: Any = None, ranks: Sequence[str] = ("data",)) -> tuple[nn.Module, int, int]:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _mesh(torch.distributed.get_world_size(), names=("data",)) if mesh is None else mesh
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.distributed.get_rank() if mesh.ndim > 1 else mesh.get_local_rank(), mesh.size()
+
+
+def _tensor_parallel(model: Any, tied: bool, mesh: Any = None) -> tuple[nn.Module, int, int]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = _mesh(torch.distributed.get_world_size(), names=("model",)) if mesh is None else mesh
+    plan: dict[str, Any] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {"attention.out_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    if not tied:  # each of the two would get a weight of its own
+        ends = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh, ends)
+    return model, 0, 1
+
+
+def _both(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
+    mesh = _mesh(torch.distributed.get_world_size() // 2, 2, names=("data", "model"))
+    _tensor_parallel(model, tied, mesh["model"])
+    return _fully_sharded(model, tied, mesh["data"])
+
+
+def _hybrid(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
+    return _fully_sharded(model, tied, _mesh(torch.distributed.get_world_size() // 2, 2, names=("copies", "data")))
+
+
+KINDS: Mapping[str, Callable[[nn.Module, bool], tuple[nn.Module, int, int]]] = {
+    "one process": _alone,
+    "DDP": _replicated,
+    "FSDP2": _fully_sharded,
+    "TP": _tensor_parallel,
+    "FSDP2 x TP": _both,
+    "HSDP": _hybrid,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A hook with its options, on a model that it can work on."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    recipe: str = ""
+    keeps_schedule: bool = False
+
+    def make(self) -> TrainingHook:
+        hook = HookRegistry.get(self.name)(**self.options)
+        if not self.keeps_schedule:
+            hook.step_schedule = EVERY_STEP
+        return hook
+
+
+def trained(kind: str, subject: Subject | None, **model: Any) -> dict[str, Any]:
+    """Train with one hook, or none, and return its metrics, the weights, and the digests of this rank's bytes."""
+    task, state = build(kind, **model)
+    reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
+    sink = RecordingSink()
+    hooks = [] if subject is None else [subject.make()]
+    manager = HookManager(hooks, task, state, sinks=[sink], reference_weights=reference)
+    manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
+    epoch_loop(task, manager)
+    manager.end("completed")
+    named = dict(task.model.named_parameters())
+    metrics = [] if subject is None else [(str(point), step, name, value) for name, point, step, value in sink.rows(subject.name + "/")]
+    return {
+        "metrics": metrics,
+        "weights": {name: whole(value.detach()) for name, value in named.items()},
+        "bytes": [digest(value) for value in local_shards(named.values())],
+    }
