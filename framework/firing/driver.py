@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data import Batch
 from ..hooks import EPOCH_END, STEP_POINTS, HookPoint
-from ..state import LoopState, accumulate, joint_norm, whole
+from ..state import LoopState, accumulate, joint_norm, local_shards, whole
 from ..training import TrainingTask
 from .hook_set import HookSet
 from .manager import HookManager
@@ -91,7 +91,7 @@ class Driver:
             loop.running_loss, loop.running_steps = None, 0
         if loop.gradient_sum is not None:
             with torch.no_grad():
-                torch._foreach_div_(list(loop.gradient_sum.values()), loop.gradient_steps)
+                torch._foreach_div_(local_shards(loop.gradient_sum.values()), loop.gradient_steps)
             loop.accumulated_grads, loop.gradient_sum, loop.gradient_steps = loop.gradient_sum, None, 0
         self._keeper.renew()
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 Vector = Mapping[str, Tensor]
-Layout = tuple[Any, tuple[int, ...]]
-"""The device mesh of a DTensor (None: a plain tensor) and the dimensions of the mesh that it is sharded over."""
+Groups = dict[Any, list[int]]
+"""The places of those tensors that lie in parts on the ranks of a process group."""
 WIDE = frozenset({torch.float32, torch.float64})
 
 
@@ -56,11 +56,7 @@ def whole(value: Tensor) -> Tensor:
 @torch.no_grad()
 def dot(a: Vector, b: Vector) -> Tensor:
     """Return the inner product of two vectors, zero-dimensional."""
-    pairs = [(a[name], b[name]) for name in a if name in b]
-    dtensor = dtensor_class()
-    if dtensor is None or not any(isinstance(one, dtensor) for one, _ in pairs):
-        return _sum([_plain_dot(one, other) for one, other in pairs])
-    return _sharded_dot(pairs, dtensor)
+    return _dot((a[name], b[name]) for name in a if name in b)
 
 
 @torch.no_grad()
@@ -75,15 +71,11 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
     Bit for bit that of ``torch.nn.utils.get_total_norm`` for plain float32 and float64 tensors; float16 and bfloat16
     are reduced in float32, since a float16 norm overflows at 65504.
     """
-    dtensor = dtensor_class()
-    if dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors):
-        return _sharded_dot(zip(tensors, tensors, strict=True), dtensor).sqrt()
+    if any(map(is_sharded, tensors)):
+        return _dot(zip(tensors, tensors, strict=True)).sqrt()
     if not tensors:
         return torch.zeros(())
-    norms = _norms(tensors)
-    if len({each.device for each in norms}) > 1:
-        norms = [each.to(norms[0].device) for each in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    total: Tensor = torch.linalg.vector_norm(_stacked(_norms(tensors)))
     return total
 
 
@@ -91,8 +83,19 @@ def joint_norm(tensors: list[Tensor]) -> Tensor:
 def norm_of_each(vector: Vector) -> dict[str, Tensor]:
     """Return the Euclidean norm of every tensor by its name, reduced in float32 or wider; zero-dimensional each."""
     if any(map(is_sharded, vector.values())):
-        return {name: norm({name: tensor}) for name, tensor in vector.items()}
+        return dict(zip(vector, norms(vector.values()).unbind(), strict=True))
     return dict(zip(vector, _norms(list(vector.values())), strict=True))
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norms of tensors, shape (tensors,), in float32 or wider; of shards by one all-reduce.
+
+    One tensor is taken after another, so that they may be made on the way.
+    """
+    groups: Groups = {}
+    found = _stacked([_norms([_part(tensor, place, groups)])[0] for place, tensor in enumerate(tensors)])
+    return over_shards(found.double().square(), groups).sqrt().to(found.dtype) if groups else found
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -106,8 +109,10 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
-    parts = [whole(tensor.abs().max()) for tensor in a.values() if tensor.numel()]
-    return torch.stack([_wide(part) for part in parts]).max() if parts else torch.zeros(())
+    groups: Groups = {}
+    parts = [_part(tensor, place, groups).abs() for place, tensor in enumerate(a.values())]
+    largest = _stacked([_wide(part).amax() if part.numel() else _wide(part).sum() for part in parts])
+    return over_shards(largest, groups, largest=True).max() if parts else largest.sum()
 
 
 def cosine(a: Vector, b: Vector) -> Tensor:
@@ -166,36 +171,54 @@ def _plain_dot(a: Tensor, b: Tensor) -> Tensor:
     return (_wide(a) * _wide(b).conj()).real.sum()
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add zero-dimensional tensors of any devices, on the first one's."""
-    if not parts:
-        return torch.zeros(())
-    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Stack zero-dimensional tensors of any devices, on the first one's."""
+    return torch.stack([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
 
 
-def _sharded_dot(pairs: Iterable[tuple[Tensor, Tensor]], dtensor: Any) -> Tensor:
-    """Add the local products of every layout, then reduce once for each mesh dimension that it is sharded over."""
-    layouts: dict[Layout, list[Tensor]] = {}
-    for a, b in pairs:
-        local_a, local_b, layout = _aligned(a, b) if isinstance(a, dtensor) else (a, b, (None, ()))
-        layouts.setdefault(layout, []).append(_plain_dot(local_a, local_b))
-    totals = []
-    for (mesh, dimensions), parts in layouts.items():
-        total = _sum(parts)
-        for dimension in dimensions:
-            torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
-        totals.append(total)
-    return _sum(totals)
+def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    groups: Groups = {}
+    found = [_plain_dot(_part(a, place, groups), _part(b, place, {}, a)) for place, (a, b) in enumerate(pairs)]
+    return over_shards(_stacked(found), groups).sum()
 
 
-def _aligned(a: Any, b: Any) -> tuple[Tensor, Tensor, Layout]:
-    """Return the local shards of two DTensors in one layout, and that layout."""
-    mesh, replicate = a.device_mesh, sys.modules["torch.distributed.tensor"].Replicate
+def _part(tensor: Any, place: int, groups: Groups, like: Any = None) -> Tensor:
+    """Return what this rank has of a tensor, laid out as another one, and note in ``groups`` who has the rest."""
+    like = tensor if like is None else like
+    if not is_sharded(like):
+        return tensor  # type: ignore[no-any-return]
+    mesh, replicate = like.device_mesh, sys.modules["torch.distributed.tensor"].Replicate
     # A partial sum must be completed before it is multiplied: a product of sums is no sum of products.
-    placements = [replicate() if placement.is_partial() else placement for placement in a.placements]
-    sharded = tuple(index for index, placement in enumerate(placements) if placement.is_shard())
-    local_a, local_b = (tensor.redistribute(mesh, placements).to_local() for tensor in (a, b))
-    return local_a, local_b, (mesh, sharded)
+    placements = [replicate() if placement.is_partial() else placement for placement in like.placements]
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            groups.setdefault(mesh.get_group(dimension), []).append(place)
+    return tensor.redistribute(mesh, placements).to_local()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def groups_of(tensors: Iterable[Tensor]) -> Groups:
+    """Return, for every process group, the places of the tensors that lie in parts on its ranks."""
+    groups: Groups = {}
+    for place, tensor in enumerate(tensors):
+        _part(tensor, place, groups)
+    return groups
+
+
+def over_shards(values: Tensor, groups: Groups, *, largest: bool = False) -> Tensor:
+    """Combine numbers of tensors, in the last dimension, over the ranks that have parts of them; overwrites them.
+
+    They are added up, or the ``largest`` is taken (NaN where there is one), by one all-reduce for each process group of
+    :func:`groups_of`.
+    """
+    for group, places in groups.items():
+        chosen = values[..., places]
+        if largest:  # the backends disagree about the larger of a number and NaN
+            chosen = torch.stack([chosen.nan_to_num(-torch.inf, torch.inf, -torch.inf), chosen.isnan().to(chosen)])
+        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
+        torch.distributed.all_reduce(chosen, op=operation, group=group)
+        values[..., places] = torch.where(chosen[1] > 0, torch.nan, chosen[0]) if largest else chosen
+    return values
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart, StepSchedule
 from loopscope.errors import UsageError, listed
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, trainable
+from loopscope.state import Vector, is_sharded, joint_norm, local_shards, norm, norms, trainable
 from torch import Tensor, nn
 
 from ..measures import stacked
@@ -61,7 +61,7 @@ def distance(a: Vector, b: Vector) -> Tensor:
 
     Takes the memory of one block at a time, for DTensors that of one parameter.
     """
-    parts = [norm({name: a[name] - b[name]}) for name in a if is_sharded(a[name])]
+    parts = list(norms(a[name] - b[name] for name in a if is_sharded(a[name])))
     plain = [name for name in a if not is_sharded(a[name])]
     for ours, theirs in _blocks([a[name] for name in plain], [b[name] for name in plain]):
         wide = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in ours]

@@ -1,7 +1,7 @@
 """Clipping of the gradients by one of six rules, as a declared change of the run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -9,7 +9,9 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UsageError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext
-from loopscope.state import Vector, gradients, is_sharded, joint_norm, norm_of_each, whole
+from loopscope.state import (
+    Vector, gradients, groups_of, joint_norm, local_shards, norm_of_each, norms, over_shards,
+)
 from torch import Tensor
 
 from ..measures import stacked
@@ -33,14 +35,17 @@ def beyond(vector: Vector, max_value: float) -> tuple[Tensor, Tensor]:
 
     One tensor after another, so that never more than one of them is copied.
     """
-    counts, norms = [], []
-    for tensor in vector.values():
-        size = tensor.abs()
-        above = size > max_value
-        counts.append(whole(above.sum()) if is_sharded(above) else torch.count_nonzero(above))
-        norms.append(joint_norm([size.clamp_(max=max_value)]))
-    share = stacked(counts).sum() / sum(tensor.numel() for tensor in vector.values())
-    return share, torch.linalg.vector_norm(stacked(norms))
+    counts: list[Tensor] = []
+
+    def clamped() -> Iterator[Tensor]:
+        for tensor in vector.values():
+            size = tensor.abs()
+            counts.append(torch.count_nonzero(local_shards([size])[0] > max_value))
+            yield size.clamp_(max=max_value)
+
+    after = torch.linalg.vector_norm(norms(clamped()))
+    total = over_shards(stacked(counts), groups_of(vector.values())).sum()
+    return total / sum(tensor.numel() for tensor in vector.values()), after
 
 
 @HookRegistry.register
@@ -165,17 +170,17 @@ class GradClip(InterventionHook):
         return {"norm_before": before, "norm_after": after, "clipped": clipped, "clipped_fraction": share}
 
     def _by_parameter(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        norms = stacked(norm_of_each(live).values())
-        factors = torch.clamp(self.max_norm / (norms + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
+        each = stacked(norm_of_each(live).values())
+        factors = torch.clamp(self.max_norm / (each + 1e-6), max=1.0)  # as ``clip_grad_norm_`` of each one alone
         model_ctx.scale_gradients(dict(zip(live, factors.unbind(), strict=True)))
-        return _scaled_each(norms, factors)
+        return _scaled_each(each, factors)
 
     def _by_norm_sum(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        norms = stacked(norm_of_each(live).values())
-        total = norms.sum()
+        each = stacked(norm_of_each(live).values())
+        total = each.sum()
         factor = torch.where(total < self.max_norm, 1.0, self.max_norm / total)
         model_ctx.scale_gradients(factor)
-        return _scaled(torch.linalg.vector_norm(norms), factor)
+        return _scaled(torch.linalg.vector_norm(each), factor)
 
     def _by_zclip(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
         norm = joint_norm(list(live.values()))
@@ -190,12 +195,12 @@ class GradClip(InterventionHook):
         return metrics
 
     def _by_adagc(self, live: Vector, model_ctx: ModelDataContext) -> Metrics:
-        norms, names, begins = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
-        step = self._adagc(self._gammas.take(names, norms.device), self._gammas.taken, norms)
-        factors = step.factors.to(norms.dtype)
+        each, names, begins = stacked(norm_of_each(live).values()), list(live), not self._gammas.names
+        step = self._adagc(self._gammas.take(names, each.device), self._gammas.taken, each)
+        factors = step.factors.to(each.dtype)
         model_ctx.scale_gradients(dict(zip(names, factors.unbind(), strict=True)))
         self._gammas.put(names, step)
-        metrics = _scaled_each(norms, factors)
+        metrics = _scaled_each(each, factors)
         if begins:
             return metrics
         largest = torch.where(step.ratios.isnan(), -torch.inf, step.ratios).max()  # of those that are known

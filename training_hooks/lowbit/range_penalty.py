@@ -8,10 +8,8 @@ from loopscope import HookPoint, HookRegistry, RunDataContext, StepSchedule, Tra
 from loopscope.errors import UnsuitableError, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.lowbit import OFFSET, RangePenalty, penalised
-from loopscope.state import joint_norm
+from loopscope.state import joint_norm, norms
 from torch import Tensor
-
-from ..measures import stacked
 
 
 def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -21,8 +19,7 @@ def mean_squares(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     elements = sum(matrix.numel() for matrix in matrices)
     wide = (matrix.detach().to(torch.promote_types(matrix.dtype, torch.float32)) for matrix in matrices)
-    inverse = [joint_norm([matrix.add(OFFSET).reciprocal_()]) for matrix in wide]
-    inverse_norm = torch.linalg.vector_norm(stacked(inverse))
+    inverse_norm = torch.linalg.vector_norm(norms(matrix.add(OFFSET).reciprocal_() for matrix in wide))
     return joint_norm(list(matrices)).square() / elements, inverse_norm.square() / elements
 
 
@@ -31,13 +28,10 @@ def gradient_norm(penalty: RangePenalty, matrices: Sequence[Tensor]) -> Tensor:
 
     In float64, since the squares of these numbers leave the range of float32.
     """
-    norms = []
-    for matrix in matrices:
-        wide = matrix.detach().double()
-        inverse_cube = wide.add(OFFSET).pow_(-3)
-        norms.append(joint_norm([wide.mul(penalty.large).sub_(inverse_cube, alpha=penalty.small)]))
+    wide = (matrix.detach().double() for matrix in matrices)
+    slopes = (each.mul(penalty.large).sub_(each.add(OFFSET).pow_(-3), alpha=penalty.small) for each in wide)
     elements = sum(matrix.numel() for matrix in matrices)
-    return torch.mul(torch.linalg.vector_norm(stacked(norms)), 2 * penalty.weight / elements)
+    return torch.mul(torch.linalg.vector_norm(norms(slopes)), 2 * penalty.weight / elements)
 
 
 @HookRegistry.register

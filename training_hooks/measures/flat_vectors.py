@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import WIDE, Vector, is_sharded, local_shards, whole
+from loopscope.state import WIDE, Vector, groups_of, is_sharded, local_shards, over_shards, whole
 from torch import Tensor, nn
 
 
@@ -56,8 +56,6 @@ def stacked(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack([first, *(part.to(first.device) for part in others)])
 
 
-Mesh = tuple[Any, int]
-"""A device mesh and one of its dimensions, over which some parameters are sharded."""
 LONGEST_DOT = 2**31 - 1  # of BLAS, which counts in 32 bits
 
 
@@ -87,9 +85,9 @@ class FlatLayout:
         self._sizes = [shape.numel() for shape in self._shapes]
         self._dtype = reduce(torch.promote_types, [shard.dtype for shard in shards], torch.float32)
         self.device = shards[0].device
-        self._meshes = meshes_of(self.parameters.values())
+        self._groups = groups_of(self.parameters.values())
         self._sharded = any(map(is_sharded, self.parameters.values()))
-        self._in_one = not self._meshes and sum(self._sizes) <= LONGEST_DOT
+        self._in_one = not self._groups and sum(self._sizes) <= LONGEST_DOT
 
     def zeros(self) -> FlatVector:
         """Return a new vector of zeros."""
@@ -131,19 +129,19 @@ class FlatLayout:
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the inner product of each parameter's parts, shape (parameters,), float64."""
         pairs = zip(self._parts(a), self._parts(b), strict=True)
-        return over_ranks(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._meshes)
+        return over_shards(torch.stack([torch.dot(*pair) for pair in pairs]).double(), self._groups)
 
     def maxima(self, a: Tensor) -> Tensor:
         """Return the largest element of each parameter's part, zero for an empty one, shape (parameters,)."""
         parts = [part.amax() if part.numel() else part.sum() for part in self._parts(a)]
-        return over_ranks(torch.stack(parts), self._meshes, largest=True)
+        return over_shards(torch.stack(parts), self._groups, largest=True)
 
     def nonzeros(self, a: Tensor) -> Tensor:
         """Return how many elements of a vector are not zero; zero-dimensional, int64."""
-        if not self._meshes:
+        if not self._groups:
             return torch.count_nonzero(a)
         counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
-        return over_ranks(counts, self._meshes).sum()
+        return over_shards(counts, self._groups).sum()
 
     def by_name(self, values: Tensor) -> dict[str, Tensor]:
         """Return one value per parameter, shape (parameters,), by name."""
@@ -207,30 +205,6 @@ class FlatMemory(Remembering):
         self.reset()
         super().load_state_dict(state)
         self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}
-
-
-def over_ranks(values: Tensor, meshes: Mapping[Mesh, list[int]], *, largest: bool = False) -> Tensor:
-    """Combine values per parameter, in the last dimension, over the ranks that hold parts of it; overwrites them.
-
-    ``meshes`` is what :func:`meshes_of` returned for the parameters. Values are added up, or the largest is taken.
-    """
-    for (mesh, dimension), places in meshes.items():
-        operation = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-        combined = values[..., places]
-        torch.distributed.all_reduce(combined, op=operation, group=mesh.get_group(dimension))
-        values[..., places] = combined
-    return values
-
-
-def meshes_of(parameters: Iterable[Any]) -> dict[Mesh, list[int]]:
-    """Return, for every dimension of a mesh, the places of the parameters that are sharded over it."""
-    found: dict[Mesh, list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        if is_sharded(parameter):
-            for dimension, placement in enumerate(parameter.placements):
-                if placement.is_shard():
-                    found.setdefault((parameter.device_mesh, dimension), []).append(place)
-    return found
 
 
 def laid_out_like(tensor: Any, owner: Any) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from loopscope.errors import UsageError, require
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import trainable
+from loopscope.state import groups_of, over_shards, trainable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..measures import meshes_of, over_ranks
 from .watched_elements import Named, WatchedElements, gradient_shards, norms
 
 EPSILON = 1e-12
@@ -318,23 +317,17 @@ def _on_host(tables: Sequence[Sequence[Tensor]], kinds: Sequence[str], parameter
         return []
     device = tables[0][0].device
     table = torch.stack([torch.cat([row.to(device) for row in rows]) for rows in zip(*tables, strict=True)])
-    meshes = meshes_of(parameters.values())
-    if meshes:
-        table = _over_ranks(table.double(), kinds, meshes)
+    if groups := groups_of(parameters.values()):
+        table = _over_shards(table.double(), kinds, groups)
     return list(zip(parameters, *table.tolist(), strict=True))
 
 
-def _over_ranks(table: Tensor, kinds: Sequence[str], meshes: Any) -> Tensor:
+def _over_shards(table: Tensor, kinds: Sequence[str], groups: Any) -> Tensor:
     """Combine the numbers of all ranks; overwrites the table."""
-    rows = list(zip(kinds, table, strict=False))
-    for kind, row in rows:
-        if kind == "norm":
-            row.square_()
-    added = [place for place, (kind, _) in enumerate(rows) if kind != "largest"]
-    table[added] = over_ranks(table[added], meshes)
-    for kind, row in rows:
-        if kind == "largest":
-            over_ranks(row, meshes, largest=True)
-        elif kind == "norm":
-            row.sqrt_()
+    rows = {kind: [place for place, each in enumerate(kinds[: len(table)]) if each == kind] for kind in kinds}
+    norms, largest, added = (rows.get(kind, []) for kind in ("norm", "largest", "sum"))
+    table[norms] **= 2
+    table[norms + added] = over_shards(table[norms + added], groups)
+    table[largest] = over_shards(table[largest], groups, largest=True)
+    table[norms] **= 0.5
     return table
