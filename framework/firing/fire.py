@@ -66,6 +66,7 @@ class Firing:
             evaluate=self._evaluate,
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
             last_metrics=dispatch.last,
+            ranks=task.ranks,
         )
 
     def call_due(self, point: HookPoint) -> None:
@@ -176,6 +177,8 @@ class Firing:
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
         self._hooks.profiler.passed("forward", inputs)
+        if self._task.ranks.shards:
+            self._task.ranks.join()
         return forward_pass(self._state, inputs, capture, train)
 
     def _evaluate(self, weights: Vector) -> dict[str, float]:
@@ -188,7 +191,9 @@ class Firing:
         ):
             # The stream of the run's own evaluation after this step, so that both see the same draws.
             self._state.streams.derive("evaluation", "the loop", self._state.loop.step)
-            return self._task.evaluate(model)
+            found = self._task.evaluate(model)
+        self._task.ranks.join()
+        return self._task.ranks.evaluation(found)
 
 
 def _frozen(vector: Vector | None) -> Vector | None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..data import Loader, lent
 from ..errors import UsageError
-from ..training import Profiler
+from ..training import Profiler, Ranks
 from .hook_points import EPOCH_END, STEP_POINTS, HookPoint
 
 
@@ -77,6 +77,7 @@ class Trained(Protocol):
     loader: Loader
     length: int
     config: Any
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class ShownTask:
     loader: Loader
     length: int
     config: Any
+    ranks: Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +137,17 @@ class RunInfo:
     def __post_init__(self) -> None:
         """Show of the task no more than hooks and sinks may see."""
         task = self.task
-        object.__setattr__(self, "task", ShownTask(task.model, lent(task.loader), task.length, task.config))
+        object.__setattr__(self, "task", ShownTask(task.model, lent(task.loader), task.length, task.config, task.ranks))
 
     @property
     def model(self) -> nn.Module:
         """The model that is trained."""
         return self.task.model
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who trains the model together."""
+        return self.task.ranks
 
     @property
     def config(self) -> Any:
@@ -191,6 +198,7 @@ class ObserverServices:
     evaluate: Callable[[Mapping[str, Tensor]], dict[str, float]]
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +251,11 @@ class RunDataContext:
     def optimizer_groups(self) -> tuple[OptimizerGroup, ...]:
         """The optimizer's parameter groups, copied: names, learning rate, decay, betas."""
         return self.services.optimizer_groups()
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who trains the model together; a hook calls ``ranks.join()`` before it takes sums or means over them."""
+        return self.services.ranks
 
     def forward(self, inputs: Any, *, capture: Sequence[str] = (), train: bool = False) -> ForwardResult:
         """Run the model on ``inputs`` without gradients, leaving modes, buffers and random streams as they were.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Batch, Loader, lent
+from ..data import Batch, Loader, lent, rows
 from ..errors import LoopscopeError, unknown
 from ..state import TrainingState, Vector, optimizers_of
 from ..training import METHODS, LossProbe, Method, TrainingTask
@@ -48,6 +48,11 @@ class Measuring:
         held = {key: value for each in optimizers_of(self._state) for key, value in each.state.items()}
         named = self.model.named_parameters()
         return {name: MappingProxyType(held[parameter]) for name, parameter in named if parameter in held}
+
+    def rows(self, batch: Batch) -> int:
+        """Return how many rows the ranks have in their batches together."""
+        self._task.ranks.join()
+        return self._task.ranks.rows(rows(batch))
 
     def compute_batch_loss(self, batch: Batch | None = None) -> Tensor:
         """Return the mean loss on one batch (default: the current one), at the present parameters."""

@@ -22,7 +22,6 @@ from ..state import (
     accumulate,
     axpy,
     copied,
-    fully_sharded_modules,
     gathered_for_a_while,
     gradients,
     minus,
@@ -195,10 +194,10 @@ class LossProbe:
         return dict(zip(product, ranks.means([*product.values()]), strict=True)) if ranks.averages else product
 
     def _refuse_sharded(self) -> None:
-        if fully_sharded_modules(self._model):
+        if self._task.ranks.shards:
             raise LoopscopeError(
-                "An exact Hessian-vector product differentiates twice, which FSDP2 does not support; "
-                "use method='finite_difference'."
+                "An exact Hessian-vector product differentiates twice, which FSDP2 does not support and tensor "
+                "parallelism does wrongly; use method='finite_difference'."
             )
 
     def _mean_over_rows(self, measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:

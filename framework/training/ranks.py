@@ -64,6 +64,11 @@ class Ranks:
         return cls(data, members, averages=replica is not None, shards=bool(meshes))
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether ranks hold parts of one layer and see the same rows: tensor parallelism."""
+        return len(self.members) > self.size
+
+    @property
     def is_main(self) -> bool:
         """Whether this process speaks for all."""
         return not self.are_many or distributed.get_rank() == self.members[0]
@@ -74,17 +79,22 @@ class Ranks:
 
     # Means
 
-    @torch.no_grad()
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean over the ranks of each tensor, by one all-reduce for each dtype."""
+        return [each / self.size for each in self.sums(tensors)] if self.data else [*tensors]
+
+    @torch.no_grad()
+    def sums(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
+        """Return the sum of each tensor over the ranks, or the ``largest`` elements, by one all-reduce for each dtype."""
         found: list[Tensor] = [*tensors]
+        operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if self.data):  # in one order on all ranks
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             flat = torch.cat([tensors[place].reshape(-1) for place in places])
             for group in self.data:
-                distributed.all_reduce(flat, group=group)
+                distributed.all_reduce(flat, op=operation, group=group)
             sizes = [tensors[place].numel() for place in places]
-            for place, part in zip(places, torch.split(flat / self.size, sizes), strict=True):
+            for place, part in zip(places, torch.split(flat, sizes), strict=True):
                 found[place] = part.view_as(tensors[place])
         return found
 
@@ -114,8 +124,6 @@ class Ranks:
 
         Raises :class:`UsageError` where ranks have numbers of different names.
         """
-        if not self.are_many:
-            return dict(numbers)
         each = self.gather({name: float(value) for name, value in numbers.items()})
         self._must_be_equal("What the evaluation returns differs between the ranks:", [sorted(found) for found in each])
         columns = {name: [found[name] for found in each] for name in numbers}
@@ -145,13 +153,15 @@ class Ranks:
 
     def check_equal(self, settings: Mapping[str, Any]) -> None:
         """Raise :class:`UsageError`, the same on all ranks, for settings of which ranks have different values."""
-        each = self.gather(dict(settings)) if self.are_many else [settings]
+        each = self.gather(dict(settings))
         for name in dict.fromkeys(name for found in each for name in found):
             values = [found.get(name, "not there") for found in each]
             self._must_be_equal(f"{name} differs between the ranks:", values)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a plain value of each rank, in their order."""
+        if not self.are_many:
+            return [value]
         found = [None] * len(self.members)
         try:
             distributed.all_gather_object(found, value, group=_control_group(self.members))

@@ -15,6 +15,7 @@ from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, Train
 from loopscope.data import Loader, rows
 from loopscope.errors import UnsuitableError, listed, require, shortened
 from loopscope.hooks import Metrics, RunInfo
+from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -193,10 +194,12 @@ class Attention(TrainingHook):
     fused projection are all queries, all keys, all values, or those of one head of keys after the other, whichever the
     values that the layer mixes confirm; where none can be seen, the name decides. Batches start with the model's input,
     or are mappings. The circuits leave out biases, the gain of norms, rotary and other positions. What a layer computes
-    otherwise (flex attention, nested tensors) is not seen: it is left out with one warning.
+    otherwise (flex attention, nested tensors) is not seen: it is left out with one warning. Not under tensor
+    parallelism, where a rank has some of the heads.
 
     Args:
-        rows: samples in the forward passes, at most, 16 at a time; errors need at least 2.
+        rows: samples in the forward passes, at most, 16 at a time; errors need at least 2. Over several processes each
+            takes its share of them from its own rows.
         every: epochs between two readings of the rows.
         projections: names of the layers' submodules, ``QUERY,KEY,VALUE,OUTPUT`` or ``FUSED,OUTPUT``; empty: known ones.
         entry: the entry of a batch, or its field, that is the model's input, where it has names; empty: ``input_ids``.
@@ -230,7 +233,12 @@ class Attention(TrainingHook):
     def start(self, run: RunInfo) -> None:
         """Find the layers and draw the samples; raises :class:`UnsuitableError` where either cannot be."""
         self._layers = find_attention(run.model, self._projections)
-        self._draw(run.model, run.task.loader)
+        if run.ranks.shares_layers:
+            raise UnsuitableError(
+                "Hook 'attention' reads all heads of a layer, and under tensor parallelism each rank has some of them; "
+                "measure the saved weights in a run without it."
+            )
+        self._draw(run.model, run.task.loader, run.ranks)
         if self._rows < 2:
             notice("attention/entropy has no error: that needs attention.rows of at least 2.")
 
@@ -247,17 +255,18 @@ class Attention(TrainingHook):
             metrics |= self._circuits()
         return metrics
 
-    def _draw(self, model: nn.Module, loader: Loader) -> None:
+    def _draw(self, model: nn.Module, loader: Loader, ranks: Ranks) -> None:
         # A function of the loader's data alone, so it is kept without being part of the hook's state.
         arguments, device = arguments_of(model), next(model.parameters()).device
         drawn = drawn_loader(self.name, loader).batches(0)
         batches = (model_inputs(batch, self._entry, arguments) for batch in drawn)
         move = lambda tensor: tensor.to(device)
-        self._inputs = [tree_map_only(Tensor, move, piece) for piece in pieces_of(batches, self._rows)]
+        pieces = [tree_map_only(Tensor, move, each) for each in pieces_of(batches, -(-self._rows // ranks.size))]
+        self._inputs = pieces[: min(ranks.gather(len(pieces)))]  # all ranks make as many passes
 
     def _read(self, ctx: RunDataContext) -> None:
         if not self._inputs:
-            self._draw(ctx.model, ctx.loader)
+            self._draw(ctx.model, ctx.loader, ctx.ranks)
         modules = {name: layer.module for name, layer in self._layers.items()}
         fused = {name: layer.fused for name, layer in self._layers.items() if layer.fused is not None}
         passes = []
@@ -266,11 +275,16 @@ class Attention(TrainingHook):
                 ctx.forward(inputs)
             passes.append(reader)
         self._outputs = passes[0].outputs
-        self._calls = {
-            name: replace(call, statistics=RowStatistics.joined([each.calls[name].statistics for each in passes]))
-            for name, call in passes[0].calls.items()
+        found = {
+            name: RowStatistics.joined([each.calls[name].statistics for each in passes])
+            for name in passes[0].calls
             if all(name in each.calls for each in passes)
         }
+        if ctx.ranks.data:
+            ctx.ranks.join()
+            of_ranks = ctx.ranks.gather({name: each.on("cpu") for name, each in found.items()})
+            found = {name: RowStatistics.joined([each[name] for each in of_ranks]) for name in found}
+        self._calls = {name: replace(passes[0].calls[name], statistics=each) for name, each in found.items()}
         self._read_at = ctx.step
         self._miss({name for name in self._layers if name not in self._calls}, "make no call of attention")
 

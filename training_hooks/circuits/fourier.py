@@ -292,7 +292,9 @@ class Fourier(TrainingHook):
             return {}
         if self._adds is None:
             pairs, targets = first_batch
-            self._adds = bool((pairs.sum(dim=1) % p == targets).all())
+            adds = bool((pairs.sum(dim=1) % p == targets).all())
+            ctx.ranks.join()
+            self._adds = all(ctx.ranks.gather(adds))
         metrics = self._of_the_neurons(ctx, p, power.device)
         if self._adds and self.rows != 0:
             metrics |= self._losses(ctx, power, p)
@@ -300,7 +302,7 @@ class Fourier(TrainingHook):
 
     def _of_the_neurons(self, ctx: RunDataContext, p: int, device: torch.device) -> dict[str, Any]:
         layers = feed_forward_inputs(ctx.model)
-        if not layers:
+        if not layers or ctx.ranks.shares_layers:
             return {}
         pairs = rows_of_pairs(sampled_rows(p, NEURON_ROWS).to(device), p)
         captured = ctx.forward(pairs, capture=layers).captured
@@ -328,6 +330,8 @@ class Fourier(TrainingHook):
                 yield piece, ctx.forward(piece).output.to(dtype)
 
         training = [found[0] for batch in ctx.loader.batches(ctx.epoch) if (found := token_pairs(batch)) is not None]
+        ctx.ranks.join()
+        training = ctx.ranks.gather(torch.cat(training).cpu())
         frequencies = self._kept_frequencies(ctx, power)
         losses = ablated_losses(sweep, p, frequencies, torch.cat(training).to(power.device), groups)
         return losses | {"loss_frequencies": list(frequencies), "loss_rows": count}

@@ -37,8 +37,9 @@ class EmbeddingProvenance(TrainingHook):
     The pair is found, and verified, in one forward pass of the first batch: the output projection is what makes the
     model's output, be it a module or a functional head (``F.linear(h, wte.weight)``). A line at the start says which.
 
-    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded weights. With
-    micro-batches g_in is right to float32, also for weights below it, whose two gradients are summed in float32.
+    Assumes one embedding and one output projection with a row for each token, dense gradients, unsharded
+    weights (no FSDP2, and under tensor parallelism neither in the plan). With micro-batches, or over several processes,
+    g_in is right to float32, also for weights below it, whose two gradients are summed in float32.
 
     Args:
         interval: measure every so many steps; by default every step of a tied matrix, every 100th of two matrices.
@@ -116,7 +117,7 @@ class EmbeddingProvenance(TrainingHook):
         weight = ctx.model.get_submodule(self._pair.embedding).get_parameter("weight")
         scale = ctx.loss_scale or 1.0
         if self._pair.tied:
-            sums = self._gradients.measure(weight.grad, scale)
+            sums = self._gradients.measure(weight.grad, scale, ctx.ranks)
             self._gradients.forget()
             return {} if sums is None else named(sums, weight.numel(), scale, tied=True)
         other = ctx.model.get_submodule(self._pair.projection).get_parameter("weight")

@@ -10,6 +10,7 @@ import torch
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StatePart
 from loopscope.errors import UnsuitableError, UsageError, require
 from loopscope.hooks import GradientTap, MetricPanel, Metrics, ModelDataContext, Remembering, RunInfo, TapOwner, TapSet
+from loopscope.training import Ranks
 from torch import Tensor, nn
 
 from .tied_embeddings import NORMS, PICTURE, EmbeddingPair, Pass, TiedGradients, pair_of, squares, watch
@@ -121,12 +122,13 @@ class OutputProjectionClipper:
         self._logits.append((norm, torch.ones_like(norm) if factor is None else factor))
         return None if factor is None else gradient * factor.to(gradient.dtype)
 
-    def decide(self, gradient: Tensor | None, loss_scale: float) -> "Decision | None":
+    def decide(self, gradient: Tensor | None, loss_scale: float, ranks: Ranks | None = None) -> "Decision | None":
         """Return what becomes of the step's gradients and take their norm into the history.
 
-        ``gradient`` is the whole gradient of the tied matrix, unscaled. ``None``: nothing flowed through both uses.
+        ``gradient`` is the whole gradient of the tied matrix, unscaled, a mean over the ``ranks``. ``None``: nothing
+        flowed through both uses.
         """
-        sums = self._gradients.measure(gradient, loss_scale)
+        sums = self._gradients.measure(gradient, loss_scale, ranks)
         output, threshold = self._gradients.output, self.threshold()
         logits = self._logits
         self.forget()
@@ -189,7 +191,8 @@ class OutputProjectionClip(InterventionHook):
     model's output, be it a module or, under ``weight`` and not compiled, a functional head (``F.linear(h,
     wte.weight)``). A line at the start says which.
 
-    Assumes one embedding and one output projection that share their weight, dense gradients, unsharded weights.
+    Assumes one embedding and one output projection that share their weight, dense gradients, unsharded weights (no
+    FSDP2, and under tensor parallelism neither in the plan); under data parallelism the scope ``weight``.
 
     Args:
         window_size: steps whose g_in norms are averaged.
@@ -244,6 +247,11 @@ class OutputProjectionClip(InterventionHook):
 
     def start(self, run: RunInfo) -> None:
         """Find the tied modules; refuse a model without them."""
+        if self.scope == "logits" and run.ranks.data:
+            raise UnsuitableError(
+                f"{NAME}.scope is 'logits', which scales within every backward pass, when ranks under data parallelism "
+                "do not know each other's gradients yet; choose scope=weight."
+            )
         self._clipper = OutputProjectionClipper(pair_of(run, self.name, self.embedding, self.projection), self.options)
         self._clipper.history.load_state_dict(self._history)
 
@@ -257,7 +265,7 @@ class OutputProjectionClip(InterventionHook):
             return {}
         name = f"{self._clipper.pair.embedding}.weight"
         weight = run_ctx.model.get_parameter(name)
-        decision = self._clipper.decide(weight.grad, run_ctx.loss_scale or 1.0)
+        decision = self._clipper.decide(weight.grad, run_ctx.loss_scale or 1.0, run_ctx.ranks)
         if decision is None:
             return {}
         if decision.change is not None:

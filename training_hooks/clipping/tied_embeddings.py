@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from loopscope.errors import RunNotice, UnsuitableError, UsageError
 from loopscope.hooks import GradientTap, RunInfo
-from loopscope.state import WIDE, OwnFunction, is_sharded
+from loopscope.state import WIDE, OwnFunction, fully_sharded_modules, is_sharded
+from loopscope.training import Ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
@@ -204,13 +205,21 @@ class EmbeddingPair:
             if not weight.requires_grad:
                 raise UnsuitableError(f"Hook {hook!r} needs the gradient of {name}.weight, which is frozen.")
             if is_sharded(weight):
-                raise UnsuitableError(f"Hook {hook!r} reads whole gradients of {name}.weight, which is sharded.")
+                raise UnsuitableError(
+                    f"Hook {hook!r} reads whole gradients of {name}.weight, which is sharded by tensor parallelism; "
+                    "leave embedding and output projection out of its plan."
+                )
             if isinstance(module, nn.Embedding) and module.sparse:
                 raise UnsuitableError(f"Hook {hook!r} needs a dense gradient of {name}, which has sparse=True.")
 
 
 def pair_of(run: RunInfo, hook: str, embedding: str | None, projection: str | None) -> EmbeddingPair:
     """Find a run's pair (:meth:`EmbeddingPair.of`), verify it by the first pass, and say which it is."""
+    if fully_sharded_modules(run.model):
+        raise UnsuitableError(
+            f"Hook {hook!r} tells two gradients of one whole matrix apart, and FSDP2 (fully_shard) never has it whole "
+            "in backward; measure in a run under DistributedDataParallel."
+        )
     seen: Pass | None = None
     if run.first_pass is not None:
         try:
@@ -287,11 +296,13 @@ class TiedGradients:
         if gradient.dtype not in WIDE:
             self._input = _added(self._input, gradient, is_owned=self._seen[0] > 2)
 
-    def measure(self, gradient: Tensor | None, loss_scale: float) -> Tensor | None:
+    def measure(self, gradient: Tensor | None, loss_scale: float, ranks: Ranks | None = None) -> Tensor | None:
         """Return the sums over the step, of gradients scaled like the loss; ``None`` if nothing flowed.
 
-        ``gradient`` is the whole gradient of the matrix, unscaled.
+        ``gradient`` is the whole gradient of the matrix, unscaled, a mean over the ``ranks``: g_out becomes that, too.
         """
+        if ranks is not None and ranks.data:
+            self._average(ranks, gradient)
         if self.output is None or gradient is None:
             return None
         if self._measured is not None and self._seen == [1, 1]:
@@ -303,6 +314,15 @@ class TiedGradients:
             g_in = gradient[rows] * loss_scale - g_out if self._input is None else self._input[rows]
             parts.append(self._sums(g_in, g_out))
         return torch.stack(parts).sum(0)
+
+    def _average(self, ranks: Ranks, gradient: Tensor | None) -> None:
+        ranks.join()
+        self._measured = None  # of this rank's rows alone
+        if ranks.agree(self.output is None or gradient is None):
+            self.output = None
+            return
+        kept = [each for each in (self.output, self._input) if each is not None]
+        self.output, self._input = [*ranks.means(kept), None][:2]
 
 
 def _added(total: Tensor | None, gradient: Tensor, *, is_owned: bool) -> Tensor:

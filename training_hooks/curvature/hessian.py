@@ -13,7 +13,7 @@ from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold, steps_taken
+from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 
 def curvature_along(direction: Vector, product: Vector) -> Tensor:
@@ -187,9 +187,9 @@ class Hessian(InterventionHook):
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
-        """Learn which optimizer trains; raises :class:`UnsuitableError` where FSDP2 forbids exact products."""
+        """Learn which optimizer trains; raises :class:`UnsuitableError` where shards forbid exact products."""
         if self.method == "exact":
-            refuse_exact_under_fsdp(self.name, run.model)
+            refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:

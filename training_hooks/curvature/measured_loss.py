@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 
 import torch
-from loopscope.data import Batch, rows
+from loopscope.data import Batch
 from loopscope.hooks import ModelDataContext, OptimizerGroup
 from loopscope.state import Vector, axpy, copied, dot, minus, overwrite, trainable
 from loopscope.training import Method
@@ -45,6 +45,11 @@ class MeasuredLoss:
         """The space of flat vectors over the trained parameters."""
         return FlatSpace(trainable(self.model_ctx.model))
 
+    @cached_property
+    def rows(self) -> list[int]:
+        """The rows of each batch, on all ranks together."""
+        return [self.model_ctx.rows(batch) for batch in self.batches]
+
     def value(self) -> Tensor:
         """Return the loss, zero-dimensional."""
         return self._mean(self.model_ctx.compute_batch_loss)
@@ -55,10 +60,9 @@ class MeasuredLoss:
 
     def hessians(self, method: Method = "exact", epsilon: float = 1e-2) -> list[Part]:
         """Return the Hessian of each batch; exact ones keep the graphs of all batches."""
-        return [
-            Part(rows(batch), self.model_ctx.hessian_operator(batch, method=method, epsilon=epsilon))
-            for batch in self.batches
-        ]
+        operator = self.model_ctx.hessian_operator
+        pairs = zip(self.rows, self.batches, strict=True)
+        return [Part(rows, operator(batch, method=method, epsilon=epsilon)) for rows, batch in pairs]
 
     def product(self, parts: Sequence[Part]) -> Product:
         """Return the product of the Hessian of the mean loss over the rows of ``parts`` with flat vectors."""
@@ -88,8 +92,8 @@ class MeasuredLoss:
             overwrite(live, start)
 
     def _mean(self, measure: Callable[[Batch], Tensor]) -> Tensor:
-        weights = [rows(batch) / sum(map(rows, self.batches)) for batch in self.batches]
-        parts = (measure(batch).mul_(weight) for batch, weight in zip(self.batches, weights, strict=True))
+        pairs = zip(self.rows, self.batches, strict=True)
+        parts = (measure(batch).mul_(rows / sum(self.rows)) for rows, batch in pairs)
         return reduce(Tensor.add_, parts)
 
 

@@ -18,7 +18,7 @@ from torch.optim import Adam, Optimizer
 from ..measures import drawn_loader, notice
 from .lanczos import Density, Product, Tridiagonal, jackknife_error, lanczos, mean_and_error, rademacher, residuals
 from .measured_loss import CRITICAL_SHARPNESS, MeasuredLoss, Part, gradient_metrics, update_metrics
-from .stability import adam_preconditioner, refuse_exact_under_fsdp, stability_threshold, steps_taken
+from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 LEAST = dict(batches=1, critical_passes=0, density_points=9, density_probes=0, iterations=0, k=1, probes=1)
 """The least value of each number that is an option."""
@@ -217,9 +217,9 @@ class Sharpness(InterventionHook):
         self._optimizer_class: type[Optimizer] = Optimizer
 
     def start(self, run: RunInfo) -> None:
-        """Learn which optimizer trains; raises :class:`UnsuitableError` where FSDP2 forbids exact products."""
+        """Learn which optimizer trains; raises :class:`UnsuitableError` where shards forbid exact products."""
         if self.method == "exact" and self.iterations:
-            refuse_exact_under_fsdp(self.name, run.model)
+            refuse_exact_on_shards(self.name, run.model)
         self._optimizer_class = run.optimizer_class
         said = [
             f"sharpness/{metric} has no error: that needs sharpness.{option} to be at least 2, and it is 1."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from loopscope.errors import UnsuitableError
 from loopscope.hooks import OptimizerGroup
-from loopscope.state import fully_sharded_modules
+from loopscope.state import fully_sharded_modules, is_sharded
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -70,10 +70,15 @@ def adam_preconditioner(states: Mapping[str, Mapping[str, Any]], groups: Sequenc
     return found
 
 
-def refuse_exact_under_fsdp(hook: str, model: nn.Module) -> None:
-    """Raise :class:`UnsuitableError` if the model has modules under FSDP2, which cannot be differentiated twice."""
-    if fully_sharded_modules(model):
+def refuse_exact_on_shards(hook: str, model: nn.Module) -> None:
+    """Raise :class:`UnsuitableError` if parameters are sharded, through which torch does not differentiate twice.
+
+    Under FSDP2 it finds the shards unused. Under tensor parallelism it leaves out what flows through the collectives of
+    the first backward pass, so that only the products of a model's first sharded layers would be right.
+    """
+    if any(map(is_sharded, model.parameters())):
+        kind = "modules under fully_shard" if fully_sharded_modules(model) else "layers under tensor parallelism"
         raise UnsuitableError(
-            f"Hook {hook!r} needs exact Hessian-vector products, which FSDP2 does not support, and the model has "
-            f"modules under fully_shard; set {hook}.method=finite_difference."
+            f"Hook {hook!r} needs exact Hessian-vector products, for which torch cannot differentiate through shards, "
+            f"and the model has {kind}; set {hook}.method=finite_difference."
         )

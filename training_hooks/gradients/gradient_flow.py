@@ -115,8 +115,9 @@ class GradientFlow(TrainingHook):
 
     With micro-batches the norm is the root of the sum of their squares, which is that of the whole batch's gradient. A
     block that is used several times in a step counts with all its uses together. Under float16 the scale of the loss is
-    divided out; in a step that is skipped the norms may be infinite or NaN, and are reported so. Each rank measures its
-    own part of the batch.
+    divided out; in a step that is skipped the norms may be infinite or NaN, and are reported so. Over several processes
+    the batch is that of all ranks, of whose losses L is the mean; tensor parallelism must leave the blocks' outputs
+    whole on every rank, which sequence parallelism does not.
 
     Assumes that the members of a chain run one after another, each on the output of the one before (heads or experts
     side by side are no chain), and that the first tensor of a block's output is what the next one gets. A block that
@@ -175,20 +176,42 @@ class GradientFlow(TrainingHook):
         misfits = [glob for glob in globs if glob not in {chain.name for chain in self._chains}]
         if misfits or not self._chains:
             raise UnsuitableError(_no_blocks(run.model, ", ".join(misfits) or self._pattern))
+        own = {block: run.model.get_submodule(block).parameters(recurse=False) for block in self._blocks()}
+        parts = [block for block, leaves in own.items() if run.ranks.shares_layers and any(map(is_sharded, leaves))]
+        if parts:
+            raise UnsuitableError(
+                f"Hook 'gradient_flow' needs whole outputs of blocks, and under tensor parallelism those of "
+                f"{listed(parts, 3)} may lie in parts on the ranks; name blocks that end with a whole output by "
+                "--hook-config gradient_flow.pattern=GLOB."
+            )
 
     def taps(self, model: nn.Module) -> Iterable[GradientTap]:
         """Tap the output of every block, once if it is in several chains."""
-        blocks = dict.fromkeys(block for chain in self._chains for block in chain.blocks)
-        return [GradientTap(block, "output", partial(self._see, block)) for block in blocks]
+        return [GradientTap(block, "output", partial(self._see, block)) for block in dict.fromkeys(self._blocks())]
+
+    def _blocks(self) -> Iterator[str]:
+        return (block for chain in self._chains for block in chain.blocks)
 
     def _see(self, block: str, gradient: Tensor) -> None:
         square = square_norm(gradient)
         seen = self._squares.get(block)
         self._squares[block] = square if seen is None else seen + square
 
+    def _on_all_ranks(self, ctx: RunDataContext) -> dict[str, Tensor]:
+        """Return the squared norms over the rows of all ranks, of whose losses the step's is the mean."""
+        ranks, squares = ctx.ranks, self._squares
+        if not ranks.data:
+            return squares
+        ranks.join()
+        seen = {block for each in ranks.gather(list(squares)) for block in each}
+        blocks = [block for block in dict.fromkeys(self._blocks()) if block in seen]  # in one order on all ranks
+        none = torch.zeros((), dtype=torch.float64, device=next(ctx.model.parameters()).device)
+        means = ranks.means([squares.get(block, none) for block in blocks])
+        return {block: mean / ranks.size for block, mean in zip(blocks, means, strict=True)}
+
     def compute(self, ctx: RunDataContext) -> Metrics:
         """Return norms, gains and what is unusual among them; nothing if no block had a gradient."""
-        squares, self._squares = self._squares, {}
+        squares, self._squares = self._on_all_ranks(ctx), {}
         scale = 1.0 if ctx.loss_scale is None else ctx.loss_scale
         norms = {block: square.sqrt() / scale for block, square in squares.items()}
         metrics: dict[str, Tensor] = {}

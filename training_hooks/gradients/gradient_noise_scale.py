@@ -125,8 +125,11 @@ class GradientNoiseScale(TrainingHook):
     smaller by S/N than the squared norm of the mean gradient of all N: it may fall below zero when the training rows
     are fitted. BatchNorm normalises each part by itself: what is estimated is then the noise of gradients at the size
     of a part. With dropout all parts draw from the same random stream, and the noise that their masks have in common
-    counts as signal. A batch of one row is left out. Where gradients are averaged over processes, S is too small by
-    their number.
+    counts as signal. A batch of one row is left out.
+
+    Over several processes the batch is that of all ranks, and part i is made of the i-th part of each rank's rows, each
+    rank's mean counting alike, as in its gradients. A step in which ranks have different numbers of parts, or fewer
+    than two, is left out.
 
     Args:
         every_n_steps: measure one step in so many.
@@ -192,12 +195,15 @@ class GradientNoiseScale(TrainingHook):
             )
 
     def compute(self, ctx: RunDataContext) -> Metrics:
-        """Return this step's estimates, the averages and their errors; nothing for a batch of one row."""
-        if rows(ctx.batch_data) < 2:
+        """Return this step's estimates, the averages and their errors; nothing for a batch without parts."""
+        parts, ranks = micro_batches(ctx.batch_data, self.parts), ctx.ranks
+        ranks.join()
+        of_ranks = ranks.gather([rows(part) for part in parts])
+        if len(parts) < 2 or any(len(counts) != len(parts) for counts in of_ranks):
             return {}
         gathered = PartNorms()
-        for part in micro_batches(ctx.batch_data, self.parts):
-            gathered.add(ctx.compute_batch_gradients(part), rows(part))
+        for part, *counts in zip(parts, *of_ranks, strict=True):
+            gathered.add(ctx.compute_batch_gradients(part), sum(counts) * ranks.size // len(of_ranks))
         estimates = signal_and_noise(gathered.squared_norms(), gathered.rows / gathered.parts, gathered.rows)
         newest = torch.stack([torch.ones_like(estimates[0]), *estimates])
         self._sums = self.decay * self._sums.to(newest.device) + newest

@@ -60,7 +60,8 @@ class GradientOverflow(TrainingHook):
 
     Counts stay on their device and come to the host in one transfer at each step that is looked at. They begin anew at
     PRE_STEP; the cumulative ones go on over the run and through checkpoints. What quantised layers and activations give
-    is added up over ranks; gradients and weights are taken to be the same on all of them. A table for the whole run is
+    is added up over ranks that see different rows, each of which casts its own, so that a scale for all of a tensor is
+    one for a rank's part of it, as in training; gradients and weights are taken whole. A table for the whole run is
     shown at its end and kept in the summary. A warning names layers and roles when they begin to overflow, or to drown
     in noise, and a note says when it is over: of quantised layers, and of formats that were named.
 
@@ -147,6 +148,11 @@ class GradientOverflow(TrainingHook):
         for subject, ledger in ledgers.items():
             ledger.load_state_dict(self._ledgers[subject].state_dict())
         self._ledgers = ledgers
+        if self._asks and run.ranks.shares_layers and {OUTPUT, "activations"} & {*self._casts.subjects}:
+            raise UnsuitableError(
+                "Hook 'gradient_overflow' asks about whole activations and output gradients, and under tensor "
+                "parallelism a rank has parts of some of them; set gradient_overflow.of=gradients,weights."
+            )
         if self._counts:
             self._fit_schedule()
             layers = counted(len(ledgers[QUANTIZERS].layers), "quantised layer")
@@ -240,7 +246,7 @@ class GradientOverflow(TrainingHook):
 
     def _turn(self, subject: str, ctx: RunDataContext) -> dict[str, Any]:
         beside = None if subject == QUANTIZERS else self._casts.beside(subject)
-        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device, beside)
+        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device, beside, ctx.ranks)
         if page is None or not page.heard():
             return {}
         if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked

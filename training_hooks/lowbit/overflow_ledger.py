@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from loopscope.hooks import MetricInfo, Remembered, Remembering, metric_table
 from loopscope.lowbit.casts import MAXIMA, SUMS, Counts
-from torch import Tensor, distributed
+from loopscope.training import Ranks
+from torch import Tensor
 
 from ..measures import Alerts
 
@@ -174,7 +175,7 @@ class Ledger:
     Args:
         layers: the names of the layers or tensors.
         roles: what is quantised of them.
-        shared: ranks see different values, so that theirs are added up.
+        shared: ranks see different values, so that theirs are added up where there are several.
     """
 
     def __init__(self, layers: Sequence[str] = (), roles: Sequence[str] = (), *, shared: bool = False) -> None:
@@ -206,41 +207,38 @@ class Ledger:
             tables = self._run.sums, self._run.maxima
             self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
-    def turn(self, device: torch.device, beside: Tensor | None = None) -> Page | None:
+    def turn(self, device: torch.device, beside: Tensor | None = None, ranks: Ranks | None = None) -> Page | None:
         """Close the step and return its page, made on ``device``; nothing without layers.
 
-        Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums, one
-        of the maxima and one of these.
+        Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums and
+        these, and one of the maxima.
         """
         if not self.layers:
             return None
-        step = self._gathered(device)
+        extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
+        step, extra = self._gathered(device), extra.to(device)
+        if self._shared and ranks is not None and ranks.data:
+            ranks.join()
+            sums, extra = ranks.sums([step.sums, extra])
+            step = Counts(sums, ranks.sums([step.maxima], largest=True)[0])
         self.clear()
         self.steps += 1
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
         self._run = step if before is None else joined(before, step)
-        extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
-        parts = [step.sums, step.maxima, self._run.sums, self._of_all_ranks(extra.to(device))]
+        parts = [step.sums, step.maxima, self._run.sums, extra]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
         pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
         sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces[:3])
         return Page(self.layers, self.roles, sums, maxima, run_sums, pieces[3])
 
-    def _of_all_ranks(self, numbers: Tensor, *, largest: bool = False) -> Tensor:
-        """Add numbers up over ranks, or take the largest, if they see different values."""
-        if self._shared and numbers.numel() and distributed.is_available() and distributed.is_initialized():
-            operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
-            distributed.all_reduce(numbers, op=operation)
-        return numbers
-
     def _gathered(self, device: torch.device) -> Counts:
-        """Return the step's counts of all ranks, of shape (layers, roles)."""
+        """Return the step's counts, of shape (layers, roles)."""
         nothing = Counts.zeros(device=device)
         grid = [self.open[layer].get(role, nothing) for layer in self.layers for role in self.roles]
         shape = len(self.layers), len(self.roles)
         sums = torch.stack([counts.sums.to(device) for counts in grid]).view(*shape, len(SUMS))
         maxima = torch.stack([counts.maxima.to(device) for counts in grid]).view(*shape, len(MAXIMA))
-        return Counts(self._of_all_ranks(sums), self._of_all_ranks(maxima, largest=True))
+        return Counts(sums, maxima)
 
     def table(self, *, together: bool) -> dict[str, Values]:
         """Return a row for each role in which anything was quantised so far, and one for all of them ``together``."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.firing import HookManager
-from loopscope.hooks import EVERY_STEP, HookRegistry, Series, TrainingHook
+from loopscope.hooks import EVERY_STEP, HookRegistry, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import find_recipe, quantize_model
 from loopscope.state import RandomStreams, TrainingState, local_shards, whole
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
 
-HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 24, 12, 2
+HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
 RATE = 1e-2
 
 
@@ -106,7 +106,11 @@ def build(kind: str, *, tied: bool = False, recipe: str = "") -> tuple[TrainingT
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
-        return {"train_acc": float(right.mean()), "val_acc": float(right.mean()) / 2, "val_loss": float(mean_loss(model, (data, targets)))}
+        return {
+            "train_acc": float(right.mean()),
+            "val_acc": float(right.mean()) / 2,
+            "val_loss": float(mean_loss(model, (data, targets))),
+        }
 
     task = TrainingTask(
         model, optimizer, loader, mean_loss, evaluate, length=EPOCHS, snapshot_every=1, config=TokenConfig()
@@ -128,7 +132,9 @@ def _replicated(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
     return DistributedDataParallel(model), torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _fully_sharded(model: Any, tied: bool, mesh: Any = None, ranks: Sequence[str] = ("data",)) -> tuple[nn.Module, int, int]:
+def _fully_sharded(
+    model: Any, tied: bool, mesh: Any = None, ranks: Sequence[str] = ("data",)
+) -> tuple[nn.Module, int, int]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = _mesh(torch.distributed.get_world_size(), names=("data",)) if mesh is None else mesh
@@ -148,7 +154,10 @@ def _tensor_parallel(model: Any, tied: bool, mesh: Any = None) -> tuple[nn.Modul
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     if not tied:  # each of the two would get a weight of its own
-        ends = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+        ends = {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
         parallelize_module(model, mesh, ends)
     return model, 0, 1
 
@@ -201,7 +210,11 @@ def trained(kind: str, subject: Subject | None, **model: Any) -> dict[str, Any]:
     epoch_loop(task, manager)
     manager.end("completed")
     named = dict(task.model.named_parameters())
-    metrics = [] if subject is None else [(str(point), step, name, value) for name, point, step, value in sink.rows(subject.name + "/")]
+    metrics = (
+        []
+        if subject is None
+        else [(str(point), step, name, value) for name, point, step, value in sink.rows(subject.name + "/")]
+    )
     return {
         "metrics": metrics,
         "weights": {name: whole(value.detach()) for name, value in named.items()},
