@@ -191,7 +191,7 @@ def _part(tensor: Any, place: int, groups: Groups, like: Any = None) -> Tensor:
     # A partial sum must be completed before it is multiplied: a product of sums is no sum of products.
     placements = [replicate() if placement.is_partial() else placement for placement in like.placements]
     for dimension, placement in enumerate(placements):
-        if placement.is_shard():
+        if not placement.is_replicate():  # not is_shard, which the strided shards of FSDP2 on other shards are not
             groups.setdefault(mesh.get_group(dimension), []).append(place)
     return tensor.redistribute(mesh, placements).to_local()  # type: ignore[no-any-return]
 

@@ -85,7 +85,7 @@ class Ranks:
 
     @torch.no_grad()
     def sums(self, tensors: Sequence[Tensor], *, largest: bool = False) -> list[Tensor]:
-        """Return the sum of each tensor over the ranks, or the ``largest`` elements, by one all-reduce for each dtype."""
+        """Return the sum of each tensor over the ranks, or its ``largest`` elements; one all-reduce for each dtype."""
         found: list[Tensor] = [*tensors]
         operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if self.data):  # in one order on all ranks

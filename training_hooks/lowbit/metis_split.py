@@ -61,7 +61,8 @@ class MetisSplit(InterventionHook):
         sharded = [name for name, layer in layers.items() if is_sharded(layer.weight)]
         if sharded:
             raise UnsuitableError(
-                f"Hook {self.name!r} needs whole matrices; the model has its weights in shards, {listed(sharded, 3)}."
+                f"Hook {self.name!r} needs whole matrices, and FSDP2 (fully_shard) or tensor parallelism has shards of "
+                f"{listed(sharded, 3)}; train with DistributedDataParallel."
             )
         self._seed = run.seed
         self.step_schedule = schedule({options_of(layer) for layer in layers.values()}, run.steps)

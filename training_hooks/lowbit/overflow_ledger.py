@@ -219,8 +219,8 @@ class Ledger:
         step, extra = self._gathered(device), extra.to(device)
         if self._shared and ranks is not None and ranks.data:
             ranks.join()
-            sums, extra = ranks.sums([step.sums, extra])
-            step = Counts(sums, ranks.sums([step.maxima], largest=True)[0])
+            added, extra = ranks.sums([step.sums, extra])
+            step = Counts(added, ranks.sums([step.maxima], largest=True)[0])
         self.clear()
         self.steps += 1
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))

@@ -1,16 +1,17 @@
 """One small training of a transformer: by one process, or by ranks that share its rows, its layers, or both."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed
 from loopscope.data import TensorLoader, fixed_order, random_order
+from loopscope.errors import UnsuitableError
 from loopscope.firing import HookManager
-from loopscope.hooks import EVERY_STEP, HookRegistry, TrainingHook
+from loopscope.hooks import TrainingHook
 from loopscope.loops import epoch_loop
-from loopscope.lowbit import find_recipe, quantize_model
+from loopscope.lowbit import Recipe, quantize_model
 from loopscope.state import RandomStreams, TrainingState, local_shards, whole
 from loopscope.state.digest import digest
 from loopscope.training import TrainingTask
@@ -22,6 +23,7 @@ from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_inf
 
 HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
 RATE = 1e-2
+Results = dict[str, Any]
 
 
 class Attention(nn.Module):
@@ -89,14 +91,12 @@ class Shared(TensorLoader):
     shuffled = drawn
 
 
-def build(kind: str, *, tied: bool = False, recipe: str = "") -> tuple[TrainingTask, TrainingState]:
+def build(kind: str, *, tied: bool = False, recipe: Recipe | None = None) -> tuple[TrainingTask, TrainingState]:
     """Build the run of a kind; ``"one process"`` has all rows of each batch."""
     torch.manual_seed(0)
     model: nn.Module = Transformer(tied=tied).double()
     if recipe:
-        found = find_recipe(recipe)
-        often = found.metis and replace(found.metis, forward_warmup_steps=1, merge_steps=2)
-        quantize_model(model, replace(found, metis=often))
+        quantize_model(model, recipe)
     drawn = torch.randperm(TOKENS * TOKENS, generator=torch.Generator().manual_seed(5))[:ROWS]
     data = torch.cartesian_prod(torch.arange(TOKENS), torch.arange(TOKENS))[drawn]
     targets = data.sum(1) % TOKENS
@@ -132,9 +132,7 @@ def _replicated(model: nn.Module, tied: bool) -> tuple[nn.Module, int, int]:
     return DistributedDataParallel(model), torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _fully_sharded(
-    model: Any, tied: bool, mesh: Any = None, ranks: Sequence[str] = ("data",)
-) -> tuple[nn.Module, int, int]:
+def _fully_sharded(model: Any, tied: bool, mesh: Any = None) -> tuple[nn.Module, int, int]:
     from torch.distributed.fsdp import fully_shard
 
     mesh = _mesh(torch.distributed.get_world_size(), names=("data",)) if mesh is None else mesh
@@ -182,41 +180,29 @@ KINDS: Mapping[str, Callable[[nn.Module, bool], tuple[nn.Module, int, int]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A hook with its options, on a model that it can work on."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    recipe: str = ""
-    keeps_schedule: bool = False
-
-    def make(self) -> TrainingHook:
-        hook = HookRegistry.get(self.name)(**self.options)
-        if not self.keeps_schedule:
-            hook.step_schedule = EVERY_STEP
-        return hook
-
-
-def trained(kind: str, subject: Subject | None, **model: Any) -> dict[str, Any]:
-    """Train with one hook, or none, and return its metrics, the weights, and the digests of this rank's bytes."""
-    task, state = build(kind, **model)
+def trained(kind: str, hooks: Sequence[TrainingHook], *, tied: bool, recipe: Recipe | None) -> Results:
+    """Train with hooks and return their metrics, the weights, and the digests of this rank's bytes of them."""
+    task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
-    hooks = [] if subject is None else [subject.make()]
     manager = HookManager(hooks, task, state, sinks=[sink], reference_weights=reference)
     manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
     epoch_loop(task, manager)
     manager.end("completed")
     named = dict(task.model.named_parameters())
-    metrics = (
-        []
-        if subject is None
-        else [(str(point), step, name, value) for name, point, step, value in sink.rows(subject.name + "/")]
-    )
     return {
-        "metrics": metrics,
+        "metrics": {(name, point.name, step): value for name, point, step, value in sink.rows()},
         "weights": {name: whole(value.detach()) for name, value in named.items()},
         "bytes": [digest(value) for value in local_shards(named.values())],
     }
+
+
+def refusal(kind: str, hook: TrainingHook, *, tied: bool, recipe: Recipe | None) -> str:
+    """Return the sentence with which a hook refuses the run of a kind before its first step, or nothing."""
+    task, state = build(kind, tied=tied, recipe=recipe)
+    run = run_info(task, HookManager([hook], task, state), "epoch")
+    try:
+        hook.start(replace(run, reference_weights=dict(task.model.named_parameters())))
+    except UnsuitableError as error:
+        return str(error)
+    return ""
