@@ -143,7 +143,12 @@ class ModelDataContext(Experimenting):
         self._commits.record(StatePart.PARAMETERS, "blend_parameters", commits.blend, self.model, kept, weight)
 
     def thaw_parameters(self, names: Iterable[str]) -> None:
-        """Keep: train the named parameters from now on."""
+        """Keep: train the named parameters from now on; not under DistributedDataParallel, which does not know them."""
+        if self._task.ranks.averages and self._task.ranks.data:
+            raise LoopscopeError(
+                "DistributedDataParallel averages the gradients of parameters that were trained when it was made, so "
+                "no others can be thawed; train by one process."
+            )
         chosen = commits.parameters_named(self.model, names)
         self._commits.record(StatePart.PARAMETERS, "thaw_parameters", commits.thaw, chosen)
 

@@ -27,7 +27,8 @@ class MetisSplit(InterventionHook):
     When that happens the recipe of the layers says: ``forward_warmup_steps`` after the start (100 by default), then
     every ``merge_steps`` (1000). A frozen weight is left alone.
 
-    Assumes low-bit layers of a recipe with ``metis`` and ``forward``, matrices that are whole on this process, and an
+    Assumes low-bit layers of a recipe with ``metis`` and ``forward``, one process (DistributedDataParallel
+    would leave out the factors, which were frozen when it was made; others have shards of the matrices), and an
     optimizer that was given all parameters of the model, the factors among them.
     """
 
@@ -62,7 +63,12 @@ class MetisSplit(InterventionHook):
         if sharded:
             raise UnsuitableError(
                 f"Hook {self.name!r} needs whole matrices, and FSDP2 (fully_shard) or tensor parallelism has shards of "
-                f"{listed(sharded, 3)}; train with DistributedDataParallel."
+                f"{listed(sharded, 3)}; train by one process."
+            )
+        if run.ranks.averages and run.ranks.data:
+            raise UnsuitableError(
+                f"Hook {self.name!r} trains factors that were frozen before, whose gradients DistributedDataParallel "
+                "would not average: it knows the parameters that were trained when it was made; train by one process."
             )
         self._seed = run.seed
         self.step_schedule = schedule({options_of(layer) for layer in layers.values()}, run.steps)
