@@ -84,8 +84,9 @@ class Fourier(TrainingHook):
 
     Assumes that the rows of the embedding are the residues 0..n − 1 in this order. The decoder is left out where no
     linear layer has a row per token or it is tied to the embedding; the neurons where the training inputs are no pairs
-    of tokens or no layer widens and narrows again; the losses where the targets are not (a + b) mod n with n classes,
-    which is read from the first batch of the run.
+    of tokens or no layer widens and narrows again, and under tensor parallelism, where a rank has some of them; the
+    losses where the targets are not (a + b) mod n with n classes, which is read from the first batch of the run.
+    Training pairs are those of all ranks.
 
     Restricted and excluded loss are exact on all pairs, which are measured where they are at most 20,000. Of more, some
     rows are: all pairs whose a is one of a number of values, drawn by a seed that is the same in every run. Waves in b

@@ -137,7 +137,9 @@ class Counterfactual(InterventionHook):
 
     Assumes that the order of the data is all that parts the observed epoch from the shuffled ones. In a run with
     committing hooks (clipping, smoothing) the shuffled epochs run without those commits: the excess then holds their
-    effect, too. Dropout masks differ, which counts as chance. Takes the memory of K gradients.
+    effect, too. Dropout masks differ, which counts as chance. Takes the memory of K gradients. Over several processes
+    each shuffles what its loader has: all rows, where the loader parts batches that all ranks draw alike, as a
+    distributed sampler does; else its own, and which rank sees a row is then no part of what is shuffled.
 
     Args:
         k: number of shuffled epochs, at least 2, since the null holds each against the others; errors need 3.

@@ -59,8 +59,8 @@ class CounterfactualValidator(DebugInterventionHook):
     away: only more epochs do. Those of the fractions do not.
 
     Assumes that shuffled epochs are independent draws, which their seeds make them, and that observed and shuffled
-    epochs differ in nothing but their order. Costs ``k_max`` epochs at every snapshot, and the memory of as many
-    gradients.
+    epochs differ in nothing but their order; over several processes they are shuffled as ``counterfactual`` says. Costs
+    ``k_max`` epochs at every snapshot, and the memory of as many gradients.
 
     Args:
         k_max: shuffles to draw, from 3 to 12.

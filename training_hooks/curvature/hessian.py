@@ -145,7 +145,8 @@ class Hessian(InterventionHook):
         epsilon: absolute step of ``finite_difference`` along the normalised vector.
         every_n_steps: a burst begins every so many steps.
         burst_length: consecutive steps of a burst, at least 2.
-        method: Hessian-vector products ``"exact"`` (reverse over reverse) or by central ``"finite_difference"``.
+        method: Hessian-vector products ``"exact"`` (reverse over reverse; not on shards) or by central
+            ``"finite_difference"``.
         warmup: steps before the first burst.
     """
 

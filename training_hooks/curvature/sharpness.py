@@ -155,7 +155,10 @@ class Sharpness(InterventionHook):
 
     While it runs, Lanczos keeps ``iterations`` vectors as long as the parameters (for each of the ``density_probes``).
     With exact products it also keeps the graph of the gradient, with all activations, of each of the ``batches``. On
-    sharded models each rank keeps them whole, and only ``method="finite_difference"`` works.
+    sharded models each rank keeps them whole, and only ``method="finite_difference"`` works. Over several processes a
+    batch is made of those of all ranks, which each of them draws of what its loader has: the numbers are those of one
+    process where the loaders part batches that they all draw alike, as a distributed sampler does, and of other rows
+    where each loader has rows of its own.
 
     Assumes that the loss is twice differentiable; ReLU networks are taken piece by piece. The thresholds assume a
     quadratic loss, the gradient of the full data, and for Adam a constant P. Weight decay is not part of H: SGD's is
