@@ -172,12 +172,43 @@ def all_outcomes(kind: str) -> dict[str, Any]:
     return found
 
 
+def agreements(kind: str, make: Callable[[], Any]) -> int:
+    """Count the all-reduces of one number that a run of four steps makes for what its hooks do."""
+    counts, all_reduce = [0], torch.distributed.all_reduce
+
+    def counted(value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counts[0] += value.dtype is torch.float32 and value.numel() == 1  # losses are of float64
+        return all_reduce(value, *args, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        assert outcome(kind, make)[:2] == ("", 4)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return counts[0]
+
+
+def nothing(*_: Any) -> dict[str, float]:
+    return {}
+
+
+def counted(kind: str) -> dict[str, int]:
+    """Return the agreements of observers and of an intervention, beyond those at the start and of a run without."""
+    hooks = {
+        "one observer": lambda: spying(HookPoint.POST_STEP, nothing),
+        "at three points": lambda: [at(SpyHook, *STEP)(nothing)],
+        "an intervention": lambda: [at(ActingHook, HookPoint.POST_STEP)(nothing)],
+    }
+    none = agreements(kind, lambda: spying(HookPoint.PRE_EPOCH, nothing)) - 2  # fires once an epoch
+    return {"kind": kind, **{name: agreements(kind, make) - none for name, make in hooks.items()}}  # type: ignore[dict-item]
+
+
 def of_replicas() -> dict[str, Any]:
-    return all_outcomes("replicas")
+    return all_outcomes("replicas") | {"agreements": counted("replicas")}
 
 
 def of_shards() -> dict[str, Any]:
-    return all_outcomes("shards")
+    return all_outcomes("shards") | {"agreements": counted("shards")}
 
 
 @pytest.fixture(scope="module", params=[of_replicas, of_shards])
@@ -224,6 +255,12 @@ def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks
     assert "What hook 'spy' was made with differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
     assert "The task's length differs between the ranks: 2 on rank 0, 3 on rank 1" in length
     assert all(result["other length"][1] == 0 for result in ranks)
+
+
+def test_interventions_are_agreed_on_once_a_fire_and_observers_once_a_step_but_once_a_fire_on_shards(ranks):
+    for found in [result["agreements"] for result in ranks]:
+        fires = 12 if found["kind"] == "shards" else 4
+        assert found == {"kind": found["kind"], "one observer": 4, "at three points": fires, "an intervention": 4}
 
 
 def killed() -> tuple[Any, ...]:
