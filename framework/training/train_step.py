@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, MicroBatches, micro_batches, rows
-from ..errors import LoopscopeError, UsageError, listed
+from ..errors import LoopscopeError, UsageError, listed, require
 from .ranks import Ranks
 
 Arguments = ParamSpec("Arguments")
@@ -133,8 +133,14 @@ class TrainingTask:
         """Return the parts of which a step's batch is made up, each with the weight of its loss in the step's."""
         if isinstance(batch, MicroBatches):
             return [(part, 1.0) for part in batch]
+        weight = self.ranks.weight(rows(batch)) if self.ranks.uneven else 1.0
         if self.accumulation_steps == 1:
-            return ((batch, 1.0),)
+            return ((batch, weight),)
+        require(
+            weight == 1,
+            f"A batch whose rows {self.ranks.size} ranks cannot share evenly cannot be split into micro-batches, since "
+            "some ranks might have more of them than others; choose another batch_size, or accumulation_steps=1.",
+        )
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
 
