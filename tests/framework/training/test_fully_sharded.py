@@ -1,76 +1,282 @@
-"""Hooks under FSDP2: every rank trains what it trains without hooks, whatever is sharded how."""
+"""Hooks under FSDP2: every rank ends with the bytes that it has without hooks, whatever is sharded over what mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 from loopscope import training_hooks
 from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import StateMutationError
 from loopscope.firing import HookManager
+from loopscope.hooks import HookPoint, HookRegistry
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import RandomStreams, TrainingState
-from loopscope.state.digest import digest
+from loopscope.state import RandomStreams, TrainingState, of_the_run
 from loopscope.training import TrainingTask
 from torch import nn
 
-from tests.support import mean_loss, run_info
+from tests.support import ActingHook, SpyHook, at, mean_loss, raising, run_info
+from tests.support.ranks import on_ranks
 
 assert training_hooks.__all__
-ROWS, BATCH = 24, 12
+ROWS, BATCH = 48, 24
+POINTS = set(HookPoint) - {HookPoint.PRE_UPDATE}
+SHARPNESS = {"k": 1, "iterations": 2, "probes": 1, "density_probes": 1, "batches": 1, "critical_passes": 2}
 MEASURING: dict[str, dict[str, Any]] = {
     "hessian": {"method": "finite_difference"},
-    "sharpness": {"method": "finite_difference"},
-    **{name: {} for name in ("lr_probe", "adam_dynamics", "norms", "path_length", "weight_average")},
-    **{name: {} for name in ("gradient_noise_scale",)},
+    "sharpness": {"method": "finite_difference", **SHARPNESS},
+    **{name: {} for name in ("lr_probe", "adam_dynamics", "norms", "path_length", "weight_average", "batch_dynamics")},
+    **{name: {} for name in ("gradient_noise_scale", "consecutive", "parameter_delta", "weight_updates")},
 }
+QUICK = ("hessian", "adam_dynamics", "norms", "weight_average", "gradient_noise_scale")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """What a transformer's block is to FSDP2: a module of its own, with what draws and what counts."""
+
+    def __init__(self, *, narrow: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        self.drop, self.norm = nn.Dropout(0.2), nn.BatchNorm1d(8)
+        self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.2)
+        # batch norm takes no bfloat16 beside the wide buffers that FSDP2 leaves alone
+        self.norm = nn.LayerNorm(8) if narrow else nn.BatchNorm1d(8)
 
     def forward(self, x):
         return x + self.norm(self.drop(self.down(torch.tanh(self.up(x)))))
 
 
-def build(kind: str, accumulate: int = 1, **options: Any) -> tuple[TrainingTask, TrainingState]:
-    """Build a run in which every data-parallel rank has its rows of each batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def build(
+    kind: str, *, length: int = 2, narrow: bool = False, accumulate: int = 1, **options: Any
+) -> tuple[TrainingTask, TrainingState]:
+    """Build a run on a mesh of this ``kind`` in which every data-parallel rank has its rows of each batch."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), Block(), Block(), nn.Linear(8, 3)).double()
-    data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
-    world = torch.distributed.get_world_size()
-    if kind == "fsdp":
-        mesh = shards = init_device_mesh("cpu", (world,))
-        index, count = torch.distributed.get_rank(), world
-    else:
-        names = ("replicate", "shard") if kind == "hsdp" else ("shard", "tensor")
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
-        shards = mesh if kind == "hsdp" else mesh["shard"]
-        index, count = (torch.distributed.get_rank(), world) if kind == "hsdp" else (shards.get_local_rank(), 2)
-        if kind == "tensor":
-            for block in (model[1], model[2]):
-                parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for module in (model[1], model[2], model):
-        fully_shard(module, mesh=shards, **options)
-    mine = torch.arange(ROWS).view(-1, BATCH // count)[index::count].flatten()
-    data = (data[0][mine], data[1][mine])
+    blocks = [Block(narrow=narrow), Block(narrow=narrow)]
+    model = nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3)).double()
+    mesh, tensor_mesh, rank, ranks = meshes(kind)
+    if tensor_mesh is not None:
+        for block in blocks:
+            parallelize_module(block, tensor_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if narrow:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, **options)
+    mine = torch.arange(ROWS).view(-1, BATCH // ranks)[rank::ranks].flatten()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64)[mine], torch.randint(3, (ROWS,))[mine])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = TensorLoader(data, BATCH // count, fixed_order(torch.arange(len(data[0]))))
-    task = TrainingTask(model, optimizer, loader, mean_loss, length=2, snapshot_every=1, accumulation_steps=accumulate)
+    task = TrainingTask(
+        model,
+        optimizer,
+        TensorLoader(data, BATCH // ranks, fixed_order(torch.arange(len(mine)))),
+        mean_loss,
+        evaluate=lambda model: {"val_loss": float(mean_loss(model, data))},
+        length=length,
+        snapshot_every=1,
+        accumulation_steps=accumulate,
+    )
     return task, TrainingState(model, optimizer, RandomStreams(7))
 
 
-def trained(make: Callable[[], Any], hooks: Sequence[Any], loop: str = "epoch", **kinds: Any) -> dict[str, int]:
+def meshes(kind: str) -> tuple[Any, Any, int, int]:
+    """Return the mesh to shard over, that of tensor parallelism, and which part of the data this rank has."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if kind == "fsdp":
+        return init_device_mesh("cpu", (ranks,)), None, rank, ranks
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("outer", "inner"))
+    if kind == "hsdp":
+        return mesh, None, rank, ranks
+    return mesh["outer"], mesh["inner"], mesh["outer"].get_local_rank(), 2
+
+
+def trained(make: Callable[[], Any], hooks: Sequence[Any] = (), loop: str = "epoch", **kinds: Any) -> dict[str, int]:
+    """Return the digests of what this rank has at the end."""
     task, state = make()
     manager = HookManager(hooks, task, state, loop=loop, **kinds)
     manager.start(run_info(task, manager, loop))
     {"epoch": epoch_loop, "step": step_loop}[loop](task, manager)
     manager.end("completed")
-    return {name: digest(value) for name, value in task.model.state_dict().items()} | {"next": int(torch.rand(1) * 1e9)}
+    return of_the_run(state.digest())
+
+
+# What an intervention may do; rolled back.
+
+
+def a_batch(model: Any) -> Any:
+    return next(iter(model.loader.batches(0)))
+
+
+def step_and_zero(run: Any, ctx: Any) -> None:
+    torch.rand(3)
+    ctx.compute_batch_gradients(a_batch(ctx))
+    ctx.take_step(a_batch(ctx))
+    with torch.no_grad():
+        for parameter in ctx.model.parameters():
+            parameter.to_local().zero_()
+
+
+def load_the_gathered(run: Any, ctx: Any) -> None:
+    ctx.model.unshard()
+    ctx.model[1].unshard()
+    for parameter in ctx.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_hook(torch.zeros_like)
+    ctx.model[1].up.bias.data = torch.zeros(12, dtype=torch.float64)
+
+
+def tell_otherwise(run: Any, ctx: Any) -> None:
+    ctx.model.set_requires_gradient_sync(False)
+    ctx.model.set_reshard_after_backward(False)
+    ctx.model.set_gradient_divide_factor(7.0)
+    ctx.model.set_is_last_backward(False)
+    ctx.model(a_batch(ctx)[0])
+
+
+def branch_with_all_gathered(run: Any, ctx: Any) -> None:
+    ctx.model(a_batch(ctx)[0])
+    with ctx.branch():
+        ctx.take_step(a_batch(ctx))
+
+
+def raise_amid_a_forward_pass(run: Any, ctx: Any) -> None:
+    ctx.model[2].drop.register_forward_pre_hook(raising)
+    ctx.model(a_batch(ctx)[0])
+
+
+def raise_amid_a_backward_pass(run: Any, ctx: Any) -> None:
+    ctx.model[1].register_full_backward_hook(raising)
+    mean_loss(ctx.model, a_batch(ctx)).backward()
+
+
+def write_to_what_a_pass_gathers(run: Any, ctx: Any) -> None:
+    loss = mean_loss(ctx.model, a_batch(ctx))
+    ctx.model[1].set_unshard_in_backward(False)
+    ctx.model[2].down.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    del loss
+
+
+DEEDS = (step_and_zero, load_the_gathered, tell_otherwise, branch_with_all_gathered, write_to_what_a_pass_gathers)
+RAISING = (raise_amid_a_forward_pass, raise_amid_a_backward_pass)
+
+
+# What an observer must not do; caught, or put back where it raises.
+
+
+def leave_gathered(ctx: Any) -> None:
+    ctx.model[1].unshard()
+
+
+def write_to_shards(ctx: Any) -> None:
+    ctx.model[1].up.weight.to_local().zero_()
+
+
+def write_behind_torch(ctx: Any) -> None:
+    ctx.model[1].up.weight._local_tensor.data.zero_()
+
+
+def leave_a_gradient(ctx: Any) -> None:
+    ctx.model[1].unshard()
+    ctx.model[1].up.weight.grad = torch.ones_like(ctx.model[1].up.weight)
+    ctx.model[1].reshard()
+
+
+def reduce_no_more(ctx: Any) -> None:
+    ctx.model.set_requires_gradient_sync(False)
+
+
+OF_FSDP2 = "what FSDP2 has gathered, has under way or was told"
+CAUGHT = {
+    leave_gathered: "modules/1.up._parameters.weight",
+    write_to_shards: "parameters/1.up.weight",
+    write_behind_torch: "parameters/1.up.weight",
+    leave_a_gradient: OF_FSDP2,
+    reduce_no_more: OF_FSDP2,
+}
+
+
+def caught(make: Callable[[], Any], deed: Callable[[Any], None]) -> str:
+    try:
+        trained(make, [at(SpyHook, HookPoint.POST_STEP)(deed)])
+    except StateMutationError as error:
+        return str(error)
+    return "unnoticed"
+
+
+def raise_amid_an_observers_pass(ctx: Any) -> None:
+    handle = ctx.model[1].up.register_forward_pre_hook(raising)
+    try:
+        ctx.model(ctx.batch_data[0])
+    finally:
+        handle.remove()
+
+
+def measuring(names: Iterable[str]) -> list[Any]:
+    return [HookRegistry.get(name)(**MEASURING[name]) for name in names]
+
+
+def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list[str]:
+    """Name the sets of hooks with which a run does not end with the bytes of the run without any."""
+    bare = trained(make)
+    acting, spying = at(ActingHook, *POINTS), at(SpyHook, HookPoint.POST_STEP)
+    deeds = cycle(DEEDS)  # five, one at each fire, so that each meets most points
+    found = {"measuring": trained(make, measuring(names), audit=True)}
+    found["vandal"] = trained(make, [acting(lambda *contexts: next(deeds)(*contexts))], audit=True)
+    for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass)):
+        with pytest.warns(UserWarning, match="The run goes on without it"):
+            found[(hook.probe if isinstance(hook, SpyHook) else hook.act).__name__] = trained(
+                make, [hook], on_error="skip"
+            )
+    return [name for name, digests in found.items() if digests != bare]
+
+
+def plain() -> dict[str, Any]:
+    make = partial(build, "fsdp", length=1)
+    return {"differing": differing(make, QUICK), **{deed.__name__: caught(make, deed) for deed in CAUGHT}}
+
+
+def over_two_dimensions() -> list[list[str]]:
+    return [differing(partial(build, kind, length=1), ("hessian", "norms")) for kind in ("hsdp", "fsdp x tp")]
+
+
+def otherwise(kinds: Sequence[str]) -> dict[str, list[str]]:
+    found = {}
+    for kind, narrow, accumulate, reshards in product(kinds, (False, True), (1, 2), (True, False)):
+        make = partial(build, kind, narrow=narrow, accumulate=accumulate, reshard_after_forward=reshards)
+        found[f"{kind}, {narrow=}, {accumulate=}, {reshards=}"] = differing(make)
+    return {case: names for case, names in found.items() if names}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_ranks(plain, tmp_path_factory.mktemp("ranks"), 3)
+
+
+def test_hooks_leave_every_rank_the_bytes_that_it_has_without_them(ranks):
+    assert [result["differing"] for result in ranks] == [[]] * 3
+
+
+@pytest.mark.parametrize("deed", CAUGHT, ids=lambda deed: deed.__name__)
+def test_an_observer_that_leaves_a_trace_in_what_is_sharded_is_caught_by_name(ranks, deed):
+    for result in ranks:
+        told = f"Hook 'spy' at POST_STEP of step 1 may only read, but changed the training state: {CAUGHT[deed]}"
+        assert told in result[deed.__name__]
+
+
+def test_so_they_do_over_meshes_of_two_dimensions(tmp_path):
+    assert on_ranks(over_two_dimensions, tmp_path, 4) == [[[], []]] * 4
+
+
+@pytest.mark.slow
+def test_so_they_do_in_mixed_precision_with_accumulation_and_however_long_weights_stay_gathered(tmp_path):
+    assert on_ranks(partial(otherwise, ["fsdp"]), tmp_path, 3) == [{}] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hsdp", "fsdp x tp"])
+def test_so_they_do_otherwise_over_meshes_of_two_dimensions(tmp_path, kind):
+    assert on_ranks(partial(otherwise, [kind]), tmp_path, 4) == [{}] * 4
