@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, MicroBatches, micro_batches, rows
 from ..errors import LoopscopeError, UsageError, listed
+from ..state import reduce_over_meshes
 from .replicas import average_gradients, averaged
 
 Arguments = ParamSpec("Arguments")
@@ -220,7 +221,10 @@ def is_skipped(task: TrainingTask) -> bool:
     if task.scaler is None:
         return False
     # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
-    return any(bool(found) for found in task.scaler._found_inf_per_device(task.optimizer).values())
+    found = task.scaler._found_inf_per_device(task.optimizer)
+    # in place, so that the scaler too decides alike on all ranks
+    reduce_over_meshes(found.values(), task.model.parameters())
+    return any(map(bool, found.values()))
 
 
 def measure_gradients(task: TrainingTask, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, HookRegistry
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import RandomStreams, TrainingState, of_the_run
-from loopscope.training import TrainingTask
+from loopscope.training import TrainingTask, is_skipped, update
 from torch import nn
 
 from tests.support import ActingHook, SpyHook, at, mean_loss, raising, run_info
@@ -239,8 +239,27 @@ def plain() -> dict[str, Any]:
     return {"differing": differing(make, QUICK), **{deed.__name__: caught(make, deed) for deed in CAUGHT}}
 
 
-def over_two_dimensions() -> list[list[str]]:
-    return [differing(partial(build, kind, length=1), ("hessian", "norms")) for kind in ("hsdp", "fsdp x tp")]
+def over_two_dimensions() -> dict[str, list[Any]]:
+    kinds = ("hsdp", "fsdp x tp")
+    make = [partial(build, kind, length=1) for kind in kinds]
+    found: dict[str, list[Any]] = {"differing": [differing(each, ("hessian", "norms")) for each in make]}
+    return found | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
+
+
+def skips_a_step(name: str) -> list[bool]:
+    """Tell whether this rank skips a step if the gradient of a parameter overflows in the shard of rank 1 alone."""
+    task, _ = build("fsdp x tp")
+    task.scaler = torch.amp.GradScaler("cpu")
+    found = []
+    for overflows in (False, True):
+        task.optimizer.zero_grad()
+        task.backward(mean_loss(task.model, next(iter(task.loader.batches(0)))))
+        if overflows and torch.distributed.get_rank() == 1:
+            dict(task.model.named_parameters())[name].grad.to_local()[0] = torch.inf
+        task.scaler.unscale_(task.optimizer)
+        found.append(is_skipped(task))
+        update(task, step_scheduler=False, skipped=found[-1])
+    return [*found, task.scaler.get_scale() == 2**15]
 
 
 def otherwise(kinds: Sequence[str]) -> dict[str, list[str]]:
@@ -267,8 +286,17 @@ def test_an_observer_that_leaves_a_trace_in_what_is_sharded_is_caught_by_name(ra
         assert told in result[deed.__name__]
 
 
-def test_so_they_do_over_meshes_of_two_dimensions(tmp_path):
-    assert on_ranks(over_two_dimensions, tmp_path, 4) == [[[], []]] * 4
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return on_ranks(over_two_dimensions, tmp_path_factory.mktemp("ranks"), 4)
+
+
+def test_so_they_do_over_meshes_of_two_dimensions(four_ranks):
+    assert [result["differing"] for result in four_ranks] == [[[], []]] * 4
+
+
+def test_all_ranks_skip_a_step_if_the_gradient_overflows_in_the_shard_of_one(four_ranks):
+    assert [result["skips"] for result in four_ranks] == [[[False, True, True]] * 3] * 4
 
 
 @pytest.mark.slow
