@@ -63,8 +63,12 @@ class FullSharding:
         states = [module._get_fsdp_state() for module in fully_sharded_modules(model)]
         for state in states:
             state._lazy_init()  # a second call does nothing
-        found = _own_objects(states)
-        self._groups = [item for item in found if hasattr(item, "fsdp_params")]
+        # of several groups each since torch 2.12
+        groups = [vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group] for state in states]
+        self._groups = [group for each in groups for group in each if group is not None]
+        found = [item for state in states for item in (state, state._state_ctx, state._comm_ctx)]
+        found += [item for group in self._groups for item in (group, *group.fsdp_params)]
+        found = [*dict.fromkeys(found)]
         self._spaces = [vars(item) for item in found]
         self._parameters = [space for space in self._spaces if "sharded_param" in space]
         others = [space for space in self._spaces if "sharded_param" not in space]
@@ -115,22 +119,3 @@ class FullSharding:
             elif _GATHERED in space:  # a hook, or other bytes, may have been left on it
                 del space[_GATHERED]
                 space["all_gather_outputs"] = []
-
-
-def _own_objects(roots: list[Any]) -> list[Any]:
-    """Return the objects of FSDP2's own classes that can be reached from some of them."""
-    found: dict[int, Any] = {}
-    waiting = roots
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, (list, tuple)):
-            waiting += item
-        elif id(item) not in found and _is_own(item):
-            found[id(item)] = item
-            waiting += vars(item).values()
-    return [*found.values()]
-
-
-def _is_own(item: Any) -> bool:
-    own = type(item).__module__.startswith("torch.distributed.fsdp._fully_shard")
-    return own and not isinstance(item, (Enum, nn.Module))

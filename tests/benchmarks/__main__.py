@@ -12,7 +12,7 @@ from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
-from tests.benchmarks.guardian_cost import interventions, save_and_restore
+from tests.benchmarks.guardian_cost import interventions, save_and_restore, under_fsdp
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
 from tests.benchmarks.hook_cost import (
     counterfactual,
@@ -39,7 +39,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Loops that people have", (bare_attach, trainers)),
     "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
-    "guardian": ("Interventions", (save_and_restore, interventions)),
+    "guardian": ("Interventions", (save_and_restore, under_fsdp, interventions)),
     "clip": ("Clipping", (clipping,)),
     "memory": ("Memory", (peak_memory,)),
     "ends": ("Hooks at the end of epochs", (observers_at_the_end_of_epochs,)),

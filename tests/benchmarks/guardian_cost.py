@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed
+import torch.multiprocessing
+from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.isolation import Snapshot
+from loopscope.state import RandomStreams, TrainingState, local_shards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +24,7 @@ from tests.benchmarks.subjects import Mutator, Reader, Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, clock, ratio
 
 POINT = HookPoint.POST_STEP
+RANKS = 3
 Seconds = list[float]
 
 
@@ -35,6 +44,42 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
         yield Row("clone + load_state_dict", against, TIMES, ratio(naive, reference))
 
 
+def under_fsdp(effort: Effort) -> Iterator[Row]:
+    """Measure the guardian on three processes, each with its shard of one model, against plain copies of the shard."""
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_on_a_rank, args=(Path(folder), effort), nprocs=RANKS)
+        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
+    ours, reference = ([*chain.from_iterable(each)] for each in zip(*[seconds for seconds, _ in found], strict=True))
+    size = max(size for _, size in found) / 1e6
+    against = f"plain copies of a shard, {size:.1f} MB, {1e3 * Spread.of(reference).median:.2f} ms"
+    yield Row("Guardian save + restore, FSDP2 on 3 processes", against, TIMES, ratio(ours, reference), 1.1)
+
+
+def _on_a_rank(rank: int, folder: Path, effort: Effort) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    preset = ModArithmeticConfig(**effort.paper)
+    # four times the parameters, so that a shard is as large as the other rows' whole state
+    larger = {"embed_dim": 2 * preset.embed_dim, "ff_dim": 2 * preset.ff_dim}
+    subject = sharded(mod_arithmetic(effort.paper | larger))
+    seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
+    torch.save((seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors))), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def sharded(subject: Subject) -> Subject:
+    """Shard a run's model by FSDP2, layer by layer, and train it by an optimizer of the shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = subject.task.model
+    for module in (*model.get_submodule("blocks").children(), model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = TrainingState(model, optimizer, RandomStreams(1))
+    return replace(subject, task=replace(subject.task, optimizer=optimizer, scheduler=None), state=state)
+
+
 class PlainCopy:
     """Copies every tensor of the training state to a buffer and back, and does nothing else."""
 
@@ -44,7 +89,7 @@ class PlainCopy:
 
     def prepare(self) -> None:
         """Find the tensors of this moment, untimed."""
-        self._tensors = [tensor.detach() for tensor in self._subject.tensors]
+        self._tensors = [tensor.detach() for tensor in local_shards(self._subject.tensors)]
         if [buffer.shape for buffer in self._buffers] != [tensor.shape for tensor in self._tensors]:
             self._buffers = [torch.empty_like(tensor) for tensor in self._tensors]
 

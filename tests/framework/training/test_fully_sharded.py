@@ -13,9 +13,10 @@ from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import HookPoint, HookRegistry
+from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, step_loop
-from loopscope.state import RandomStreams, TrainingState, of_the_run
-from loopscope.training import TrainingTask, is_skipped, update
+from loopscope.state import RandomStreams, TrainingState, local_shards, of_the_run
+from loopscope.training import TrainingTask, forward_backward, is_skipped, update
 from torch import nn
 
 from tests.support import ActingHook, SpyHook, at, mean_loss, raising, run_info
@@ -236,13 +237,27 @@ def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list
 
 def plain() -> dict[str, Any]:
     make = partial(build, "fsdp", length=1)
-    return {"differing": differing(make, QUICK), **{deed.__name__: caught(make, deed) for deed in CAUGHT}}
+    found: dict[str, Any] = {deed.__name__: caught(make, deed) for deed in CAUGHT}
+    return found | {"differing": differing(make, QUICK), "copied": copied_and_communicated()}
+
+
+def copied_and_communicated() -> tuple[int, int, int]:
+    """Return the bytes of a guardian's copy, those of this rank's shards, and the collectives of guardian and audit."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    task, state = build("fsdp")
+    forward_backward(task, next(iter(task.loader.batches(0))), trains=True)
+    with CommDebugMode() as communicated:
+        snapshot = Snapshot().save(state)
+        state.digest()
+        snapshot.restore(state)
+    held = [tensor.nbytes for tensor in local_shards(state.tensors().values())]
+    return sum(tensor.nbytes for tensor in snapshot.tensors.values()), sum(held), communicated.get_total_counts()
 
 
 def over_two_dimensions() -> dict[str, list[Any]]:
-    kinds = ("hsdp", "fsdp x tp")
-    make = [partial(build, kind, length=1) for kind in kinds]
-    found: dict[str, list[Any]] = {"differing": [differing(each, ("hessian", "norms")) for each in make]}
+    make = [partial(build, kind, length=1) for kind in ("hsdp", "fsdp x tp")]
+    found: dict[str, list[Any]] = {"differing": [differing(each, ["gradient_noise_scale"]) for each in make]}
     return found | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
 
 
@@ -277,6 +292,11 @@ def ranks(tmp_path_factory):
 
 def test_hooks_leave_every_rank_the_bytes_that_it_has_without_them(ranks):
     assert [result["differing"] for result in ranks] == [[]] * 3
+
+
+def test_guardian_and_audit_take_one_copy_of_the_shard_and_communicate_nothing(ranks):
+    for copy, shard, collectives in [result["copied"] for result in ranks]:
+        assert (copy, collectives) == (shard, 0)
 
 
 @pytest.mark.parametrize("deed", CAUGHT, ids=lambda deed: deed.__name__)
