@@ -1,5 +1,6 @@
 """Runs something on several processes that form a gloo group."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,3 +24,4 @@ def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int) -> 
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     torch.save(compute(), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+    os._exit(0)  # threads of gloo that outlive their group abort an interpreter that ends, now and then

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def build(
-    kind: str, *, length: int = 2, narrow: bool = False, accumulate: int = 1, **options: Any
+    kind: str, *, device: str = "cpu", length: int = 2, narrow: bool = False, accumulate: int = 1, **options: Any
 ) -> tuple[TrainingTask, TrainingState]:
     """Build a run on a mesh of this ``kind`` in which every data-parallel rank has its rows of each batch."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -58,7 +58,7 @@ def build(
     torch.manual_seed(0)
     blocks = [Block(narrow=narrow), Block(narrow=narrow)]
     model = nn.Sequential(nn.Linear(5, 8), *blocks, nn.Linear(8, 3)).double()
-    mesh, tensor_mesh, rank, ranks = meshes(kind)
+    mesh, tensor_mesh, rank, ranks = meshes(kind, device)
     if tensor_mesh is not None:
         for block in blocks:
             parallelize_module(block, tensor_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -67,7 +67,7 @@ def build(
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, **options)
     mine = torch.arange(ROWS).view(-1, BATCH // ranks)[rank::ranks].flatten()
-    data = (torch.randn(ROWS, 5, dtype=torch.float64)[mine], torch.randint(3, (ROWS,))[mine])
+    data = (torch.randn(ROWS, 5, dtype=torch.float64)[mine].to(device), torch.randint(3, (ROWS,))[mine].to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     task = TrainingTask(
         model,
@@ -82,14 +82,14 @@ def build(
     return task, TrainingState(model, optimizer, RandomStreams(7))
 
 
-def meshes(kind: str) -> tuple[Any, Any, int, int]:
+def meshes(kind: str, device: str) -> tuple[Any, Any, int, int]:
     """Return the mesh to shard over, that of tensor parallelism, and which part of the data this rank has."""
     from torch.distributed.device_mesh import init_device_mesh
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if kind == "fsdp":
-        return init_device_mesh("cpu", (ranks,)), None, rank, ranks
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("outer", "inner"))
+        return init_device_mesh(device, (ranks,)), None, rank, ranks
+    mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("outer", "inner"))
     if kind == "hsdp":
         return mesh, None, rank, ranks
     return mesh["outer"], mesh["inner"], mesh["outer"].get_local_rank(), 2
@@ -127,7 +127,7 @@ def load_the_gathered(run: Any, ctx: Any) -> None:
     for parameter in ctx.model.parameters():
         parameter.grad = torch.ones_like(parameter)
         parameter.register_hook(torch.zeros_like)
-    ctx.model[1].up.bias.data = torch.zeros(12, dtype=torch.float64)
+    ctx.model[1].up.bias.data = torch.zeros_like(ctx.model[1].up.bias.data)
 
 
 def tell_otherwise(run: Any, ctx: Any) -> None:
@@ -278,10 +278,15 @@ def skips_a_step(name: str) -> list[bool]:
 
 
 def otherwise(kinds: Sequence[str]) -> dict[str, list[str]]:
-    found = {}
-    for kind, narrow, accumulate, reshards in product(kinds, (False, True), (1, 2), (True, False)):
-        make = partial(build, kind, narrow=narrow, accumulate=accumulate, reshard_after_forward=reshards)
-        found[f"{kind}, {narrow=}, {accumulate=}, {reshards=}"] = differing(make)
+    """Name the sets of hooks that change a run, by how its model is sharded."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    cases = [
+        (kind, {"narrow": narrow, "accumulate": accumulate, "reshard_after_forward": reshards})
+        for kind, narrow, accumulate, reshards in product(kinds, (False, True), (1, 2), (True, False))
+    ]
+    cases += [(kind, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}) for kind in kinds]
+    found = {f"{kind}, {options}": differing(partial(build, kind, **options)) for kind, options in cases}
     return {case: names for case, names in found.items() if names}
 
 
