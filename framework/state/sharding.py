@@ -94,8 +94,11 @@ class FullSharding:
 
     def put_back(self, before: tuple[Any, ...]) -> None:
         """Put back what :meth:`read` returned, but for what hangs on gathered parameters."""
-        self.scatter()
-        for (space, key), value in zip(self._plain, before, strict=False):
+        pairs = zip(self._plain, before, strict=False)
+        changed = [(space, key, value) for (space, key), value in pairs if space.get(key) is not value]
+        if any(isinstance(value, Enum) for *_, value in changed):  # or amid the run's own pass a tap would end it
+            self.scatter()
+        for space, key, value in changed:
             space[key] = value
 
     def keep(self) -> Kept:

@@ -12,7 +12,7 @@ from loopscope import training_hooks
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import StateMutationError
 from loopscope.firing import HookManager
-from loopscope.hooks import HookPoint, HookRegistry
+from loopscope.hooks import GradientTap, HookPoint, HookRegistry
 from loopscope.isolation import Snapshot
 from loopscope.loops import epoch_loop, step_loop
 from loopscope.state import RandomStreams, TrainingState, local_shards, of_the_run
@@ -216,6 +216,13 @@ def raise_amid_an_observers_pass(ctx: Any) -> None:
         handle.remove()
 
 
+class RaisingTap(SpyHook):
+    """Raises amid the run's own backward pass, while its parameters are gathered."""
+
+    def taps(self, model: nn.Module) -> list[GradientTap]:
+        return [GradientTap("1.up", "output", self.probe)]
+
+
 def measuring(names: Iterable[str]) -> list[Any]:
     return [HookRegistry.get(name)(**MEASURING[name]) for name in names]
 
@@ -227,7 +234,8 @@ def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list
     deeds = cycle(DEEDS)  # five, one at each fire, so that each meets most points
     found = {"measuring": trained(make, measuring(names), audit=True)}
     found["vandal"] = trained(make, [acting(lambda *contexts: next(deeds)(*contexts))], audit=True)
-    for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass)):
+    tap = at(RaisingTap, HookPoint.POST_EPOCH)(raising)
+    for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass), tap):
         with pytest.warns(UserWarning, match="The run goes on without it"):
             found[(hook.probe if isinstance(hook, SpyHook) else hook.act).__name__] = trained(
                 make, [hook], on_error="skip"
