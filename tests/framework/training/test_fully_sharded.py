@@ -23,7 +23,7 @@ from tests.support import ActingHook, SpyHook, at, mean_loss, raising, run_info
 from tests.support.ranks import on_ranks
 
 assert training_hooks.__all__
-ROWS, BATCH = 48, 24
+ROWS, BATCH = 96, 48
 POINTS = set(HookPoint) - {HookPoint.PRE_UPDATE}
 SHARPNESS = {"k": 1, "iterations": 2, "probes": 1, "density_probes": 1, "batches": 1, "critical_passes": 2}
 MEASURING: dict[str, dict[str, Any]] = {
