@@ -39,6 +39,18 @@ class HookError(LoopscopeError):
     """A hook raised; the run was put back to the state before the hook and ends with a checkpoint."""
 
 
+class RankError(HookError):
+    """A hook raised on another rank: ``failure`` is what that rank tells of it."""
+
+    def __init__(self, rank: int, failure: Any) -> None:
+        super().__init__(f"{failure} (on rank {rank})")
+        self.rank, self.failure = rank, failure
+
+
+class RankLostError(LoopscopeError):
+    """Another rank is gone, or did not answer within the timeout of its process group."""
+
+
 class ReloadedHookError(HookError):
     """A hook raised in the first epoch with a state from a checkpoint, which may not be what was written."""
 

@@ -131,7 +131,7 @@ def _after_step(driver: Driver, progress: Progress) -> None:
 def _pause(manager: HookManager, pauses: Pauses, loop: LoopState, *, unit_ended: bool) -> None:
     """Let others act between two steps; then end the run if a hook raised during the step."""
     pauses.pause(loop, unit_ended=unit_ended)
-    manager.hooks.failures.raise_pending()
+    manager.settle()
 
 
 Again = Callable[[], AbstractContextManager[None]]
@@ -169,7 +169,7 @@ def evaluate(driver: Driver) -> None:
     task, loop = driver.task, driver.loop
     driver.evaluate()
     step_by_metric(task, loop.evaluation)
-    if task.should_stop(loop.evaluation):
+    if task.ranks.agree(task.should_stop(loop.evaluation)):
         loop.stopped = True
         loop.reached = {"epoch": loop.epoch, "step": loop.step}
 

@@ -57,7 +57,7 @@ class Driver:
 
     def after_backward(self, loss: Tensor, *, skipped: bool = False) -> None:
         """Take the step's ``loss``, detached, and its gradients, complete and unscaled, on the parameters."""
-        loop = self.loop
+        loop, loss = self.loop, self.task.ranks.mean(loss)
         loop.loss = loss
         loop.running_loss = loss.clone() if loop.running_loss is None else loop.running_loss.add_(loss)
         loop.running_steps += 1
@@ -101,7 +101,7 @@ class Driver:
 
     def evaluated(self, numbers: Mapping[str, float]) -> None:
         """Note the numbers of an evaluation, which hooks are shown until the next step."""
-        self.loop.evaluation, self.loop.evaluated_at = dict(numbers), self.loop.step
+        self.loop.evaluation, self.loop.evaluated_at = self.task.ranks.evaluation(numbers), self.loop.step
 
     def end_epoch(self) -> None:
         """Look back on the epoch; the loop counts on by itself."""

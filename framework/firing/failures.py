@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..errors import (
     HookError,
     LoopscopeError,
+    RankError,
     ReloadedHookError,
     RunNotice,
     UnsuitableError,
@@ -29,6 +30,21 @@ BEFORE_THE_RUN = ("describe_metrics", "start", "taps")
 """Where a :class:`UsageError` of a hook refuses the run."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What other ranks are told of a hook that raised on one, and what became of the run there."""
+
+    hook: str
+    where: str
+    step: int
+    sentence: str
+    outcome: Literal["left out", "skipped", "held back", "ends", "refuses"] = "ends"
+
+    def __str__(self) -> str:
+        """Return the sentence."""
+        return self.sentence
+
+
 @dataclass
 class HookFailures:
     """Decides what becomes of a run when a hook raises (see :class:`HookManager`), and lists what was raised."""
@@ -37,7 +53,7 @@ class HookFailures:
     required: set[str]
     errors: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    pending: HookError | None = None
+    pending: LoopscopeError | None = None
     """The first error of the step that is under way, which is finished before the run ends."""
     proven: set[str] = field(default_factory=set)
     """The hooks that have come through a SNAPSHOT."""
@@ -46,7 +62,7 @@ class HookFailures:
     before: tuple[Sequence[Mapping[str, Any]], Mapping[str, str]] = ((), {})
     """Errors and hooks left out (with the reason) before the interruption, where a run is resumed."""
 
-    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
+    def treat(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> Failure:
         """Raise what ends the run now; otherwise the caller goes on without the hook."""
         raised = explained(error)
         first = where == SNAPSHOT and hook.name not in self.proven
@@ -55,7 +71,7 @@ class HookFailures:
             sentence = shortened(f"Hook {hook.name!r} raised at its first SNAPSHOT: {with_lines(error)}", 290)
             self.left_out[hook.name] = str(error) if isinstance(error, UnsuitableError) else sentence
             warnings.warn(f"Left out: {self.left_out[hook.name]}", RunNotice, stacklevel=3)
-            return
+            return Failure(hook.name, where, step, self.left_out[hook.name], "left out")
         lines = with_lines(raised, place_of(function_at(hook, where)))
         what_to_do = remedy(hook, where, error)
         message = f"Hook {hook.name!r} raised at {where} of step {step}: {lines}" + (what_to_do and f". {what_to_do}")
@@ -69,7 +85,7 @@ class HookFailures:
         if self.on_error == "skip":
             stop = "" if what_to_do else "."
             warnings.warn(f"{message}{stop} The run goes on without it.", stacklevel=3)
-            return
+            return Failure(hook.name, where, step, message, "skipped")
         reloaded = step <= self.reloaded.get(hook.name, -1) and not isinstance(error, LoopscopeError)
         if reloaded and not passed_through_users_code(error):
             raise ReloadedHookError(message) from error
@@ -80,6 +96,22 @@ class HookFailures:
         if not within or (isinstance(hook, InterventionHook) and hook.commits):
             raise failure
         self.pending = self.pending or failure
+        return Failure(hook.name, where, step, message, "held back")
+
+    def follow(self, error: RankError) -> None:
+        """Do what another rank did when a hook raised there; raises the ``error`` where that ended the run."""
+        failure: Failure = error.failure
+        if failure.outcome == "left out":
+            self.left_out[failure.hook] = str(error)
+            return
+        if failure.outcome == "refuses":
+            raise UsageError(str(error)) from error
+        entry = {"hook": failure.hook, "point": failure.where, "step": failure.step, "error": str(error)}
+        self.errors.append(entry | {"traceback": ""})
+        if failure.outcome == "ends":
+            raise error
+        if failure.outcome == "held back":
+            self.pending = self.pending or error
 
     def raise_pending(self) -> None:
         """Raise the error that was held back until the step was finished; a second call raises nothing."""

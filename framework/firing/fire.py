@@ -87,6 +87,8 @@ class Firing:
             if point not in STEP_POINTS:
                 self._dispatch.deliver(point, loop.epoch, loop.step)
                 isolation.settle()
+            if self._task.ranks.shards or point not in STEP_POINTS:  # nearly every hook takes collectives on shards
+                self._hooks.settle()
         finally:
             isolation.end()
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from ..errors import LoopscopeError, StateMutationError, UnsuitableError, UsageError, require, shortened, with_lines
+from ..errors import LoopscopeError, RankError, RankLostError, StateMutationError, UsageError, require, with_lines
 from ..hooks import (
     STEP_POINTS,
     EpochWindow,
@@ -23,9 +23,10 @@ from ..hooks import (
 )
 from ..isolation import Call, Isolation
 from ..state import TrainingState, visited
-from ..training import Profiler
-from .failures import SNAPSHOT, HookFailures
-from .remedies import instead_of, unmet
+from ..training import Profiler, Ranks
+from . import answers
+from .failures import SNAPSHOT, Failure, HookFailures
+from .remedies import instead_of
 from .state_offload import StateOffload
 
 Result = TypeVar("Result")
@@ -110,6 +111,7 @@ class HookSet:
         failures: HookFailures,
         profiler: Profiler,
         offload: StateOffload | None,
+        ranks: Ranks,
     ) -> None:
         self.failures = failures
         self.tables: dict[str, Mapping[str, Mapping[str, float]]] = {}
@@ -121,6 +123,11 @@ class HookSet:
         self._state = state
         self._taps = taps
         self._offload = offload
+        self.ranks = ranks
+        self._untold: list[Failure] = []
+        """What was raised on this rank since :meth:`settle`."""
+        self._were_called = False
+        """Whether hooks were called since :meth:`settle` of whose failures other ranks do not know at once."""
         self._abandoned = False
         self._has_seen = False
 
@@ -149,22 +156,39 @@ class HookSet:
         if self.profiler.enabled:
             state_of = partial(self._isolated, Call(hook.name, "state_dict", step), hook.state_dict)
             isolated = partial(self.profiler.call, hook.name, isolated, state_of)
-        return self._treated(hook, where, step, isolated)
+        return self._treated(hook, where, step, isolated, together=intervention is not None)
 
-    def _treated(self, hook: TrainingHook, where: str, step: int, isolated: Callable[[], Result]) -> Result | None:
-        """Return what an isolated call returns; what a hook raises, an exit included, is a failure of the hook."""
+    def _treated(
+        self, hook: TrainingHook, where: str, step: int, isolated: Callable[[], Result], *, together: bool = False
+    ) -> Result | None:
+        """Return what an isolated call returns; what a hook raises, an exit included, is a failure of the hook.
+
+        A call that all ranks make ``together`` has succeeded where it has on all of them; what is raised elsewhere the
+        others are told of when they :meth:`settle`.
+        """
         if self._abandoned:
             return None
+        self._were_called = self._were_called or not together
         try:
             result = isolated()
+            if together:
+                self.ranks.join()
         except StateMutationError as error:
-            self.abandon()
             error.args = (" ".join(filter(None, [str(error), instead_of(hook, where, error)])),)
+            self._tell(Failure(hook.name, where, step, str(error)), now=together)
+            if together or not self.ranks.are_many:
+                self.abandon()
+                raise
+            self.failures.pending = error  # until all settle: others would wait for this rank in their collectives
+            self.isolation.rebase()
+            return None
+        except (KeyboardInterrupt, RankLostError):
             raise
-        except KeyboardInterrupt:
-            raise
+        except RankError as error:
+            self._off(hook, partial(self.failures.follow, error))
+            return None
         except BaseException as error:  # sys.exit() among them, which would end the run as if it were done
-            self._failed(hook, where, step, error)
+            self._failed(hook, where, step, error, together=together)
             return None
         if where == SNAPSHOT:
             self.failures.proven.add(hook.name)
@@ -225,12 +249,50 @@ class HookSet:
                 return self.isolation.observe(call, function)
             return self.isolation.intervene(call, function, mutates=intervention.mutates)
 
-    def _failed(self, hook: TrainingHook, where: str, step: int, error: BaseException) -> None:
-        self.failures.treat(hook, where, step, error)
+    def _failed(
+        self, hook: TrainingHook, where: str, step: int, error: BaseException, *, together: bool = False
+    ) -> None:
+        try:
+            failure = self._off(hook, partial(self.failures.treat, hook, where, step, error))
+        except BaseException as final:
+            outcome: Literal["refuses", "ends"] = "refuses" if isinstance(final, UsageError) else "ends"
+            self._tell(Failure(hook.name, where, step, str(final), outcome), now=True)
+            raise
+        self._tell(failure, now=together)
+
+    def _tell(self, failure: Failure, *, now: bool) -> None:
+        """Let the other ranks know, at their next agreement or when all settle."""
+        if now:
+            self.ranks.told([failure])
+        else:
+            self._untold.append(failure)
+
+    def settle(self) -> None:
+        """Bring all ranks to one mind about the hooks that raised on some of them, if they could not be told before."""
+        called, self._were_called = self._were_called, False
+        while called and (told := self.ranks.told(self._untold or None)) is not None:
+            self._untold = []
+            failures = [(rank, failure) for rank, each in told for failure in each]
+            if ends := any(failure.outcome in ("ends", "refuses") for _, failure in failures):
+                self.failures.raise_pending()  # what was raised here comes before what was elsewhere
+            for rank, failure in failures:
+                if not self.ranks.is_mine(rank):
+                    self._follow(RankError(rank, failure))
+            if ends:
+                return
+
+    def _follow(self, error: RankError) -> None:
+        for hook in [hook for hook in self._hooks if hook.name == error.failure.hook]:
+            self._off(hook, partial(self.failures.follow, error))
+
+    def _off(self, hook: TrainingHook, treat: Callable[[], Result]) -> Result:
+        """Let the run go on without a hook, once it has been decided that it goes on."""
+        found = treat()
         if self.failures.pending is None:
             self._drop(hook)
         else:  # the run ends after the step, and the hook is told of that
             self.listeners.drop(hook)
+        return found
 
     def _drop(self, hook: TrainingHook) -> None:
         self.listeners.drop(hook)
@@ -244,7 +306,7 @@ class HookSet:
         try:
             with self.isolation.visit():
                 for hook in list(self._hooks):
-                    self.call(hook, "start", 0, partial(_start, hook, run))
+                    self.call(hook, "start", 0, partial(answers.start, hook, run))
                     if hook in self._hooks:
                         started.append(hook)
         except LoopscopeError:
@@ -291,7 +353,7 @@ class HookSet:
         """Return every metric that the hooks describe, by full name."""
         found: dict[str, MetricInfo] = {}
         for hook in list(self._hooks):
-            described = self._gated(hook, "describe_metrics", partial(_described, hook))
+            described = self._gated(hook, "describe_metrics", partial(answers.described, hook))
             found |= {f"{hook.name}/{info.name}": info for info in described or ()}
         return found
 
@@ -309,7 +371,7 @@ class HookSet:
         """Give every hook its state back; hooks that were not there when it was saved keep their fresh one."""
         for hook in self._hooks:
             if hook.name in state:
-                call, load = Call(hook.name, "load_state_dict", 0), partial(_load, hook, state[hook.name])
+                call, load = Call(hook.name, "load_state_dict", 0), partial(answers.load, hook, state[hook.name])
                 try:
                     with self.isolation.visit():
                         self._isolated(call, load)
@@ -323,52 +385,5 @@ class HookSet:
 
     def _end(self, hook: TrainingHook, status: str) -> None:
         self.call(hook, "end", self._state.loop.step, partial(hook.end, status))
-        if table := self.call(hook, "table", self._state.loop.step, partial(_table, hook)):
+        if table := self.call(hook, "table", self._state.loop.step, partial(answers.table, hook)):
             self.tables[hook.name] = table
-
-
-def _load(hook: TrainingHook, state: Any) -> None:
-    """Give a hook its state back, unless an entry is of another kind than in the state that it has now."""
-    if sentence := _misfit("its state", state, hook.state_dict()):
-        raise UsageError(sentence)
-    hook.load_state_dict(state)
-
-
-def _misfit(name: str, stored: Any, fresh: Any) -> str:
-    word, kinds = next(((word, kinds) for word, kinds in _ALIKE.items() if isinstance(fresh, kinds)), ("", (object,)))
-    if not isinstance(stored, kinds):
-        return f"{name} is no {word}"
-    if not (isinstance(fresh, Mapping) and isinstance(stored, Mapping)):
-        return ""
-    return next(filter(None, (_misfit(str(key), stored[key], fresh[key]) for key in fresh if key in stored)), "")
-
-
-_ALIKE = {"number": (int, float, Tensor), "text": (str,), "list": (list, tuple), "mapping": (Mapping,)}
-"""Kinds of entries in the state of a hook."""
-
-
-def _described(hook: TrainingHook) -> list[MetricInfo]:
-    found = list(hook.describe_metrics())  # a list, since a generator would do its work when nobody watches
-    if odd := [info for info in found if not isinstance(info, MetricInfo)]:
-        raise TypeError(f"returned {odd[0]!r}; it returns a list of MetricInfo, as metric_table(text) does")
-    return found
-
-
-def _table(hook: TrainingHook) -> Mapping[str, Mapping[str, float]]:
-    table = hook.table()
-    rows = list(table.values()) if isinstance(table, Mapping) else [None]
-    numbers = [number for row in rows if isinstance(row, Mapping) for number in row.values()]
-    if not all(isinstance(row, Mapping) for row in rows) or not all(isinstance(each, (int, float)) for each in numbers):
-        raise TypeError(f"returned {shortened(repr(table))}; a table is a dict of rows, dicts of numbers")
-    return table
-
-
-def _start(hook: TrainingHook, run: RunInfo) -> None:
-    if hook.needs_reference_weights and run.reference_weights is None:
-        raise UnsuitableError(
-            f"Hook {hook.name!r} measures against a reference solution, and there is none: name a run or a file of "
-            "final weights with --reference PATH (reference= of attach)."
-        )
-    if sentence := unmet(hook, run.lacks):
-        raise UnsuitableError(sentence)
-    hook.start(run)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..hooks import (
     TapOwner,
     TapSet,
     TrainingHook,
+    options_of,
     refuse_what_is_computed_anew,
     treatments,
     without_duplicates,
@@ -97,6 +98,7 @@ class HookManager:
             failures=HookFailures(on_error, {hook.name for hook in named} if required is None else set(required)),
             profiler=self.profiler,
             offload=StateOffload() if offload_state else None,
+            ranks=task.ranks,
         )
         self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call)
         self.deaf = self._taps.deaf
@@ -135,8 +137,11 @@ class HookManager:
                 raise UsageError(sentence)
             warnings.warn(sentence, RunNotice, stacklevel=2)
         first_pass = None if "needs_loss" in run.lacks else partial(self._first_pass, first)
+        if self.task.ranks.are_many:
+            self.task.ranks.check_equal(self._settings())
         self.hooks.start(replace(run, first_pass=first_pass))
         self._attach_taps()
+        self.hooks.settle()
         if self._taps.are_apart and (missing := run.lacks.get("needs_loss")):
             raise UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
 
@@ -148,6 +153,11 @@ class HookManager:
             self._hear_taps()
         if self.hooks.listeners.at[point]:
             self._firing.call_due(point)
+
+    def settle(self) -> None:
+        """Raise what hooks raised during the step, on this rank or another; called where nothing is half done."""
+        self.hooks.settle()
+        self.hooks.failures.raise_pending()
 
     def isolated(self, name: str, function: Callable[[], Result]) -> Result:
         """Run something that is not a hook, such as evaluation, so that it cannot change the run."""
@@ -185,6 +195,19 @@ class HookManager:
             self.dispatch.flush_steps(self.state.loop.epoch)
         if status == "completed":  # else the run ends for another reason
             self.hooks.failures.raise_pending()
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, or some would wait for others."""
+        task, streams = self.task, self.state.streams
+        names = ("length", "eval_every", "snapshot_every", "log_every", "accumulation_steps")
+        return {
+            "The list of hooks": ", ".join(hook.name for hook in self.hooks),
+            **{f"What hook {hook.name!r} was made with": options_of(hook) for hook in self.hooks},
+            "The loop": self.hooks.loop,
+            "The seed of the hooks' random streams": streams.seed,
+            "The number of batches": len(task.loader),
+            **{f"The task's {name}": getattr(task, name) for name in names},
+        }
 
     def _start_itself(self) -> None:
         """Start with what is known here of the run, which has neither names nor a folder.

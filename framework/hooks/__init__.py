@@ -14,7 +14,7 @@ from .metrics import Metrics, MetricSink, MetricValue, PendingMetrics, Series
 from .model_data_context import ModelDataContext
 from .selection import (
     GROUPS, KEYWORDS, ConfiguredHook, ExperimentRegistry, HookRegistry, SinkRegistry, always_on, build_hooks,
-    bulk_hooks, hook_groups, hook_kind, hook_options, refuse_idle_options, select_hooks, without_duplicates,
+    bulk_hooks, hook_groups, hook_kind, hook_options, options_of, refuse_idle_options, select_hooks, without_duplicates,
 )
 from .taps import GradientTap, Tap, TapOwner, TapSet
 
@@ -25,6 +25,7 @@ __all__ = [
     "MetricSink", "MetricValue", "Metrics", "ModelDataContext", "ObserverServices", "OptimizerGroup", "PendingMetrics",
     "Recovery", "Remembered", "Remembering", "RunDataContext", "RunInfo", "Series", "SinkRegistry", "StatePart",
     "StepSchedule", "Tap", "TapOwner", "TapSet", "TrainingHook", "UndeclaredCommitError", "alerts_caught", "always_on",
-    "build_hooks", "bulk_hooks", "hook_groups", "hook_kind", "hook_options", "metric_table", "refuse_idle_options",
-    "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for", "without_duplicates",
+    "build_hooks", "bulk_hooks", "hook_groups", "hook_kind", "hook_options", "metric_table", "options_of",
+    "refuse_idle_options", "refuse_what_is_computed_anew", "select_hooks", "treatments", "windows_for",
+    "without_duplicates",
 ]

@@ -11,7 +11,7 @@ from ..registry import Registry, qualified
 from .base import InterventionHook, TrainingHook
 from .commits import StatePart
 from .contexts import metric_table
-from .hook_points import POINTS_OF_LOOP, HookPoint, windows_for
+from .hook_points import POINTS_OF_LOOP, HookPoint, StepSchedule, windows_for
 from .metrics import MetricSink
 
 KEYWORDS = ("all", "observers", "with_debug")
@@ -88,6 +88,16 @@ def hook_options(hook: type[TrainingHook]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only options of a hook's constructor by name."""
     parameters = inspect.signature(hook, eval_str=True).parameters
     return {name: option for name, option in parameters.items() if option.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def options_of(hook: TrainingHook) -> str:
+    """Return the options that a hook was made with, as far as its attributes have their names, and its schedule."""
+    held = {name.lstrip("_"): value for name, value in vars(hook).items()}
+    names = [
+        name for name in inspect.signature(type(hook)).parameters if isinstance(held.get(name, ()), (str, float, int))
+    ]
+    schedule = [] if hook.step_schedule == StepSchedule() else [str(hook.step_schedule)]
+    return ", ".join([f"{name}={held[name]}" for name in names] + schedule)
 
 
 def _points(hook: type[TrainingHook]) -> set[HookPoint]:

@@ -227,7 +227,7 @@ class AttachedRun:
             self.manager.dispatch.flush_steps(driver.loop.epoch)
         if in_steps and choices.is_due(step):
             driver.snapshot()
-        self.manager.hooks.failures.raise_pending()
+        self.manager.settle()
 
     def after_epoch(self, numbers: Mapping[str, float]) -> None:
         """End an epoch, whose evaluation gave these numbers, if there was one."""
@@ -242,7 +242,7 @@ class AttachedRun:
         if self.choices.loop == "epoch" and self.choices.is_due(loop.epoch + 1):
             driver.snapshot()
         loop.epoch += 1
-        self.manager.hooks.failures.raise_pending()
+        self.manager.settle()
 
     @property
     def keeps_gradients(self) -> bool:

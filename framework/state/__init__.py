@@ -13,8 +13,7 @@ from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState,
 from .update_parts import hanging_on_modules, optimizers_of
 from .vectors import (
     WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, is_partial, is_sharded, joint_norm, live_gradients,
-    local_shards, max_abs, minus, norm, norm_of_each, overwrite, reduce_over_meshes, scaled, trainable, whole,
-    widened,
+    local_shards, max_abs, minus, norm, norm_of_each, overwrite, scaled, trainable, whole, widened,
 )
 
 __all__ = [
@@ -24,6 +23,6 @@ __all__ = [
     "copy_of_batch", "cosine", "deterministic", "differing", "digest_of", "dot", "entered_modes", "explained",
     "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial",
     "is_sharded", "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
-    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "reduce_over_meshes", "scaled", "seed_everything",
+    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "scaled", "seed_everything",
     "settings", "tensors_of", "trainable", "visited", "whole", "widened",
 ]

@@ -6,7 +6,6 @@ over the mesh where tensors are DTensors, so that every rank holds the same numb
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import torch
@@ -108,18 +107,6 @@ def max_abs(a: Vector) -> Tensor:
     """Return the largest absolute value of a vector's elements, zero for none; zero-dimensional."""
     parts = [whole(tensor.abs().max()) for tensor in a.values() if tensor.numel()]
     return torch.stack([_wide(part) for part in parts]).max() if parts else torch.zeros(())
-
-
-def reduce_over_meshes(flags: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-    """Replace each flag by the largest of all ranks, where DTensors lie on more than one mesh.
-
-    On one mesh torch has reduced what it found in a list of DTensors; of several it takes that of the first tensor.
-    """
-    meshes = dict.fromkeys([tensor.device_mesh for tensor in tensors if is_sharded(tensor)])  # type: ignore[attr-defined]
-    if len(meshes) > 1:
-        groups = dict.fromkeys([mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)])
-        for flag, group in product(flags, groups):
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
 
 
 def cosine(a: Vector, b: Vector) -> Tensor:

@@ -3,6 +3,7 @@
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .loss_probe import METHODS, LossProbe, Method
 from .profiler import Profiler
+from .ranks import Ranks
 from .student_t import critical_t, two_sided_p
 from .train_step import (
     Precision, TrainingTask, advance, borrowed_scaler, check_metric, evaluations, forward_backward, is_skipped,
@@ -10,7 +11,7 @@ from .train_step import (
 )
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "TrainingTask", "advance", "borrowed_scaler",
+    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "Ranks", "TrainingTask", "advance", "borrowed_scaler",
     "check_metric", "compile_model", "critical_t", "eagerly", "evaluations", "forward_backward", "is_compiled",
     "is_skipped", "measure_gradients", "quiet_graph_breaks", "step_by_metric", "takes_closure", "two_sided_p", "update",
 ]

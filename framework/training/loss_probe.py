@@ -33,7 +33,6 @@ from ..state import (
     widened,
 )
 from .profiler import Profiler
-from .replicas import averaged
 from .train_step import TrainingTask, borrowed_scaler, forward_backward, measure_gradients
 
 Method = Literal["exact", "finite_difference"]
@@ -119,10 +118,11 @@ class LossProbe:
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss, zero-dimensional."""
         self._profiler.passed("forward", batch)
+        self._task.ranks.join()
         with self._borrowed(), torch.no_grad():
             parts = self._task.micro_batches(batch)
             losses = [self._task.compute_loss(self._model, part) * weight for part, weight in parts]
-            return self._task.mean_over_ranks(torch.stack(losses).sum())
+            return self._task.ranks.mean(torch.stack(losses).sum())
 
     def gradient(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, without the parameters that have none."""
@@ -143,7 +143,7 @@ class LossProbe:
     def mean_gradient(self, batches: Iterable[Batch]) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over all rows of the batches."""
         with self._borrowed():
-            return _mean_over_rows(self._gradient, batches)
+            return self._mean_over_rows(self._gradient, batches)
 
     def hessian_product(
         self, vector: Vector, batches: Callable[[], Iterable[Batch]], method: Method, epsilon: float
@@ -169,7 +169,7 @@ class LossProbe:
             return _weighted((product(part), weight) for part, weight in self._task.micro_batches(batch))
 
         with self._borrowed():
-            return self._over_ranks(_mean_over_rows(of_batch, batches()))
+            return self._over_ranks(self._mean_over_rows(of_batch, batches()))
 
     def hessian(self, batch: Batch) -> Callable[[Vector], dict[str, Tensor]]:
         """Return v ↦ H v for the mean loss of a batch; the graph of the gradient lives as long as the function."""
@@ -190,9 +190,9 @@ class LossProbe:
         return product
 
     def _over_ranks(self, product: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._task.replica is None:
-            return product
-        return dict(zip(product, averaged([*product.values()], self._task.replica.process_group), strict=True))
+        ranks = self._task.ranks
+        ranks.join()
+        return dict(zip(product, ranks.means([*product.values()]), strict=True)) if ranks.averages else product
 
     def _refuse_sharded(self) -> None:
         if fully_sharded_modules(self._model):
@@ -200,6 +200,22 @@ class LossProbe:
                 "An exact Hessian-vector product differentiates twice, which FSDP2 does not support; "
                 "use method='finite_difference'."
             )
+
+    def _mean_over_rows(self, measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:
+        """Return the mean of a vector over batches, weighted by their rows on all ranks, in float32 or wider."""
+        remaining = iter(batches)
+        ahead = list(islice(remaining, 2))
+        if not ahead:
+            raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
+        if len(ahead) == 1:
+            return widened(measure(ahead[0]))
+        total: dict[str, Tensor] = {}
+        count = 0
+        for batch in chain(ahead, remaining):
+            together = self._task.ranks.rows(rows(batch))
+            total = accumulate(total, measure(batch), together)
+            count += together
+        return scaled(1 / count, total)
 
     @contextmanager
     def _borrowed(self) -> Iterator[None]:
@@ -235,19 +251,3 @@ def _weighted(found: Iterable[tuple[Vector, float]]) -> dict[str, Tensor]:
     for vector, weight in chain(ahead, remaining):
         total = accumulate(total, vector, weight)
     return total
-
-
-def _mean_over_rows(measure: Callable[[Batch], Vector], batches: Iterable[Batch]) -> dict[str, Tensor]:
-    """Return the mean of a vector over batches, weighted by their rows, in float32 or wider."""
-    remaining = iter(batches)
-    ahead = list(islice(remaining, 2))
-    if not ahead:
-        raise LoopscopeError("The loader has no batches, so there is nothing to take the mean of.")
-    if len(ahead) == 1:
-        return widened(measure(ahead[0]))
-    total: dict[str, Tensor] = {}
-    count = 0
-    for batch in chain(ahead, remaining):
-        total = accumulate(total, measure(batch), rows(batch))
-        count += rows(batch)
-    return scaled(1 / count, total)

@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, MicroBatches, micro_batches, rows
 from ..errors import LoopscopeError, UsageError, listed
-from ..state import reduce_over_meshes
-from .replicas import average_gradients, averaged
+from .ranks import Ranks
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -89,11 +88,15 @@ class TrainingTask:
     replica: DistributedDataParallel | None = None
     """What was given as the model, if it was one of these: steps are trained by it. Hooks get the model within, and
     average over the ranks themselves, since its reducer counts backward passes and would sum in another order."""
+    ranks: Ranks = None  # type: ignore[assignment]
+    """Who trains the model; found out from the model, unless it is given."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for what cannot be trained together, before anything is."""
         if isinstance(self.model, DistributedDataParallel):
             self.replica, self.model = self.model, self.model.module
+        if self.ranks is None:
+            self.ranks = Ranks() if self.model is None else Ranks.of(self.model, self.replica)
         named = chain(self.model.named_parameters(), self.model.named_buffers()) if self.model is not None else ()
         if lazy := [name for name, tensor in named if is_lazy(tensor)]:  # type: ignore[no-untyped-call]
             raise UsageError(
@@ -134,10 +137,6 @@ class TrainingTask:
             return ((batch, 1.0),)
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
-
-    def mean_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the mean of what ranks that train replicas of the model have; without such the value itself."""
-        return value if self.replica is None else averaged([value], self.replica.process_group)[0]
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of a micro-batch's loss, scaled where there is a scaler, to those that are there."""
@@ -188,15 +187,17 @@ def check_metric(task: TrainingTask, evaluate: Callable[[], Mapping[str, float]]
 def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) -> Tensor:
     """Compute the gradients of the batch's mean loss, unscaled, and return that loss, detached.
 
-    With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows. Where
-    ranks train replicas, gradients and loss are means over them; a pass that ``trains`` is the replica's own, and the
-    loss that of this rank.
+    With ``accumulation_steps`` the batch is split into micro-batches, each weighted by its share of the rows.
+    Gradients and loss are means over the ranks; a pass that ``trains`` is the replica's own, and the loss that of this
+    rank.
     """
     if task.replica is not None and task.replica.static_graph and not trains:
         raise LoopscopeError(
             "Under DistributedDataParallel with static_graph=True every backward pass counts, also those of hooks, and "
             "changes the training; leave static_graph out, or the hooks that compute gradients."
         )
+    if not trains:
+        task.ranks.join()
     task.optimizer.zero_grad()
     losses = []
     model = task.replica if trains and task.replica is not None else task.model
@@ -208,9 +209,10 @@ def forward_backward(task: TrainingTask, batch: Batch, *, trains: bool = False) 
         losses.append(loss.detach())
         del loss  # or its graph would live on during the next forward pass
     total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    if task.replica is not None and not trains:
-        average_gradients(task.model.parameters(), task.replica.process_group)
-        total = task.mean_over_ranks(total)
+    if not trains:
+        if task.ranks.averages:
+            task.ranks.average_gradients(task.model.parameters())
+        total = task.ranks.mean(total)
     if task.scaler is not None:
         task.scaler.unscale_(task.optimizer)
     return total
@@ -222,9 +224,12 @@ def is_skipped(task: TrainingTask) -> bool:
         return False
     # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
     found = task.scaler._found_inf_per_device(task.optimizer)
-    # in place, so that the scaler too decides alike on all ranks
-    reduce_over_meshes(found.values(), task.model.parameters())
-    return any(map(bool, found.values()))
+    skipped = any(map(bool, found.values()))
+    if task.ranks.shards:  # torch asks the ranks of the first gradient's mesh alone, and there may be others
+        skipped = task.ranks.agree(skipped)
+        for flag in found.values():  # by which the scaler steps, and lowers its scale
+            flag.fill_(float(skipped))
+    return skipped
 
 
 def measure_gradients(task: TrainingTask, batch: Batch) -> Tensor:

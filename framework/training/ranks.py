@@ -1,0 +1,194 @@
+"""The processes that train one model together: over whom means are taken, and what all of them must do as one."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import RankError, RankLostError, UsageError, listed
+from ..state import fully_sharded_modules, is_sharded
+
+
+class Ranks:
+    """The processes that train one model together; without any argument this one alone.
+
+    Numbers are averaged over the ranks that see different rows; those that hold parts of one layer (tensor
+    parallelism) see the same ones. Decisions are agreed on by all of them, in a group of their own on the CPU, so that
+    a rank which has raised never meets one that still waits in another collective.
+
+    Args:
+        data: the process groups over whose ranks the rows are spread, one after another (a mesh of two dimensions has
+            two).
+        members: the ranks that train together; by default those of ``data``.
+        averages: gradients of a backward pass are those of a rank, and are still to be averaged.
+        shards: parameters lie in parts on the ranks, so that looking at them takes collectives.
+    """
+
+    def __init__(
+        self, data: Sequence[Any] = (), members: Iterable[int] = (), *, averages: bool = True, shards: bool = False
+    ) -> None:
+        """Raise :class:`UsageError` where this process is none of the ranks."""
+        found = {*members, *(rank for group in data for rank in distributed.get_process_group_ranks(group))}
+        self.members = tuple(sorted(found))
+        self.data, self.averages, self.shards = tuple(data), averages, shards
+        self.are_many = len(self.members) > 1
+        self.size = 1
+        """How many ranks see rows of their own."""
+        for group in self.data:
+            self.size *= distributed.get_world_size(group)
+        if self.are_many and (mine := distributed.get_rank()) not in self.members:
+            raise UsageError(
+                f"This process is rank {mine}, but the model is trained by the ranks {listed([*map(str, found)], 9)}; "
+                "give it a mesh of all ranks that train it."
+            )
+
+    @classmethod
+    def of(cls, model: nn.Module, replica: DistributedDataParallel | None = None) -> "Ranks":
+        """Return who trains a model: known by the replica around it, by the shards of its parameters, or both."""
+        sharded: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+        meshes = {parameter.device_mesh: None for parameter in sharded}
+        data: list[Any] = [] if replica is None else [replica.process_group]
+        for module in fully_sharded_modules(model):
+            # Private: nothing public tells which dimensions of the mesh FSDP2 spreads the rows over.
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None and not data:
+                data = group.mesh_info.mesh.get_all_groups()
+        roots = [mesh._get_root_mesh() for mesh in meshes]
+        if len({tuple(root.mesh.flatten().tolist()) for root in roots}) > 1:
+            raise UsageError("Parameters of the model lie on meshes of different ranks; build them of one mesh.")
+        members = roots[0].mesh.flatten().tolist() if roots else ()
+        return cls(data, members, averages=replica is not None, shards=bool(meshes))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return not self.are_many or distributed.get_rank() == self.members[0]
+
+    def is_mine(self, rank: int) -> bool:
+        """Whether this process has the rank."""
+        return rank == distributed.get_rank()
+
+    # Means
+
+    @torch.no_grad()
+    def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the mean over the ranks of each tensor, by one all-reduce for each dtype."""
+        found: list[Tensor] = [*tensors]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors if self.data):  # in one order on all ranks
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[place].reshape(-1) for place in places])
+            for group in self.data:
+                distributed.all_reduce(flat, group=group)
+            sizes = [tensors[place].numel() for place in places]
+            for place, part in zip(places, torch.split(flat / self.size, sizes), strict=True):
+                found[place] = part.view_as(tensors[place])
+        return found
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean over the ranks that see different rows; alone the value itself."""
+        return self.means([value])[0] if self.data else value
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace gradients by their means; a parameter that no rank has a gradient of is left without."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        shares = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained]
+        *means, has_any = self.means([*gradients, shares.to(gradients[0].device)]) if trained else [shares]
+        for parameter, mean, has in zip(trained, means, has_any.tolist(), strict=True):
+            parameter.grad = mean if has else None
+
+    def rows(self, count: int) -> int:
+        """Return how many rows the ranks have together, of which this one has ``count``."""
+        if not self.data:
+            return count
+        total = torch.tensor(count)
+        self._reduce(total)
+        return int(total) * self.size // len(self.members)  # ranks that share a layer have the same rows
+
+    def evaluation(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return the means of numbers that each rank has found on its part of the data, exactly where all are equal.
+
+        Raises :class:`UsageError` where ranks have numbers of different names.
+        """
+        if not self.are_many:
+            return dict(numbers)
+        each = self.gather({name: float(value) for name, value in numbers.items()})
+        self._must_be_equal("What the evaluation returns differs between the ranks:", [sorted(found) for found in each])
+        columns = {name: [found[name] for found in each] for name in numbers}
+        return {name: values[0] if len({*values}) == 1 else fmean(values) for name, values in columns.items()}
+
+    # Agreements
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank, by one all-reduce of one number."""
+        if not self.are_many:
+            return flag
+        total = torch.tensor(float(flag))
+        self._reduce(total)
+        return bool(total)
+
+    def join(self) -> None:
+        """Go on together; raises :class:`RankError` where another rank tells that it cannot."""
+        for rank, failures in self.told(None) or ():
+            raise RankError(rank, failures[0])
+
+    def told(self, failures: Any) -> list[tuple[int, Any]] | None:
+        """Return the failures that ranks tell of, each with its rank; ``None`` where no rank has any."""
+        if not self.are_many or not self.agree(failures is not None):
+            return None
+        each = zip(self.members, self.gather(failures), strict=True)
+        return [(rank, found) for rank, found in each if found is not None]
+
+    def check_equal(self, settings: Mapping[str, Any]) -> None:
+        """Raise :class:`UsageError`, the same on all ranks, for settings of which ranks have different values."""
+        each = self.gather(dict(settings)) if self.are_many else [settings]
+        for name in dict.fromkeys(name for found in each for name in found):
+            values = [found.get(name, "not there") for found in each]
+            self._must_be_equal(f"{name} differs between the ranks:", values)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a plain value of each rank, in their order."""
+        found = [None] * len(self.members)
+        try:
+            distributed.all_gather_object(found, value, group=_control_group(self.members))
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return found
+
+    def _reduce(self, value: Tensor) -> None:
+        try:
+            distributed.all_reduce(value, group=_control_group(self.members))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _must_be_equal(self, what: str, each: list[Any]) -> None:
+        if any(value != each[0] for value in each):
+            said = [
+                f"{value if value != '' else 'none'} on rank {rank}"
+                for rank, value in zip(self.members, each, strict=True)
+            ]
+            raise UsageError(f"{what} {listed(said, 4)}; start all ranks alike.")
+
+
+_GROUPS: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()
+"""The control groups of ranks; torch holds them, and lets go of them where a program destroys its process groups."""
+
+
+def _control_group(members: tuple[int, ...]) -> Any:
+    """Return a gloo group of the ranks, made once, with the timeout of the world."""
+    if (group := _GROUPS.get(members)) is None:
+        world: Any = distributed.group.WORLD
+        # Private: torch has no public name that tells the timeout a group was made with.
+        timeout = world._get_backend(world._device_types[0]).options._timeout
+        group = distributed.new_group([*members], timeout, "gloo", use_local_synchronization=True)
+        _GROUPS[members] = group
+    return group
+
+
+def _lost(error: RuntimeError) -> RankLostError:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return RankLostError(f"Another rank is gone, or did not answer in time: {first}")

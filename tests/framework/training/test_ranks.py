@@ -1,0 +1,329 @@
+"""Ranks that train together agree: what happens on one of them, and cannot be seen by the others, ends or goes on for
+all alike, with one sentence, and none waits for one that has left."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from loopscope.data import TensorLoader, fixed_order
+from loopscope.errors import LoopscopeError, UnsuitableError
+from loopscope.firing import HookManager
+from loopscope.hooks import GradientTap, HookPoint, MetricSink, StatePart
+from loopscope.loops import epoch_loop
+from loopscope.state import RandomStreams, TrainingState
+from loopscope.state.digest import digest
+from loopscope.training import Ranks, TrainingTask
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import ActingHook, SpyHook, at, mean_loss
+from tests.support.ranks import TIMEOUT, on_ranks, start_on_ranks
+
+RANKS, ROWS, BATCH = 3, 24, 12
+FAULTY = 1
+STEP = (HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, HookPoint.POST_STEP)
+
+
+def build(kind: str, **settings: Any) -> tuple[TrainingTask, TrainingState]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data = (torch.randn(ROWS, 5, dtype=torch.float64), torch.randint(3, (ROWS,)))
+    mine = torch.arange(ROWS).view(-1, BATCH // RANKS)[torch.distributed.get_rank() :: RANKS].flatten()
+    data = (data[0][mine], data[1][mine])
+    if kind == "replicas":
+        model = DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model[0]), fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = TensorLoader(data, BATCH // RANKS, fixed_order(torch.arange(len(data[0]))))
+    task = TrainingTask(model, optimizer, loader, mean_loss, snapshot_every=1, **{"length": 2} | settings)
+    return task, TrainingState(task.model, optimizer, RandomStreams(7))
+
+
+def outcome(
+    kind: str, make: Callable[[], Any] = list, on_error: str = "raise", sinks: Any = (), **settings: Any
+) -> tuple[Any, ...]:
+    """Return the error that a run ends with, its steps, and what it has trained by then."""
+    task, state = build(kind, **settings)
+    said = ""
+    try:
+        manager = HookManager(make(), task, state, sinks=sinks, on_error=on_error)  # type: ignore[arg-type]
+        epoch_loop(task, manager)
+    except (LoopscopeError, KeyboardInterrupt) as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, state.loop.step, [digest(parameter) for parameter in task.model.parameters()]
+
+
+def is_faulty() -> bool:
+    return torch.distributed.get_rank() == FAULTY
+
+
+def fail(ctx: Any, *_: Any) -> dict[str, float]:
+    if is_faulty() and ctx.step == 1:
+        raise ValueError("no luck")
+    return {}
+
+
+def fail_between_passes(ctx: Any, model: Any) -> dict[str, float]:
+    model.compute_batch_loss()
+    fail(ctx)
+    model.compute_batch_gradients()
+    model.take_step()
+    return {}
+
+
+def mutate(ctx: Any, *_: Any) -> dict[str, float]:
+    if is_faulty() and ctx.step == 1:
+        with torch.no_grad():
+            next(ctx.model.parameters()).mul_(2)
+    return {}
+
+
+class Tapping(SpyHook):
+    """Raises in a tap, amid the backward pass."""
+
+    hook_points = frozenset({HookPoint.POST_STEP})
+
+    def taps(self, model: nn.Module) -> Any:
+        def see(gradient: Any) -> None:
+            if is_faulty():
+                raise ValueError("no luck")
+
+        return [GradientTap("0", "output", see)]
+
+
+class NotStarting(SpyHook):
+    """Raises at the start."""
+
+    error: type[Exception] = UnsuitableError
+
+    def start(self, run: Any) -> None:
+        if is_faulty():
+            raise self.error("no luck")
+
+
+class Strided(SpyHook):
+    """Has an option."""
+
+    def __init__(self, *, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+
+class FullDisk(MetricSink):
+    """Cannot write on one rank."""
+
+    name = "full_disk"
+
+    def emit(self, metrics: Any, epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        if is_faulty():
+            raise OSError(28, "No space left on device")
+
+
+def spying(point: HookPoint, probe: Any) -> list[Any]:
+    return [at(SpyHook, point)(probe)]
+
+
+def acting(act: Any, **attributes: Any) -> list[Any]:
+    return [at(ActingHook, HookPoint.PRE_STEP, HookPoint.POST_BACKWARD, **attributes)(act)]
+
+
+def measure_with_one_missing(ctx: Any) -> dict[str, float]:
+    if ctx.hook_point is HookPoint.PRE_STEP:
+        return fail(ctx)
+    ctx.compute_batch_gradients(ctx.batch_data)
+    return {}
+
+
+CASES: dict[str, Callable[[], list[Any]]] = {
+    **{f"observer at {point.name}": lambda point=point: spying(point, fail) for point in STEP},
+    "observer at PRE_STEP that measures later": lambda: [at(SpyHook, *STEP)(measure_with_one_missing)],
+    "observer at SNAPSHOT": lambda: spying(HookPoint.SNAPSHOT, lambda ctx: 1 / 0 if is_faulty() else {}),
+    "intervention": lambda: acting(fail),
+    "intervention between passes": lambda: acting(fail_between_passes),
+    "committing": lambda: acting(fail, commits=frozenset({StatePart.GRADIENTS})),
+    "tap": lambda: [Tapping()],
+    "mutation": lambda: spying(HookPoint.PRE_STEP, mutate),
+    "mutation, and a hook that measures": lambda: [
+        *spying(HookPoint.PRE_STEP, mutate),
+        *acting(lambda ctx, model: {"loss": model.compute_batch_loss()}),
+    ],
+    "unsuited": lambda: [NotStarting()],
+    "start": lambda: [type("Broken", (NotStarting,), {"error": ValueError})()],
+}
+
+
+def stop_on_one(evaluation: Any) -> bool:
+    return is_faulty()
+
+
+def other_hooks() -> list[Any]:
+    return spying(HookPoint.POST_STEP, fail) if is_faulty() else []
+
+
+def other_options() -> list[Any]:
+    return [Strided(stride=2 + is_faulty())]
+
+
+def all_outcomes(kind: str) -> dict[str, Any]:
+    found = {name: outcome(kind, make) for name, make in CASES.items()}
+    passing = [name for name in CASES if name.startswith(("observer", "intervention"))]
+    found |= {f"{name}, skipped": outcome(kind, CASES[name], "skip") for name in passing}
+    found["bare"] = outcome(kind)
+    found["full disk"] = outcome(
+        kind, lambda: spying(HookPoint.POST_STEP, lambda ctx: {"one": 1.0}), sinks=[FullDisk()]
+    )
+    found["stopped"] = outcome(kind, should_stop=stop_on_one)
+    found["other hooks"] = outcome(kind, other_hooks)
+    found["other options"] = outcome(kind, other_options)
+    found["other length"] = outcome(kind, length=2 + is_faulty())
+    return found
+
+
+def agreements(kind: str, make: Callable[[], Any]) -> int:
+    """Count the all-reduces of one number that a run of four steps makes for what its hooks do."""
+    counts, all_reduce = [0], torch.distributed.all_reduce
+
+    def counted(value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counts[0] += value.dtype is torch.float32 and value.numel() == 1  # losses are of float64
+        return all_reduce(value, *args, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        assert outcome(kind, make)[:2] == ("", 4)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return counts[0]
+
+
+def nothing(*_: Any) -> dict[str, float]:
+    return {}
+
+
+def counted(kind: str) -> dict[str, int]:
+    """Return the agreements of observers and of an intervention, beyond those at the start and of a run without."""
+    hooks = {
+        "one observer": lambda: spying(HookPoint.POST_STEP, nothing),
+        "at three points": lambda: [at(SpyHook, *STEP)(nothing)],
+        "an intervention": lambda: [at(ActingHook, HookPoint.POST_STEP)(nothing)],
+    }
+    none = agreements(kind, lambda: spying(HookPoint.PRE_EPOCH, nothing)) - 2  # fires once an epoch
+    return {"kind": kind, **{name: agreements(kind, make) - none for name, make in hooks.items()}}  # type: ignore[dict-item]
+
+
+def of_replicas() -> dict[str, Any]:
+    return all_outcomes("replicas") | {"agreements": counted("replicas")}
+
+
+def of_shards() -> dict[str, Any]:
+    return all_outcomes("shards") | {"agreements": counted("shards")}
+
+
+@pytest.fixture(scope="module", params=[of_replicas, of_shards])
+def ranks(request, tmp_path_factory):
+    """Return what each of three processes saw."""
+    return on_ranks(request.param, tmp_path_factory.mktemp("ranks"), RANKS)
+
+
+def test_what_is_raised_on_one_rank_ends_the_run_on_all_with_one_sentence_and_where_it_was_said(ranks):
+    for name in CASES:
+        (others, step, _), (own, *_), (third, *_) = [result[name] for result in ranks]
+        text = own.partition(": ")[2]
+        assert others == third
+        assert others.endswith(f": {text} (on rank {FAULTY})"), name
+        assert "no luck" in text or "division by zero" in text or "changed the training state" in text
+        assert [result[name][1] for result in ranks] == [step] * RANKS
+        assert step == (2 if "SNAPSHOT" in name else 0 if name in ("unsuited", "start") else 1)
+
+
+def test_no_rank_keeps_or_commits_what_another_one_could_not_do(ranks):
+    for result in ranks:
+        assert result["committing"][2] == result["start"][2] != result["bare"][2]  # no step was made
+        for name in CASES:
+            if result[name][1] == 1 and name != "committing" and "mutation" not in name:
+                assert result[name][2] == result["observer at PRE_STEP"][2], name
+
+
+def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
+    for result in ranks:
+        skipped = [name for name in result if name.endswith("skipped")]
+        assert len(skipped) > 5
+        assert [name for name in skipped if result[name] != result["bare"]] == []
+
+
+def test_a_rank_whose_disk_is_full_goes_on_without_the_sink_like_a_single_process(ranks):
+    assert [result["full disk"] == result["bare"] for result in ranks] == [True] * RANKS
+
+
+def test_one_rank_that_wants_to_stop_stops_all(ranks):
+    assert [result["stopped"][:2] for result in ranks] == [("", 2)] * RANKS
+
+
+def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks):
+    sentences = {name: {result[name][0] for result in ranks} for name in ranks[0] if name.startswith("other")}
+    differs = "The list of hooks differs between the ranks: none on rank 0, spy on rank 1, none on rank 2"
+    assert sentences["other hooks"] == {f"UsageError: {differs}; start all ranks alike."}
+    (options,), (length,) = sentences["other options"], sentences["other length"]
+    assert "What hook 'spy' was made with differs between the ranks: stride=2 on rank 0, stride=3 on rank 1" in options
+    assert "The task's length differs between the ranks: 2 on rank 0, 3 on rank 1" in length
+    assert all(result["other length"][1] == 0 for result in ranks)
+
+
+def test_interventions_are_agreed_on_once_a_fire_and_observers_once_a_step_but_once_a_fire_on_shards(ranks):
+    for found in [result["agreements"] for result in ranks]:
+        fires = 12 if found["kind"] == "shards" else 4
+        assert found == {"kind": found["kind"], "one observer": 4, "at three points": fires, "an intervention": 4}
+
+
+def die(number: int, ctx: Any) -> dict[str, float]:
+    if is_faulty():
+        os.kill(os.getpid(), number)
+    return {}
+
+
+def killed(number: int) -> tuple[Any, ...]:
+    return outcome("replicas", lambda: spying(HookPoint.POST_STEP, partial(die, number)))
+
+
+def late() -> bool:
+    bare = outcome("replicas")
+    return bare == outcome("replicas", lambda: spying(HookPoint.POST_STEP, sleep))
+
+
+def sleep(ctx: Any) -> dict[str, float]:
+    if is_faulty() and ctx.step == 1:
+        time.sleep(10)
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_is_killed_or_stopped_ends_the_others_before_the_timeout(number, tmp_path):
+    context = start_on_ranks(partial(killed, number), tmp_path, RANKS)
+    for process in context.processes:
+        process.join(TIMEOUT / 2)
+        assert process.exitcode is not None
+    for rank in (0, 2):
+        said, step, _ = torch.load(tmp_path / f"{rank}.pt")
+        assert (said.partition(":")[0], step) == ("RankLostError", 1)
+        assert "Another rank is gone" in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_is_waited_for(tmp_path):
+    assert on_ranks(late, tmp_path, RANKS) == [True] * RANKS
+
+
+def test_means_and_rows_alone_are_the_numbers_themselves():
+    alone, value = Ranks(), torch.tensor(2.0)
+    assert alone.mean(value) is value
+    assert (alone.rows(5), alone.evaluation({"loss": 1.0})) == (5, {"loss": 1.0})
+    assert (alone.is_main, alone.agree(True), alone.agree(False)) == (True, True, False)
