@@ -227,13 +227,16 @@ def measuring(names: Iterable[str]) -> list[Any]:
     return [HookRegistry.get(name)(**MEASURING[name]) for name in names]
 
 
+def vandal() -> ActingHook:
+    deeds = cycle(DEEDS)  # one at each fire, so that each meets most points
+    return at(ActingHook, *POINTS)(lambda *contexts: next(deeds)(*contexts))
+
+
 def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list[str]:
     """Name the sets of hooks with which a run does not end with the bytes of the run without any."""
     bare = trained(make)
     acting, spying = at(ActingHook, *POINTS), at(SpyHook, HookPoint.POST_STEP)
-    deeds = cycle(DEEDS)  # five, one at each fire, so that each meets most points
-    found = {"measuring": trained(make, measuring(names), audit=True)}
-    found["vandal"] = trained(make, [acting(lambda *contexts: next(deeds)(*contexts))], audit=True)
+    found = {"measuring": trained(make, measuring(names), audit=True), "vandal": trained(make, [vandal()], audit=True)}
     tap = at(RaisingTap, HookPoint.POST_EPOCH)(raising)
     for hook in (*map(acting, RAISING), spying(raise_amid_an_observers_pass), tap):
         with pytest.warns(UserWarning, match="The run goes on without it"):
@@ -264,8 +267,10 @@ def copied_and_communicated() -> tuple[int, int, int]:
 
 
 def over_two_dimensions() -> dict[str, list[Any]]:
-    make = [partial(build, kind, length=1) for kind in ("hsdp", "fsdp x tp")]
-    found: dict[str, list[Any]] = {"differing": [differing(each, ["gradient_noise_scale"]) for each in make]}
+    found: dict[str, list[Any]] = {"equal": []}
+    for kind in ("hsdp", "fsdp x tp"):
+        make, hooks = partial(build, kind, length=1), [*measuring(["gradient_noise_scale"]), vandal()]
+        found["equal"].append(trained(make, hooks, audit=True) == trained(make))
     return found | {"skips": [skips_a_step(name) for name in ("1.up.weight", "1.down.bias", "3.weight")]}
 
 
@@ -325,7 +330,7 @@ def four_ranks(tmp_path_factory):
 
 
 def test_so_they_do_over_meshes_of_two_dimensions(four_ranks):
-    assert [result["differing"] for result in four_ranks] == [[[], []]] * 4
+    assert [result["equal"] for result in four_ranks] == [[True, True]] * 4
 
 
 def test_all_ranks_skip_a_step_if_the_gradient_overflows_in_the_shard_of_one(four_ranks):
