@@ -71,7 +71,7 @@ class FullSharding:
         found = [*dict.fromkeys(found)]
         self._spaces = [vars(item) for item in found]
         self._parameters = [space for space in self._spaces if "sharded_param" in space]
-        others = [space for space in self._spaces if "sharded_param" not in space]
+        self._others = others = [space for space in self._spaces if "sharded_param" not in space]
         self._plain = [(space, key) for space in others for key, value in space.items() if isinstance(value, _PLAIN)]
         self._phases = [space for space in others if "_training_state" in space]
         self._under_way = [(space, key) for space in others for key in _UNDER_WAY & space.keys()]
@@ -104,7 +104,7 @@ class FullSharding:
     def keep(self) -> Kept:
         """Return what all objects hold, by reference."""
         spaces = [space.copy() for space in self._spaces]
-        held = [value for space in spaces for value in space.values() if type(value) in (list, dict, set)]
+        held = [value for space in self._others for value in space.values() if type(value) in (list, dict, set)]
         containers = [(item, [*item], [*item.values()] if isinstance(item, dict) else [*item]) for item in held]
         gathered = [space.get(_GATHERED) for space in self._parameters]
         return Kept(spaces, containers, [None if item is None else item.grad for item in gathered])

@@ -12,7 +12,7 @@ from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
-from tests.benchmarks.guardian_cost import interventions, save_and_restore, under_fsdp
+from tests.benchmarks.guardian_cost import interventions, save_and_restore
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
 from tests.benchmarks.hook_cost import (
     counterfactual,
@@ -27,7 +27,7 @@ from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loo
 from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
-from tests.benchmarks.ranks_cost import agreements
+from tests.benchmarks.ranks_cost import agreements_and_copies
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
@@ -40,7 +40,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "loop": ("The loop", (loop_cost,)),
     "attach": ("Loops that people have", (bare_attach, trainers)),
     "fire": ("Observers", (empty_fire, observers_in_a_fire, observers_in_the_loop)),
-    "guardian": ("Interventions", (save_and_restore, under_fsdp, interventions)),
+    "guardian": ("Interventions", (save_and_restore, interventions)),
     "clip": ("Clipping", (clipping,)),
     "memory": ("Memory", (peak_memory,)),
     "ends": ("Hooks at the end of epochs", (observers_at_the_end_of_epochs,)),
@@ -55,7 +55,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
-    "ranks": ("Ranks that train together", (agreements,)),
+    "ranks": ("Ranks that train together", (agreements_and_copies,)),
     "each": ("Each hook", (each_hook,)),
 }
 

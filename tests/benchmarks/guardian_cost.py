@@ -4,14 +4,9 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed
-import torch.multiprocessing
 from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.isolation import Snapshot
@@ -24,7 +19,6 @@ from tests.benchmarks.subjects import Mutator, Reader, Subject, mod_arithmetic
 from tests.benchmarks.timing import Spread, clock, ratio
 
 POINT = HookPoint.POST_STEP
-RANKS = 3
 Seconds = list[float]
 
 
@@ -44,28 +38,14 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
         yield Row("clone + load_state_dict", against, TIMES, ratio(naive, reference))
 
 
-def under_fsdp(effort: Effort) -> Iterator[Row]:
-    """Measure the guardian on three processes, each with its shard of one model, against plain copies of the shard."""
-    with TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_a_rank, args=(Path(folder), effort), nprocs=RANKS)
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(RANKS)]
-    ours, reference = ([*chain.from_iterable(each)] for each in zip(*[seconds for seconds, _ in found], strict=True))
-    size = max(size for _, size in found) / 1e6
-    against = f"plain copies of a shard, {size:.1f} MB, {1e3 * Spread.of(reference).median:.2f} ms"
-    yield Row("Guardian save + restore, FSDP2 on 3 processes", against, TIMES, ratio(ours, reference), 1.1)
-
-
-def _on_a_rank(rank: int, folder: Path, effort: Effort) -> None:
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+def on_a_shard(effort: Effort) -> tuple[Seconds, Seconds, float]:
+    """Time the guardian and plain copies of this rank's shards under FSDP2; the last number is their megabytes."""
     preset = ModArithmeticConfig(**effort.paper)
     # four times the parameters, so that a shard is as large as the other rows' whole state
     larger = {"embed_dim": 2 * preset.embed_dim, "ff_dim": 2 * preset.ff_dim}
     subject = sharded(mod_arithmetic(effort.paper | larger))
     seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
-    torch.save((seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors))), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return *seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors)) / 1e6
 
 
 def sharded(subject: Subject) -> Subject:
@@ -77,7 +57,7 @@ def sharded(subject: Subject) -> Subject:
         fully_shard(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = TrainingState(model, optimizer, RandomStreams(1))
-    return replace(subject, task=replace(subject.task, optimizer=optimizer, scheduler=None), state=state)
+    return replace(subject, task=replace(subject.task, optimizer=optimizer, scheduler=None, ranks=None), state=state)
 
 
 class PlainCopy:
