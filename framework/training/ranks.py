@@ -66,9 +66,9 @@ class Ranks:
         data: list[Any] = [] if replica is None else [replica.process_group]
         for module in fully_sharded_modules(model):
             # Private: nothing public tells which dimensions of the mesh FSDP2 spreads the rows over.
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None and not data:
-                data = group.mesh_info.mesh.get_all_groups()
+            state = module._get_fsdp_state()
+            for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]:  # several since torch 2.12
+                data = data or ([] if group is None else group.mesh_info.mesh.get_all_groups())
         roots = [mesh._get_root_mesh() for mesh in meshes]
         if len({tuple(root.mesh.flatten().tolist()) for root in roots}) > 1:
             raise UsageError("Parameters of the model lie on meshes of different ranks; build them of one mesh.")

@@ -229,7 +229,13 @@ def is_skipped(task: TrainingTask) -> bool:
     if task.scaler is None:
         return False
     # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
-    return any(bool(found) for found in task.scaler._found_inf_per_device(task.optimizer).values())
+    found = task.scaler._found_inf_per_device(task.optimizer)
+    skipped = any(map(bool, found.values()))
+    if task.ranks.shards:  # torch asks the ranks of the first gradient's mesh alone, and there may be others
+        skipped = task.ranks.agree(skipped)
+        for flag in found.values():  # by which the scaler steps, and lowers its scale
+            flag.fill_(float(skipped))
+    return skipped
 
 
 def measure_gradients(task: TrainingTask, batch: Batch) -> Tensor:
