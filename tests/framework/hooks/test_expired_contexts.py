@@ -17,6 +17,7 @@ LATE = {
     "device": lambda ctx: ctx.device,
     "loader": lambda ctx: ctx.loader,
     "optimizer_state": lambda ctx: ctx.optimizer_state,
+    "rows": lambda ctx: ctx.rows(BATCH),
     "compute_batch_loss": lambda ctx: ctx.compute_batch_loss(BATCH),
     "compute_batch_gradients": lambda ctx: ctx.compute_batch_gradients(BATCH),
     "compute_gradients": lambda ctx: ctx.compute_gradients(),

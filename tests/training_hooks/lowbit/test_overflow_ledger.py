@@ -2,11 +2,13 @@
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
+from loopscope.training import Ranks
 from loopscope.training_hooks.lowbit import GradientOverflow
 from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings
 
@@ -184,16 +186,16 @@ def test_an_alarm_lists_what_is_beyond_its_threshold_and_apart_what_has_not_reco
 
 
 def counted_on_a_rank() -> dict[str, float]:
-    return alone(torch.distributed.get_rank())
+    return alone(torch.distributed.get_rank(), ranks=Ranks([torch.distributed.group.WORLD]))
 
 
-def alone(rank: int) -> dict[str, float]:
+def alone(rank: int, **options: Any) -> dict[str, float]:
     """Train one step with weights of the rank's own, which nobody averages, and return what it reports."""
     model = network("nvfp4")
     with torch.no_grad():
         model[0].weight.mul_(1 + 9 * rank)
     hook = GradientOverflow(formats="e2m1", interval=1, of="gradients,activations")
-    run = LowBitRun(model, [hook], steps=1, audit=False).train()
+    run = LowBitRun(model, [hook], steps=1, audit=False, options=options).train()
     return {name: value for name, value in run.values(1).items() if not name.startswith("topk")}
 
 
