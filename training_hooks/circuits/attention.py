@@ -262,6 +262,7 @@ class Attention(TrainingHook):
         batches = (model_inputs(batch, self._entry, arguments) for batch in drawn)
         move = lambda tensor: tensor.to(device)
         pieces = [tree_map_only(Tensor, move, each) for each in pieces_of(batches, -(-self._rows // ranks.size))]
+        ranks.join()
         self._inputs = pieces[: min(ranks.gather(len(pieces)))]  # all ranks make as many passes
 
     def _read(self, ctx: RunDataContext) -> None:

@@ -154,11 +154,10 @@ def of_ranks(tmp_path_factory):
     return of_kind
 
 
+MORE = [("DDP", 2), ("DDP", 4), ("FSDP2", 2), ("FSDP2", 4), ("TP", 2), ("FSDP2 x TP", 6), ("HSDP", 6)]
+"""Six heads do not part into four."""
 SIZES = [pytest.param(kind, 4 if kind in TOGETHER[-1] else 3, id=kind) for kind in KINDS if kind != "one process"]
-SIZES += [
-    pytest.param(kind, size, id=f"{kind}-{size}", marks=pytest.mark.slow) for (kind,) in TOGETHER[:3] for size in (2, 4)
-]
-SIZES += [pytest.param(kind, 6, id=f"{kind}-6", marks=pytest.mark.slow) for kind in TOGETHER[3]]
+SIZES += [pytest.param(*row, id="{}-{}".format(*row), marks=pytest.mark.slow) for row in MORE]
 on_every_kind = pytest.mark.parametrize(("kind", "count"), SIZES)
 
 
