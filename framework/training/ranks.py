@@ -1,8 +1,8 @@
 """The processes that train one model together: over whom means are taken, and what all of them must do as one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, RankLostError, UsageError, listed
 from ..state import fully_sharded_modules, is_sharded
+
+Result = TypeVar("Result")
 
 
 class Ranks:
@@ -142,6 +144,20 @@ class Ranks:
             return None
         each = zip(self.members, self.gather(failures), strict=True)
         return [(rank, found) for rank, found in each if found is not None]
+
+    def together(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns on this rank; a :class:`UsageError` of one rank is raised on all of them."""
+        refused = None
+        try:
+            found = function()
+        except UsageError as error:
+            refused = error
+        told = self.told(None if refused is None else str(refused))
+        if refused is not None:
+            raise refused
+        for _, sentence in told or ():
+            raise UsageError(sentence)
+        return found
 
     def check_equal(self, settings: Mapping[str, Any]) -> None:
         """Raise :class:`UsageError`, the same on all ranks, for settings of which ranks have different values."""
