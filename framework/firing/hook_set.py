@@ -127,6 +127,7 @@ class HookSet:
         self._untold: list[Failure] = []
         """What was raised on this rank since :meth:`settle`."""
         self._were_called = False
+        """Whether hooks were called since :meth:`settle` of whose failures other ranks do not know at once."""
         self._abandoned = False
         self._has_seen = False
 
@@ -167,7 +168,7 @@ class HookSet:
         """
         if self._abandoned:
             return None
-        self._were_called = True
+        self._were_called = self._were_called or not together
         try:
             result = isolated()
             if together:
@@ -267,7 +268,7 @@ class HookSet:
             self._untold.append(failure)
 
     def settle(self) -> None:
-        """Bring all ranks to one mind about the hooks that raised on some of them, if any was called since."""
+        """Bring all ranks to one mind about the hooks that raised on some of them, if they could not be told before."""
         called, self._were_called = self._were_called, False
         while called and (told := self.ranks.told(self._untold or None)) is not None:
             self._untold = []

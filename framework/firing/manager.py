@@ -140,8 +140,8 @@ class HookManager:
         if self.task.ranks.are_many:
             self.task.ranks.check_equal(self._settings())
         self.hooks.start(replace(run, first_pass=first_pass))
-        self.hooks.settle()
         self._attach_taps()
+        self.hooks.settle()
         if self._taps.are_apart and (missing := run.lacks.get("needs_loss")):
             raise UsageError(f"A hook taps a compiled model, which takes a pass of its own; {missing}.")
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed
 from loopscope.data import TensorLoader, fixed_order
 from loopscope.errors import LoopscopeError, UnsuitableError
 from loopscope.firing import HookManager
-from loopscope.hooks import GradientTap, HookPoint, StatePart
+from loopscope.hooks import GradientTap, HookPoint, MetricSink, StatePart
 from loopscope.loops import epoch_loop
 from loopscope.state import RandomStreams, TrainingState
 from loopscope.state.digest import digest
@@ -47,12 +48,14 @@ def build(kind: str, **settings: Any) -> tuple[TrainingTask, TrainingState]:
     return task, TrainingState(task.model, optimizer, RandomStreams(7))
 
 
-def outcome(kind: str, make: Callable[[], Any] = list, on_error: str = "raise", **settings: Any) -> tuple[Any, ...]:
+def outcome(
+    kind: str, make: Callable[[], Any] = list, on_error: str = "raise", sinks: Any = (), **settings: Any
+) -> tuple[Any, ...]:
     """Return the error that a run ends with, its steps, and what it has trained by then."""
     task, state = build(kind, **settings)
     said = ""
     try:
-        manager = HookManager(make(), task, state, on_error=on_error)  # type: ignore[arg-type]
+        manager = HookManager(make(), task, state, sinks=sinks, on_error=on_error)  # type: ignore[arg-type]
         epoch_loop(task, manager)
     except (LoopscopeError, KeyboardInterrupt) as error:
         said = f"{type(error).__name__}: {error}"
@@ -115,6 +118,16 @@ class Strided(SpyHook):
         self.stride = stride
 
 
+class FullDisk(MetricSink):
+    """Cannot write on one rank."""
+
+    name = "full_disk"
+
+    def emit(self, metrics: Any, epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        if is_faulty():
+            raise OSError(28, "No space left on device")
+
+
 def spying(point: HookPoint, probe: Any) -> list[Any]:
     return [at(SpyHook, point)(probe)]
 
@@ -165,6 +178,9 @@ def all_outcomes(kind: str) -> dict[str, Any]:
     passing = [name for name in CASES if name.startswith(("observer", "intervention"))]
     found |= {f"{name}, skipped": outcome(kind, CASES[name], "skip") for name in passing}
     found["bare"] = outcome(kind)
+    found["full disk"] = outcome(
+        kind, lambda: spying(HookPoint.POST_STEP, lambda ctx: {"one": 1.0}), sinks=[FullDisk()]
+    )
     found["stopped"] = outcome(kind, should_stop=stop_on_one)
     found["other hooks"] = outcome(kind, other_hooks)
     found["other options"] = outcome(kind, other_options)
@@ -172,12 +188,43 @@ def all_outcomes(kind: str) -> dict[str, Any]:
     return found
 
 
+def agreements(kind: str, make: Callable[[], Any]) -> int:
+    """Count the all-reduces of one number that a run of four steps makes for what its hooks do."""
+    counts, all_reduce = [0], torch.distributed.all_reduce
+
+    def counted(value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        counts[0] += value.dtype is torch.float32 and value.numel() == 1  # losses are of float64
+        return all_reduce(value, *args, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        assert outcome(kind, make)[:2] == ("", 4)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return counts[0]
+
+
+def nothing(*_: Any) -> dict[str, float]:
+    return {}
+
+
+def counted(kind: str) -> dict[str, int]:
+    """Return the agreements of observers and of an intervention, beyond those at the start and of a run without."""
+    hooks = {
+        "one observer": lambda: spying(HookPoint.POST_STEP, nothing),
+        "at three points": lambda: [at(SpyHook, *STEP)(nothing)],
+        "an intervention": lambda: [at(ActingHook, HookPoint.POST_STEP)(nothing)],
+    }
+    none = agreements(kind, lambda: spying(HookPoint.PRE_EPOCH, nothing)) - 2  # fires once an epoch
+    return {"kind": kind, **{name: agreements(kind, make) - none for name, make in hooks.items()}}  # type: ignore[dict-item]
+
+
 def of_replicas() -> dict[str, Any]:
-    return all_outcomes("replicas")
+    return all_outcomes("replicas") | {"agreements": counted("replicas")}
 
 
 def of_shards() -> dict[str, Any]:
-    return all_outcomes("shards")
+    return all_outcomes("shards") | {"agreements": counted("shards")}
 
 
 @pytest.fixture(scope="module", params=[of_replicas, of_shards])
@@ -212,6 +259,10 @@ def test_where_the_run_goes_on_without_the_hook_it_does_so_on_all_ranks(ranks):
         assert [name for name in skipped if result[name] != result["bare"]] == []
 
 
+def test_a_rank_whose_disk_is_full_goes_on_without_the_sink_like_a_single_process(ranks):
+    assert [result["full disk"] == result["bare"] for result in ranks] == [True] * RANKS
+
+
 def test_one_rank_that_wants_to_stop_stops_all(ranks):
     assert [result["stopped"][:2] for result in ranks] == [("", 2)] * RANKS
 
@@ -226,14 +277,20 @@ def test_ranks_that_were_started_differently_are_refused_with_one_sentence(ranks
     assert all(result["other length"][1] == 0 for result in ranks)
 
 
-def killed() -> tuple[Any, ...]:
-    return outcome("replicas", lambda: spying(HookPoint.POST_STEP, die))
+def test_interventions_are_agreed_on_once_a_fire_and_observers_once_a_step_but_once_a_fire_on_shards(ranks):
+    for found in [result["agreements"] for result in ranks]:
+        fires = 12 if found["kind"] == "shards" else 4
+        assert found == {"kind": found["kind"], "one observer": 4, "at three points": fires, "an intervention": 4}
 
 
-def die(ctx: Any) -> dict[str, float]:
+def die(number: int, ctx: Any) -> dict[str, float]:
     if is_faulty():
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     return {}
+
+
+def killed(number: int) -> tuple[Any, ...]:
+    return outcome("replicas", lambda: spying(HookPoint.POST_STEP, partial(die, number)))
 
 
 def late() -> bool:
@@ -248,18 +305,21 @@ def sleep(ctx: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_others_and_one_that_is_late_is_waited_for(tmp_path):
-    (tmp_path / "killed").mkdir(), (tmp_path / "late").mkdir()
-    begun = time.monotonic()
-    context = start_on_ranks(killed, tmp_path / "killed", RANKS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_is_killed_or_stopped_ends_the_others_before_the_timeout(number, tmp_path):
+    context = start_on_ranks(partial(killed, number), tmp_path, RANKS)
     for process in context.processes:
-        process.join(TIMEOUT)
-    assert time.monotonic() - begun < TIMEOUT
+        process.join(TIMEOUT / 2)
+        assert process.exitcode is not None
     for rank in (0, 2):
-        said, step, _ = torch.load(tmp_path / "killed" / f"{rank}.pt")
+        said, step, _ = torch.load(tmp_path / f"{rank}.pt")
         assert (said.partition(":")[0], step) == ("RankLostError", 1)
         assert "Another rank is gone" in said
-    assert on_ranks(late, tmp_path / "late", RANKS) == [True] * RANKS
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_late_is_waited_for(tmp_path):
+    assert on_ranks(late, tmp_path, RANKS) == [True] * RANKS
 
 
 def test_means_and_rows_alone_are_the_numbers_themselves():
