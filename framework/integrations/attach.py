@@ -102,7 +102,7 @@ def attach(
     replicated = isinstance(target, nn.DataParallel)
     require(
         not replicated,
-        "DataParallel trains on several devices from one process, where attach serves one; use DistributedDataParallel.",
+        "DataParallel trains on several devices in one process, where attach serves one; use DistributedDataParallel.",
     )
     require(
         isinstance(target, nn.Module),

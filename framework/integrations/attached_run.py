@@ -32,7 +32,7 @@ from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, 
 from ..state import RandomStreams, TrainingState
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
-from .wrapped import trainers_of
+from .wrapped import kept, trainers_of
 
 STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
@@ -296,6 +296,7 @@ class AttachedRun:
             else:
                 stack.enter_context(RandomStreams(self.choices.seed).isolated())
             stack.enter_context(borrowed_modes(model, train=None))
+            stack.enter_context(kept(self.driver.task.replica if self.is_built else None))
             try:
                 yield
             finally:

@@ -18,6 +18,7 @@ from ..hooks import HookPoint
 from .attached_run import AttachedRun
 from .choices import steps_in
 from .own_loop import OwnLoop
+from .wrapped import kept
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -111,7 +112,8 @@ class Scope(AttachedScope):
         """
         self._require_open()
         run = self._run
-        found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
+        with kept(run.driver.task.replica):
+            found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
         if isinstance(found, Mapping) and found and all(isinstance(each, (int, float)) for each in found.values()):
             run.driver.evaluated(found)
         return found
