@@ -16,6 +16,7 @@ from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
 from .unscaling import scale_of, unscaled
+from .wrapped import unwrapped
 
 TESTED = "2.6"
 
@@ -81,6 +82,8 @@ class LightningLoop(Transient):
             scheduler=schedulers[0].scheduler if schedulers else None,
             scaler=vars(trainer.precision_plugin).get("scaler"),
             loss=run.choices.loss or self._loss,
+            replica=unwrapped(trainer.strategy.model)[1],
+            accumulate=per_step,
             compiled=module._compiler_ctx is not None,
             scheduler_interval=schedulers[0].interval if schedulers else "epoch",
         )
