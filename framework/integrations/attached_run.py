@@ -29,7 +29,7 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
-from ..state import RandomStreams, TrainingState
+from ..state import RandomStreams, TrainingState, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
 from .wrapped import kept, trainers_of
@@ -296,6 +296,7 @@ class AttachedRun:
             else:
                 stack.enter_context(RandomStreams(self.choices.seed).isolated())
             stack.enter_context(borrowed_modes(model, train=None))
+            stack.enter_context(gathered_for_a_while(model))
             stack.enter_context(kept(self.driver.task.replica if self.is_built else None))
             try:
                 yield
