@@ -1,7 +1,6 @@
 """A run within a loop that somebody else drives: its choices, its hooks, its folder, its record and its display."""
 
 import atexit
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import run_lock
+from ..checkpoints import run_lock, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..durable_files import plain_json
@@ -32,9 +31,9 @@ from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, 
 from ..state import RandomStreams, TrainingState, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
-from .wrapped import kept, trainers_of
+from .wrapped import kept, past, trainers_of
 
-STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
+STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "rank"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers to which a run is attached."""
 _OPEN: "dict[Path, AttachedRun]" = {}
@@ -116,7 +115,7 @@ class AttachedRun:
             model,
             optimizer,
             loader,
-            loss or choices.loss or no_loss,
+            past(replica, loss or choices.loss or no_loss),
             evaluate=choices.evaluate or (lambda model: {}),
             scheduler=scheduler,
             scaler=scaler,
@@ -172,6 +171,8 @@ class AttachedRun:
         self._at_exit = at_exit or self.end
         if self.choices.overwrite and (earlier := _OPEN.get(self.folder.path.resolve())):
             earlier._at_exit("interrupted")  # a cell that runs again has lost the scope, and nobody else can close it
+        if self._ranks.are_many:
+            self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
             self._ranks.together(self._take_folder)
             self._held.enter_context(self._console)
@@ -189,6 +190,13 @@ class AttachedRun:
         atexit.register(self._forgotten)
 
     def _take_folder(self) -> None:
+        mine, stored = self._ranks.place, self._stored
+        theirs = mine if stored is None else tuple(stored["rank"])
+        require(
+            theirs == mine,
+            f"The state that was loaded is that of rank {theirs[0]} of {theirs[1]}, and this is rank {mine[0]} of "
+            f"{mine[1]}: start as many ranks as there were, and let each load its own.",
+        )
         if self._ranks.is_main:
             remedy = "give attach another folder, out=, or overwrite=True"
             self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
@@ -318,9 +326,10 @@ class AttachedRun:
                 "left_out": manager.hooks.failures.left_out,
                 "sinks": positions,
                 "place": self.place,
+                "rank": self._ranks.place,
             }
         for path in files:
-            _to_disk(path)
+            sync_path(path)
         return deepcopy(content)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -378,7 +387,7 @@ class AttachedRun:
 
     def _forgotten(self) -> None:
         """Close the run that its program has not closed; one that ends with an error is closed as failed."""
-        if vars(sys).get("last_value") is not None:
+        if vars(sys).get("last_value") is not None or not self._ranks.is_main:
             self._at_exit("failed")
             return
         warnings.warn(
@@ -387,9 +396,4 @@ class AttachedRun:
             RunNotice,
             stacklevel=2,
         )
-        self._at_exit("completed")
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import require
+from ..data import Batch
+from ..errors import UsageError, require
 from ..training import Ranks
+from .choices import Loss
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, DistributedDataParallel | None, bool]:
@@ -33,6 +35,24 @@ def kept(replica: DistributedDataParallel | None) -> Iterator[None]:
     finally:
         if replica is not None:
             replica.training, replica.require_forward_param_sync = before
+
+
+def past(replica: DistributedDataParallel | None, loss: Loss) -> Loss:
+    """Return the loss for passes of hooks, which must not go through a replica: its reducer counts on each of them."""
+    if replica is None:
+        return loss
+
+    def refuse(*_: object) -> None:
+        raise UsageError(
+            "The loss for hooks calls the model in DistributedDataParallel, whose reducer would take their passes for "
+            "steps; call the model that it is given: loss=lambda model, batch: criterion(model(batch[0]), batch[1])."
+        )
+
+    def computed(model: nn.Module, batch: Batch) -> Tensor:
+        with replica.register_forward_pre_hook(refuse):
+            return loss(model, batch)
+
+    return computed
 
 
 def trainers_of(model: nn.Module, replica: DistributedDataParallel | None) -> Ranks:

@@ -70,6 +70,11 @@ class Ranks:
         """Whether this process speaks for all."""
         return not self.are_many or distributed.get_rank() == self.members[0]
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of the ranks this process is, from 0 on, and how many there are."""
+        return (self.members.index(distributed.get_rank()), len(self.members)) if self.are_many else (0, 1)
+
     def is_mine(self, rank: int) -> bool:
         """Whether this process has the rank."""
         return rank == distributed.get_rank()
