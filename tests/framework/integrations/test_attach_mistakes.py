@@ -53,7 +53,10 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
         lambda parts: {"accelerator": parts, "accumulate": 2},
         "counts micro-batches by itself",
     ),
-    "a data-parallel model": (lambda parts: {"target": nn.DataParallel(parts.model)}, "in one process, where attach serves one; use"),
+    "a data-parallel model": (
+        lambda parts: {"target": nn.DataParallel(parts.model)},
+        "in one process, where attach serves one; use",
+    ),
     "no file of weights": (lambda parts: {"reference": "nowhere.pt"}, r"nowhere\.pt"),
     "an unknown sink": (lambda parts: {"sinks": ["jsonel"]}, "Did you mean 'jsonl'"),
     "a schedule of no hook": (lambda parts: {"schedules": {"norm": StepSchedule()}}, "norm"),
