@@ -67,6 +67,9 @@ def _refuse(trainer: Any, package: str) -> None:
         f"This Trainer has the strategy {kind}; hooks are attached to one device, to DDPStrategy ('ddp') and to "
         "ModelParallelStrategy (FSDP2).",
     )
+    # no public name tells how it starts its processes
+    spawns = vars(trainer.strategy).get("_start_method") == "spawn"
+    require(not spawns, "ddp_spawn hands the Trainer on to new processes, where hooks do not follow; use 'ddp'.")
 
 
 @cache

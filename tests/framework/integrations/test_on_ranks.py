@@ -41,7 +41,7 @@ def all_of_it() -> dict[str, Any]:
     found = {
         "DDP": neutral("DDP", 1, everything("hessian"), out / "ddp"),
         "DDP, accumulated": neutral("DDP", 2, everything(), out / "ddp-accumulated"),
-        "FSDP2": neutral("FSDP2", 1, everything("hessian"), out / "fsdp", **BY_DIFFERENCES),
+        "FSDP2": neutral("FSDP2", 1, everything(), out / "fsdp"),
         "FSDP2, accumulated": neutral("FSDP2", 2, everything(), out / "fsdp-accumulated"),
         "by hand": neutral("by hand", 1, everything(), out / "hand", ranks=Ranks([distributed.group.WORLD])),
     }
@@ -99,10 +99,10 @@ def state(out: Path) -> dict[str, Any]:
                 again.run(scope)
         except LoopscopeError as error:
             found[name] = str(error)
-    alone = ""
+    alone, last = "", Loop("DDP")
     if distributed.get_rank() == 0:
         try:
-            Loop("DDP").attach(["norms"], out / "alone")
+            last.attach(["norms"], out / "alone")
         except LoopscopeError as error:
             alone = f"{type(error).__name__}: {error}"
     return {"gone on": found, "alone": alone}
@@ -173,6 +173,7 @@ def otherwise() -> dict[str, bool]:
     out = Path(os.environ["OUT"])
     ways = [(kind, accumulate) for kind in KINDS if kind != "static graph" for accumulate in (1, 2)]
     found = {f"{kind}, {n}": neutral(kind, n, everything(), out / f"{kind}-{n}") for kind, n in ways}
+    found |= {"FSDP2, with curvature": neutral("FSDP2", 1, ["hessian"], out / "fsdp", **BY_DIFFERENCES)}
     return found | {"static graph": neutral("static graph", 1, ["norms", "training_metrics"], out / "static")}
 
 
