@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import ActingHook, SpyHook, at
 
-RANKS, BATCH, STEPS = 3, 12, 6
+RANKS, BATCH, STEPS = 3, 12, 4
 KINDS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "bucket views": {"gradient_as_bucket_view": True},
