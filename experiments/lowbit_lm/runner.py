@@ -19,6 +19,7 @@ from loopscope.lowbit import (
     layers_to_quantize,
     penalised,
     quantize_model,
+    quantized_modules,
 )
 from loopscope.runs import OptionsByHook, require
 from torch import Tensor, nn
@@ -200,6 +201,10 @@ class LowbitLMRunner(LanguageModelRunner[LowbitLMConfig]):
             seed = derived_seed(config.seed, self.name)
             quantize_model(model, config.recipe_of(strategy), include=include, exclude=exclude, seed=seed)
         return model
+
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the language model's plan where layers are plain; those that cast are not cut up."""
+        return {} if quantized_modules(model) else super().tensor_parallel_plan(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:
         """Return the regulariser of the decoder's matrices, if it is on."""

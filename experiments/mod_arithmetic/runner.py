@@ -133,6 +133,12 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
         config = self.config
         return GrokkingTransformer(config.p, config.embed_dim, config.num_heads, config.layers, config.ff_dim)
 
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return how to cut up the feed-forward layers; attention, whose projections are one matrix, stays whole."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {"blocks.*.ff_in": ColwiseParallel(), "blocks.*.ff_out": RowwiseParallel()}
+
     def build_loader(self, strategy: str) -> Loader:
         """Return the training pairs in the order of the strategy."""
         config, (train, _) = self.config, self._pairs

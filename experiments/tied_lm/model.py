@@ -75,7 +75,7 @@ class CausalAttention(nn.Module):
 
     def _by_head(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
-        return x.view(batch, tokens, self.heads, self.head_width).transpose(1, 2)
+        return x.view(batch, tokens, -1, self.head_width).transpose(1, 2)  # under tensor parallelism not all heads
 
 
 class SwiGLU(nn.Module):

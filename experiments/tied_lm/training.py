@@ -175,6 +175,16 @@ class LanguageModelRunner(ExperimentRunner[Config]):
         """Return the decoder."""
         return Decoder(self.config.shape)
 
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return how to cut up attention, by heads, and feed-forward layers; norms of single heads keep it whole."""
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        by_heads, ends = ("q_proj", "k_proj", "v_proj"), ("attention.o_proj", "ff.down_proj")
+        begins = [*(f"attention.{name}" for name in by_heads), "ff.gate_proj", "ff.up_proj"]
+        plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in begins}
+        plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ends}
+        return {name: style for name, style in plan.items() if not self.config.qk_norm or "ff" in name}
+
     def build_loader(self, strategy: str) -> Loader:
         """Return random windows of the training tokens, the same for every strategy."""
         config = self.config

@@ -107,6 +107,8 @@ class RunState:
 
     def refusals(self) -> list[str]:
         """Return a sentence for each value of the present state that no checkpoint can hold."""
+        if self._manager.task.ranks.are_many:
+            return ["Runs of several processes have no checkpoints yet."]
         with self._manager.between_steps():
             return refusals(self._content())
 

@@ -144,7 +144,9 @@ class Checkpointing:
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
-        signals = self._signals
+        signals, ranks = self._signals, self._manager.task.ranks
+        if ranks.are_many and ranks.agree(signals.stop is not None):
+            signals.stop = next(number for number in ranks.gather(signals.stop) if number is not None)
         asked, signals.asked = signals.asked, False
         ending = signals.stop is not None or self._manager.hooks.failures.pending is not None
         if asked or ending:
@@ -165,6 +167,8 @@ class Checkpointing:
     def take(self, *, wait: bool) -> None:
         """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
         step = self._manager.state.loop.step
+        if self._manager.task.ranks.are_many:  # of which the run was told at its start
+            return
         if self.writer.is_busy and not wait and self.writer.step != step:
             warnings.warn(
                 f"The checkpoint of step {step} is left out, since the one before is still "

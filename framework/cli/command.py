@@ -14,6 +14,7 @@ from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_c
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
+from ..training import speaks
 from .compare import compare
 from .diff import diff
 from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
@@ -169,11 +170,18 @@ def _start(experiment: Experiment, options: Options) -> None:
                 where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
                 write_line(f"{name}: the same bit for bit at {where}")
             return
+        together = chosen.parallel is not None and (options["jobs"] or 1) > 1
+        require(
+            not together, "--jobs trains several runs, --parallel one run in several processes; leave one of them out."
+        )
         plan = Session(runner, chosen, make_sinks).planned() if (options["jobs"] or 1) > 1 else []
         if len(plan) > 1:
             train_side_by_side(plan, options, mode, runner.compared_to)
             return
-        watch(Session(runner, chosen, make_sinks), mode)
+        if speaks():
+            watch(Session(runner, chosen, make_sinks), mode)
+        else:
+            Session(runner, chosen, make_sinks).run()
 
 
 def _mode(options: Options) -> Mode:
@@ -218,4 +226,5 @@ def _replay_parser(sinks: Mapping[str, type[ReplaySink]]) -> CommandParser:
 
 
 def _say(text: str) -> None:
-    print(f"loopscope: {printable(text)}", file=sys.stderr)  # noqa: T201
+    if speaks():
+        print(f"loopscope: {printable(text)}", file=sys.stderr)  # noqa: T201

@@ -55,10 +55,10 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
             "set accumulation_steps to 1, or give every tensor one row per sample."
         )
     size = -(-count // pieces)
-    return [_part(batch, slice(first, first + size)) for first in range(0, count, size)]
+    return [part_of(batch, slice(first, first + size)) for first in range(0, count, size)]
 
 
-def _part(item: Any, window: slice) -> Any:
+def part_of(item: Any, window: slice) -> Any:
     """Return the rows in ``window`` of everything that has rows."""
     if isinstance(item, Tensor) and item.layout is not torch.strided:
         raise LoopscopeError(
@@ -68,13 +68,13 @@ def _part(item: Any, window: slice) -> Any:
     if isinstance(item, ROWED):
         return item[window] if item.ndim else item
     if isinstance(item, Mapping):
-        return {key: _part(value, window) for key, value in item.items()}
+        return {key: part_of(value, window) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        parts = [_part(value, window) for value in item]
+        parts = [part_of(value, window) for value in item]
         return type(item)(*parts) if isinstance(item, tuple) and type(item) is not tuple else type(item)(parts)
     if is_dataclass(item) and not isinstance(item, type):
         named = {field.name: getattr(item, field.name) for field in fields(item) if field.init}
-        return replace(item, **{name: _part(value, window) for name, value in named.items()})
+        return replace(item, **{name: part_of(value, window) for name, value in named.items()})
     if next(_tensors(item), None) is not None:
         raise LoopscopeError(
             f"A batch with a {type(item).__name__} cannot be split into micro-batches; set accumulation_steps to 1, or "

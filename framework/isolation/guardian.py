@@ -18,8 +18,6 @@ from ..state import (
     TrainingState,
     Transient,
     addresses,
-    finish_sharding,
-    fully_sharded_modules,
     local_shards,
 )
 
@@ -85,7 +83,6 @@ class Snapshot(Transient):
         """
         self._with_streams = streams
         self._roots: tuple[Any, ...] = ()
-        self._sharded: list[Any] = []
         self._lasting: Objects | None = None
         self._passing: tuple[Structure, BriefIdentities | TensorIdentities] | None = None
         self._lasting_bytes = Buffers(device)
@@ -108,6 +105,7 @@ class Snapshot(Transient):
         Raises :class:`UsageError` that names an object whose state is out of reach.
         """
         parts = [part.guarded for part in state.parts if self._with_streams or part is not GENERATORS]
+        state.sharding.scatter()  # or a gathered copy that an intervention left would be walked
         with torch.no_grad():
             lasting = self._refresh_lasting(state, parts)
         self._kept = [(part, part.keep(state, lasting.identities.owners)) for part in parts]
@@ -129,9 +127,6 @@ class Snapshot(Transient):
         roots = (*chain.from_iterable([part.lasting(state) for part in parts]),)
         lasting = self._lasting
         if lasting is None or addresses(roots) != addresses(self._roots) or not lasting.is_current():
-            self._sharded = fully_sharded_modules(state.model)
-            # Before the walk, so that what FSDP2 sets up late belongs to the copy.
-            finish_sharding(self._sharded)
             apart = {*map(id, chain.from_iterable([part.apart(state) for part in parts]))}
             self._roots, self._lasting = roots, (lasting := Objects(roots, apart=apart, lasting=True))
             self._lasting_bytes.fit(lasting.identities.bytes)
@@ -148,8 +143,6 @@ class Snapshot(Transient):
             if part.first:
                 part.put_back(state, owners, kept)
         with torch.no_grad():
-            for module in self._sharded:
-                module.reshard()  # FSDP2 may hold gathered copies in place of the parameters whose bytes come back
             for objects in (lasting.structure, lasting.identities, *passing):
                 objects.put_back()
         for part, kept in self._kept:

@@ -312,7 +312,9 @@ class Tripwire:
 
     def _named(self, triples: Iterable[tuple[Tensor, int, int]]) -> list[str]:
         changed = [tensor for tensor, was, is_now in triples if was != is_now]
-        names = {id(tensor): name for name, tensor in self._state.tensors().items()} if changed else {}
+        found = self._state.tensors() if changed else {}
+        # of a DTensor, this rank's shard is what was swept
+        names = {id(part): name for name, tensor in found.items() for part in (tensor, *local_shards([tensor]))}
         return [names.get(id(tensor), "a tensor of the batch") for tensor in changed]
 
 

@@ -274,6 +274,7 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
     ("compute_loss", lambda it, *_: not (it.ndim or it.is_complex()), "one real number, such as the mean()"),
     ("evaluate", lambda it, _: fits(plain(it), Mapping[str, float | bool]), NUMBERS),
     ("strategy_hooks", lambda it, _: fits(it, Mapping[str, Mapping[str, Any]]), OPTIONS),
+    ("tensor_parallel_plan", lambda it, _: isinstance(it, Mapping), "a dict of ParallelStyles by the names of layers"),
     ("should_stop", lambda it, _: isinstance(plain(it), bool), "True or False"),
 ]
 """Methods of an experiment with rules for what they return, and in words what that must be."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from ..errors import require
+from ..training import Parallel
 
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -79,6 +80,9 @@ class ExperimentConfig:
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
 
 
+CHECKPOINTS = ("save_checkpoints", "checkpoint_every_steps")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """Options of the run.
@@ -98,6 +102,8 @@ class RunFlags:
         resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
         validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
         no_determinism: leave torch free to use algorithms that are not deterministic.
+        parallel: how the processes that torchrun started train one model: replicas (ddp), shards (fsdp), or layers cut
+            up (tp, fsdp+tp).
     """
 
     with_hooks: str | None = None
@@ -114,6 +120,7 @@ class RunFlags:
     resume: bool = False
     validate_checkpoints: bool = False
     no_determinism: bool = False
+    parallel: Parallel | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""
@@ -125,6 +132,12 @@ class RunFlags:
             len(alone) <= 1,
             f"{' and '.join('--' + name.replace('_', '-') for name in alone)} exclude each other: a run goes on, is "
             "written over, or is compared with.",
+        )
+        kept = [name for name in ("resume", "validate_checkpoints", *CHECKPOINTS) if getattr(self, name)]
+        require(
+            self.parallel is None or not kept,
+            f"{' and '.join('--' + name.replace('_', '-') for name in kept)}: runs of several processes have no "
+            "checkpoints yet; leave it out, or --parallel.",
         )
 
 

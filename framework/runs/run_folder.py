@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..checkpoints import checkpoints_in
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
+from ..state import whole
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"
@@ -151,8 +153,8 @@ class RunFolder:
         write_json(self.path / SUMMARY, summary)
 
     def write_weights(self, model: nn.Module) -> None:
-        """Write the final weights as a state dict."""
-        save_tensors(model.state_dict(), self.weights)
+        """Write the final weights as a state dict, whole also where ranks hold parts of them, which all must call."""
+        save_tensors(tree_map_only(Tensor, whole, model.state_dict()), self.weights)
 
     def _left_by_a_run(self) -> Iterator[Path]:
         """Yield every path that a run may write here; a run is recognised by the last one, which is removed last."""

@@ -99,6 +99,10 @@ class ExperimentRunner(ABC, Generic[Config]):
         """Return the learning-rate schedule, or ``None`` for a constant rate."""
         return None
 
+    def tensor_parallel_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the ``ParallelStyle`` of each layer that ``--parallel tp`` cuts up, by its name; none by default."""
+        return {}
+
     def should_stop(self, evaluation: Mapping[str, float]) -> bool:
         """Return whether the run has reached its goal, by the numbers of an evaluation, and ends."""
         return False

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import Checkpoint, CheckpointPlan, Signals
+from ..data import RowsOfRank, derived_seed
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require, unknown
 from ..firing import HookManager
@@ -28,7 +30,17 @@ from ..hooks import (
     treatments,
 )
 from ..state import RandomStreams, TrainingState, deterministic, seed_everything
-from ..training import Precision, TrainingTask, compile_model, quiet_graph_breaks
+from ..training import (
+    Parallel,
+    Precision,
+    Ranks,
+    TrainingTask,
+    compile_model,
+    joined,
+    quiet_graph_breaks,
+    split_groups,
+    spread,
+)
 from .checks import asked, check_experiment, plain
 from .config import ExperimentConfig, RunOptions
 from .display import Display
@@ -67,6 +79,8 @@ class Session:
     make_sinks: Callable[[], list[MetricSink]] = list
     display: Display = field(default_factory=Display)
     _signals: Signals = field(default_factory=Signals)
+    _elsewhere: Path | None = None
+    """The folder for all runs, in place of that of the config."""
 
     def run(self) -> list[dict[str, Any]]:
         """Train every strategy and return their summaries; one that is resumed and done is left as it is.
@@ -74,11 +88,19 @@ class Session:
         Everything that can be known to be wrong before the first step raises :class:`UsageError`; then nothing has
         been written.
         """
-        with self._signals.around(), deterministic(on=not self.options.no_determinism), quiet_graph_breaks():
-            setups = self._checked()
-            runs = self._runs([setup for setup in setups if setup.summary is None])
+        with ExitStack() as held:
+            held.enter_context(self._signals.around())
+            held.enter_context(deterministic(on=not self.options.no_determinism))
+            held.enter_context(quiet_graph_breaks())
+            held.enter_context(joined(self.options.parallel))
+            session, ranks = self, Ranks.everyone(self.options.parallel)
+            if not ranks.is_main:  # this process computes along; what it would write goes away with a folder of its own
+                folder = Path(held.enter_context(TemporaryDirectory()))
+                session = replace(self, display=Display(), _elsewhere=folder)
+            setups = ranks.together(session._checked)
+            runs = session._runs([setup for setup in setups if setup.summary is None])
             summaries = [setup.summary or next(runs).run() for setup in setups]
-        self.display.ended(summaries)
+        session.display.ended(summaries)
         return summaries
 
     def planned(self) -> list[Setup]:
@@ -154,7 +176,7 @@ class Session:
 
     def directory(self, strategy: str, seed: int) -> Path:
         """Return the folder of a run."""
-        folder = Path(self.runner.config.output_dir) / self.runner.name / strategy
+        folder = (self._elsewhere or Path(self.runner.config.output_dir)) / self.runner.name / strategy
         return folder / seed_name(seed) if self.options.seeds else folder
 
     def _hooks(self, strategies: Sequence[str]) -> dict[str, list[ConfiguredHook]]:
@@ -226,7 +248,7 @@ class Session:
 
     def _built(self, setup: Setup) -> StrategyRun:
         runner, options = self.runner, self.options
-        task, state = build_run(runner, setup.folder.strategy)
+        task, state = build_run(runner, setup.folder.strategy, options.parallel)
         reference = setup.reference
         weights = None if reference is None else reference.weights
         manager = HookManager(
@@ -235,7 +257,7 @@ class Session:
             state,
             loop=runner.loop,
             required=[*options.hooks, *runner.strategy_hooks(setup.folder.strategy)],
-            sinks=self.make_sinks(),
+            sinks=self.make_sinks() if self._elsewhere is None else [],
             on_error=options.on_hook_error,
             audit=options.audit_hooks,
             guardian_device=setup.guardian_device,
@@ -292,19 +314,35 @@ def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> l
     return list(dict.fromkeys(chosen))
 
 
-def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTask, TrainingState]:
-    """Seed, then build what one strategy trains; the same weights for every strategy of a seed."""
+def build_run(
+    runner: ExperimentRunner[Any], strategy: str, parallel: Parallel | None = None
+) -> tuple[TrainingTask, TrainingState]:
+    """Seed, then build what one strategy trains; the same weights for every strategy of a seed, and on every rank.
+
+    Ranks that train in ``parallel`` share the rows of each batch, so that they train what one process does.
+    """
     config = runner.config
     seed_everything(config.seed)
     model = asked(runner, "prepare_model", asked(runner, "build_model").to(runner.device), strategy)
+    trained, ranks = model, Ranks()
+    if parallel is not None:
+        plan = asked(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
+        trained = spread(model, parallel, plan)
+        ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = asked(runner, "build_optimizer", model)
+    if parallel is not None:
+        split_groups(optimizer)
     scheduler = asked(runner, "build_scheduler", optimizer)
     loader = asked(runner, "build_loader", strategy)
+    if ranks.size > 1:
+        loader = RowsOfRank(loader, ranks.index, ranks.size)
+    if ranks.index:  # or all ranks would draw one dropout mask
+        seed_everything(derived_seed(config.seed, "rank", ranks.index))
     if config.with_compile:
         compile_model(model)
     precision = Precision.of(config.amp, runner.device)
     task = TrainingTask(
-        model,
+        trained,
         optimizer,
         loader,
         precision.autocast(partial(asked, runner, "compute_loss")),
@@ -321,6 +359,7 @@ def build_run(runner: ExperimentRunner[Any], strategy: str) -> tuple[TrainingTas
         snapshot_every=config.snapshot_every,
         accumulation_steps=config.accumulation_steps,
         config=config,
+        ranks=ranks,
     )
     streams = RandomStreams(config.seed, loader.generators())
     state = TrainingState(

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -118,10 +119,8 @@ class StrategyRun:
 
     def _start(self, held: ExitStack) -> None:
         """Lock the folder, and start the hooks or go on with them."""
-        self.folder.make()
         try:
-            held.enter_context(run_lock(self.folder.path))
-            self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
+            self.task.ranks.together(partial(self._enter_folder, held))
             with first_step_after(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
@@ -133,6 +132,11 @@ class StrategyRun:
             self._claim()
         else:
             tell_of_environment(self.resumed, self.record)
+
+    def _enter_folder(self, held: ExitStack) -> None:
+        self.folder.make()
+        held.enter_context(run_lock(self.folder.path))
+        self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
 
     def _start_hooks(self) -> None:
         """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""

@@ -1,20 +1,19 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
-from .batch_contents import copy_of_batch, tensors_of, visited
 from .digest import digest as digest_of
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
 from .objects import ATOMS, Transient
-from .parts import Guarded, LoopState, Part, Stored, Watched, nested
+from .parts import Guarded, LoopState, Part, Stored, Watched, copy_of_batch, nested, tensors_of, visited
 from .random_streams import RandomStreams, StreamState, seed_everything
+from .sharding import fully_sharded_modules, gathered_for_a_while
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities, addresses, byte_tensors
 from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .update_parts import hanging_on_modules, optimizers_of
 from .vectors import (
-    WIDE, Vector, accumulate, axpy, copied, cosine, dot, finish_sharding, fully_sharded_modules, gathered_for_a_while,
-    gradients, is_partial, is_sharded, joint_norm, live_gradients, local_shards, max_abs, minus, norm, norm_of_each,
-    overwrite, scaled, trainable, whole, widened,
+    WIDE, Vector, accumulate, axpy, copied, cosine, dot, gradients, is_partial, is_sharded, joint_norm, live_gradients,
+    local_shards, max_abs, minus, norm, norm_of_each, overwrite, scaled, trainable, whole, widened,
 )
 
 __all__ = [
@@ -22,8 +21,8 @@ __all__ = [
     "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure", "TensorIdentities",
     "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy", "byte_tensors", "copied",
     "copy_of_batch", "cosine", "deterministic", "differing", "digest_of", "dot", "entered_modes", "explained",
-    "finish_sharding", "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial",
+    "fully_sharded_modules", "gathered_for_a_while", "gradients", "hanging_on_modules", "is_partial",
     "is_sharded", "joint_norm", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
-    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "scaled", "seed_everything", "settings",
-    "tensors_of", "trainable", "visited", "whole", "widened",
+    "norm_of_each", "of_the_run", "optimizers_of", "overwrite", "scaled", "seed_everything",
+    "settings", "tensors_of", "trainable", "visited", "whole", "widened",
 ]

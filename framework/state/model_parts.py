@@ -249,6 +249,11 @@ def _watch_module_hooks(state: StateObjects) -> Watched:
     return Watched(filled, look=counts.read, label="a hook on a module", settled=True, put_back=counts.remove_newer)
 
 
+def _watch_sharding(state: StateObjects) -> Watched:
+    label = "what FSDP2 has gathered, has under way or was told"
+    return Watched(look=state.sharding.read, label=label, put_back=state.sharding.put_back)
+
+
 MODEL_PARTS = (
     _by_name("parameters", _parameters, lambda found: found, Tensor.copy_, Guarded(lambda state: (state.model,))),
     _by_name("buffers", _buffers, lambda found: found, Tensor.copy_),
@@ -273,4 +278,15 @@ MODEL_PARTS = (
         stored=Stored(attribute_forms, _load_attributes, _other_modules),
     ),
     Part("module hooks", lambda state: (), watched=_watch_module_hooks),
+    Part(
+        "sharding",
+        lambda state: (),
+        Guarded(
+            keep=lambda state, owners: state.sharding.keep(),
+            passing=lambda kept: kept.pending(),
+            put_back=lambda state, owners, kept: state.sharding.restore(kept),
+            first=True,
+        ),
+        _watch_sharding,
+    ),
 )

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import listed
 from ..registry import qualified
-from .batch_contents import leaves_of
 from .digest import described, digest
 from .model_parts import MODEL_PARTS, device_of
-from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
+from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, leaves_of, nested
 from .random_streams import from_plain, plain
+from .sharding import FullSharding
 from .structure import Structure
 from .tensor_identity import inner_tensors
 from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing
@@ -228,6 +228,7 @@ class TrainingState(StateObjects):
         """Count generators that modules hold, for stochastic rounding say, among those of the run."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.model.module
+        self.sharding = FullSharding(self.model)
         held = [value for module in self.model.modules() for value in beside_tables(module)]
         found = Structure(held, apart={*map(id, self.model.parameters())}).natives
         # dict.fromkeys keeps each once, in order, where modules share one.

@@ -5,8 +5,7 @@ over the mesh where tensors are DTensors, so that every rank holds the same numb
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +40,8 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     dtensor = dtensor_class()
     if dtensor is None:
         return list(tensors)
-    with torch.no_grad():
-        return [tensor.to_local() if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+    # not by to_local(), which makes a new object for a parameter at every call
+    return [tensor._local_tensor if isinstance(tensor, dtensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def whole(value: Tensor) -> Tensor:
@@ -216,31 +215,3 @@ def copied(vector: Vector) -> dict[str, Tensor]:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name, each shared parameter once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def fully_sharded_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 (``fully_shard``) gathers before their forward and scatters after backward."""
-    # A model can only have been wrapped where this has been imported.
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-
-
-def finish_sharding(modules: list[Any]) -> None:
-    """Let FSDP2 register now what it registers on modules at their first forward, so that no rollback undoes it."""
-    for module in modules:
-        # Private: FSDPModule has no public way to do this before the first forward. A second call does nothing.
-        module._get_fsdp_state()._lazy_init()
-
-
-@contextmanager
-def gathered_for_a_while(model: nn.Module) -> Iterator[None]:
-    """Scatter what FSDP2 gathered for a forward without backward: its root would go on with the gathered copy.
-
-    Left alone, that copy would replace the sharded parameters in ``model.parameters()``, and the next forward would
-    use it whatever the optimizer did to the shards in between.
-    """
-    try:
-        yield
-    finally:
-        for module in fully_sharded_modules(model):
-            module.reshard()

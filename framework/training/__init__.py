@@ -2,6 +2,7 @@
 
 from .compilation import compile_model, eagerly, is_compiled, quiet_graph_breaks
 from .loss_probe import METHODS, LossProbe, Method
+from .parallel import Parallel, joined, speaks, split_groups, spread
 from .profiler import Profiler
 from .ranks import Ranks
 from .student_t import critical_t, two_sided_p
@@ -11,7 +12,8 @@ from .train_step import (
 )
 
 __all__ = [
-    "METHODS", "LossProbe", "Method", "Precision", "Profiler", "Ranks", "TrainingTask", "advance", "borrowed_scaler",
-    "check_metric", "compile_model", "critical_t", "eagerly", "evaluations", "forward_backward", "is_compiled",
-    "is_skipped", "measure_gradients", "quiet_graph_breaks", "step_by_metric", "takes_closure", "two_sided_p", "update",
+    "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask", "advance",
+    "borrowed_scaler", "check_metric", "compile_model", "critical_t", "eagerly", "evaluations", "forward_backward",
+    "is_compiled", "is_skipped", "joined", "measure_gradients", "quiet_graph_breaks", "speaks", "split_groups",
+    "spread", "step_by_metric", "takes_closure", "two_sided_p", "update",
 ]

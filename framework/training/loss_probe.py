@@ -245,7 +245,7 @@ def _weighted(found: Iterable[tuple[Vector, float]]) -> dict[str, Tensor]:
     """Return the sum of vectors by their weights, in float32 or wider; of a single one, whose weight is 1, itself."""
     remaining = iter(found)
     ahead = list(islice(remaining, 2))
-    if len(ahead) == 1:
+    if len(ahead) == 1 and ahead[0][1] == 1:
         return widened(ahead[0][0])
     total: dict[str, Tensor] = {}
     for vector, weight in chain(ahead, remaining):

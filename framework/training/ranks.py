@@ -28,19 +28,29 @@ class Ranks:
         members: the ranks that train together; by default those of ``data``.
         averages: gradients of a backward pass are those of a rank, and are still to be averaged.
         shards: parameters lie in parts on the ranks, so that looking at them takes collectives.
+        uneven: a batch may have other numbers of rows on the ranks, and each rank's loss counts by its rows.
     """
 
     def __init__(
-        self, data: Sequence[Any] = (), members: Iterable[int] = (), *, averages: bool = True, shards: bool = False
+        self,
+        data: Sequence[Any] = (),
+        members: Iterable[int] = (),
+        *,
+        averages: bool = True,
+        shards: bool = False,
+        uneven: bool = False,
     ) -> None:
         """Raise :class:`UsageError` where this process is none of the ranks."""
         found = {*members, *(rank for group in data for rank in distributed.get_process_group_ranks(group))}
         self.members = tuple(sorted(found))
-        self.data, self.averages, self.shards = tuple(data), averages, shards
+        self.data, self.averages, self.shards, self.uneven = tuple(data), averages, shards, uneven
         self.are_many = len(self.members) > 1
         self.size = 1
         """How many ranks see rows of their own."""
+        self.index = 0
+        """Which of them this one is; ranks that hold parts of one layer have the same."""
         for group in self.data:
+            self.index = self.index * distributed.get_world_size(group) + distributed.get_rank(group)
             self.size *= distributed.get_world_size(group)
         if self.are_many and (mine := distributed.get_rank()) not in self.members:
             raise UsageError(
@@ -49,21 +59,26 @@ class Ranks:
             )
 
     @classmethod
-    def of(cls, model: nn.Module, replica: DistributedDataParallel | None = None) -> "Ranks":
+    def of(cls, model: nn.Module, replica: DistributedDataParallel | None = None, *, uneven: bool = False) -> "Ranks":
         """Return who trains a model: known by the replica around it, by the shards of its parameters, or both."""
         sharded: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
         meshes = {parameter.device_mesh: None for parameter in sharded}
         data: list[Any] = [] if replica is None else [replica.process_group]
         for module in fully_sharded_modules(model):
             # Private: nothing public tells which dimensions of the mesh FSDP2 spreads the rows over.
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None and not data:
-                data = group.mesh_info.mesh.get_all_groups()
+            state = module._get_fsdp_state()
+            for group in vars(state).get("_fsdp_param_groups") or [state._fsdp_param_group]:  # several since torch 2.12
+                data = data or ([] if group is None else group.mesh_info.mesh.get_all_groups())
         roots = [mesh._get_root_mesh() for mesh in meshes]
         if len({tuple(root.mesh.flatten().tolist()) for root in roots}) > 1:
             raise UsageError("Parameters of the model lie on meshes of different ranks; build them of one mesh.")
         members = roots[0].mesh.flatten().tolist() if roots else ()
-        return cls(data, members, averages=replica is not None, shards=bool(meshes))
+        return cls(data, members, averages=replica is not None, shards=bool(meshes), uneven=uneven)
+
+    @classmethod
+    def everyone(cls, parallel: object) -> "Ranks":
+        """Return all processes that were started, as ranks that only agree; where none train in ``parallel`` one."""
+        return cls() if parallel is None else cls(members=range(distributed.get_world_size()))
 
     @property
     def is_main(self) -> bool:
@@ -115,6 +130,10 @@ class Ranks:
         total = torch.tensor(count)
         self._reduce(total)
         return int(total) * self.size // len(self.members)  # ranks that share a layer have the same rows
+
+    def weight(self, count: int) -> float:
+        """Return what the mean loss of this rank's ``count`` rows counts in the mean over the ranks: mostly just 1."""
+        return count * self.size / self.rows(count) if self.uneven and self.data else 1.0
 
     def evaluation(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the means of numbers that each rank has found on its part of the data, exactly where all are equal.

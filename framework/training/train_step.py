@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data import Batch, Loader, MicroBatches, micro_batches, rows
-from ..errors import LoopscopeError, UsageError, listed
+from ..errors import LoopscopeError, UsageError, listed, require
 from .ranks import Ranks
 
 Arguments = ParamSpec("Arguments")
@@ -133,8 +133,14 @@ class TrainingTask:
         """Return the parts of which a step's batch is made up, each with the weight of its loss in the step's."""
         if isinstance(batch, MicroBatches):
             return [(part, 1.0) for part in batch]
+        weight = self.ranks.weight(rows(batch)) if self.ranks.uneven else 1.0
         if self.accumulation_steps == 1:
-            return ((batch, 1.0),)
+            return ((batch, weight),)
+        require(
+            weight == 1,
+            f"A batch whose rows {self.ranks.size} ranks cannot share evenly cannot be split into micro-batches, since "
+            "some ranks might have more of them than others; choose another batch_size, or accumulation_steps=1.",
+        )
         total = rows(batch)
         return [(part, rows(part) / total) for part in micro_batches(batch, self.accumulation_steps)]
 
@@ -223,7 +229,13 @@ def is_skipped(task: TrainingTask) -> bool:
     if task.scaler is None:
         return False
     # what the scaler itself asks before a step; its public methods only say afterwards that the scale has shrunk
-    return any(bool(found) for found in task.scaler._found_inf_per_device(task.optimizer).values())
+    found = task.scaler._found_inf_per_device(task.optimizer)
+    skipped = any(map(bool, found.values()))
+    if task.ranks.shards:  # torch asks the ranks of the first gradient's mesh alone, and there may be others
+        skipped = task.ranks.agree(skipped)
+        for flag in found.values():  # by which the scaler steps, and lowers its scale
+            flag.fill_(float(skipped))
+    return skipped
 
 
 def measure_gradients(task: TrainingTask, batch: Batch) -> Tensor:

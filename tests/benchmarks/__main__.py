@@ -27,7 +27,7 @@ from tests.benchmarks.loop_cost import clipping, loop_cost, observers_in_the_loo
 from tests.benchmarks.lowbit_cost import casts
 from tests.benchmarks.memory_cost import peak_memory
 from tests.benchmarks.overflow_cost import counting, hypothetical_casts
-from tests.benchmarks.ranks_cost import agreements
+from tests.benchmarks.ranks_cost import agreements_and_copies
 from tests.benchmarks.report import environment, misses, page, table
 from tests.benchmarks.rows import Effort, Row
 from tests.benchmarks.sink_cost import file_sinks
@@ -55,7 +55,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
-    "ranks": ("Ranks that train together", (agreements,)),
+    "ranks": ("Ranks that train together", (agreements_and_copies,)),
     "each": ("Each hook", (each_hook,)),
 }
 

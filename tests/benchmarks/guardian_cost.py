@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from loopscope.experiments.mod_arithmetic.runner import ModArithmeticConfig
 from loopscope.hooks import HookPoint, TrainingHook
 from loopscope.isolation import Snapshot
+from loopscope.state import RandomStreams, TrainingState, local_shards
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +38,28 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
         yield Row("clone + load_state_dict", against, TIMES, ratio(naive, reference))
 
 
+def on_a_shard(effort: Effort) -> tuple[Seconds, Seconds, float]:
+    """Time the guardian and plain copies of this rank's shards under FSDP2; the last number is their megabytes."""
+    preset = ModArithmeticConfig(**effort.paper)
+    # four times the parameters, so that a shard is as large as the other rows' whole state
+    larger = {"embed_dim": 2 * preset.embed_dim, "ff_dim": 2 * preset.ff_dim}
+    subject = sharded(mod_arithmetic(effort.paper | larger))
+    seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
+    return *seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors)) / 1e6
+
+
+def sharded(subject: Subject) -> Subject:
+    """Shard a run's model by FSDP2, layer by layer, and train it by an optimizer of the shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = subject.task.model
+    for module in (*model.get_submodule("blocks").children(), model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = TrainingState(model, optimizer, RandomStreams(1))
+    return replace(subject, task=replace(subject.task, optimizer=optimizer, scheduler=None, ranks=None), state=state)
+
+
 class PlainCopy:
     """Copies every tensor of the training state to a buffer and back, and does nothing else."""
 
@@ -44,7 +69,7 @@ class PlainCopy:
 
     def prepare(self) -> None:
         """Find the tensors of this moment, untimed."""
-        self._tensors = [tensor.detach() for tensor in self._subject.tensors]
+        self._tensors = [tensor.detach() for tensor in local_shards(self._subject.tensors)]
         if [buffer.shape for buffer in self._buffers] != [tensor.shape for tensor in self._tensors]:
             self._buffers = [torch.empty_like(tensor) for tensor in self._tensors]
 

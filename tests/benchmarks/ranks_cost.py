@@ -1,14 +1,17 @@
-"""What ranks that train together pay for agreeing: against a bare all-reduce of one number, on three processes."""
+"""What ranks that train together pay: to agree, against a bare all-reduce; to roll back, against copies of a shard."""
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import torch
 from loopscope.training import Ranks
 
+from tests.benchmarks.guardian_cost import on_a_shard
 from tests.benchmarks.rows import TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, Turns, ratio
 from tests.support.ranks import on_ranks
@@ -16,12 +19,21 @@ from tests.support.ranks import on_ranks
 RANKS, CALLS = 3, 50
 
 
-def agreements(effort: Effort) -> Iterator[Row]:
-    """Measure an agreement, and the norms of shards, on ranks that share this machine."""
+def agreements_and_copies(effort: Effort) -> Iterator[Row]:
+    """Measure an agreement, and the guardian on shards, on ranks that share this machine."""
     with TemporaryDirectory() as folder:
-        measured = on_ranks(partial(_agreements, effort.times(60)), Path(folder), RANKS)[0]
-    against = f"a bare all-reduce of one number, {RANKS} processes, gloo, {1e6 * measured['bare']:.0f} µs"
-    yield Row("Agreement of the ranks", against, TIMES, Spread(*measured["agreement"]), 1.3)
+        measured = on_ranks(partial(_measured, effort), Path(folder), RANKS)
+    found = measured[0]["agreements"]
+    against = f"a bare all-reduce of one number, {RANKS} processes, gloo, {1e6 * found['bare']:.0f} µs"
+    yield Row("Agreement of the ranks", against, TIMES, Spread(*found["agreement"]), 1.3)
+    ours, plain = ([*chain.from_iterable(each["copies"][index] for each in measured)] for index in (0, 1))
+    size = measured[0]["copies"][2]
+    against = f"plain copies of a shard, {RANKS} processes, {size:.1f} MB, {1e3 * Spread.of(plain).median:.2f} ms"
+    yield Row("Guardian save + restore, FSDP2", against, TIMES, ratio(ours, plain), 1.1)
+
+
+def _measured(effort: Effort) -> dict[str, Any]:
+    return {"agreements": _agreements(effort.times(60)), "copies": on_a_shard(effort)}
 
 
 def _agreements(blocks: int) -> dict[str, object]:

@@ -35,7 +35,8 @@ METHOD = """
   that is due only on every n-th step (`step_schedule`) costs the n-th part.
 - *Guardian.* `Snapshot.save` and `restore` against `torch._foreach_copy_` of all tensors of the training state into
   buffers and back, each after its own training step, so that gradients and batch are new. *clone + load_state_dict*
-  clones weights and gradients, deep-copies the optimizer's state dict and loads both.
+  clones weights and gradients, deep-copies the optimizer's state dict and loads both. *FSDP2* is the same in each
+  of three processes, with shards of a model of four times the parameters; the blocks are those of all three.
 - *Bytes copied* are counted by a dispatch mode around a fire.
 - *Hooks at the end of epochs.* All observers that fire between epochs only, in one run: the time of each fire at
   POST_EPOCH, against an epoch without it.

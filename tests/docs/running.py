@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     They are parsed as the page has them first: what makes them small would hide a value that is refused.
     """
     program, *words = shlex.split(command)
-    after = words[words.index("run") + 1 :] if "run" in words[:2] else []
+    after = words[words.index("run") + 1 :] if "run" in words[:2] or program == "torchrun" else []
     if after and after[0] in ExperimentRegistry.names():
         if program == "loopscope" and "--help" not in after:
             options = parse_run(ExperimentRegistry.get(after[0]), after[1:])
@@ -76,6 +77,9 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
         monkeypatch.setattr(sys, "argv", words)
         with registries_put_back():
             return status_of(lambda: runpy.run_path(words[0], run_name="__main__"))
+    if program == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return subprocess.run([*launcher, *words], check=False).returncode
     if program == "make":
         return status_of(lambda: run_recipe(words[0], monkeypatch))
     if program == "source":

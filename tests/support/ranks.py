@@ -1,5 +1,6 @@
 """Runs something on several processes that form a gloo group."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -36,3 +37,4 @@ def _be_one(rank: int, compute: Callable[[], Any], folder: Path, count: int) -> 
     )
     torch.save(compute(), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+    os._exit(0)  # threads of gloo that outlive their group abort an interpreter that ends, now and then

@@ -1,0 +1,98 @@
+"""One model trained by the processes that torchrun started: replicated, fully sharded, or parallel in its tensors."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..errors import listed, require
+
+Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
+TENSOR_RANKS = 2
+"""Ranks that hold the parts of a layer under fsdp+tp; the others see rows of their own."""
+
+
+def started_together() -> int:
+    """Return how many processes torchrun started, 0 where it did not."""
+    return int(os.environ.get("WORLD_SIZE", 0))
+
+
+def speaks() -> bool:
+    """Return whether this process is the one, of those that torchrun started, that speaks for all."""
+    return started_together() == 0 or os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def joined(kind: Parallel | None) -> Iterator[None]:
+    """Let the body train together with the other processes that torchrun started; alone where ``kind`` is ``None``.
+
+    A process group that is there is used. Raises :class:`UsageError` where kind and processes do not fit together.
+    """
+    there, count = distributed.is_available() and distributed.is_initialized(), started_together()
+    if kind is None:
+        require(
+            there or count < 2,
+            f"torchrun started {count} processes, but nothing says how they train one model: add --parallel "
+            f"{listed([*get_args(Parallel)])}, or start one process.",
+        )
+    if kind is None or there:
+        yield
+        return
+    require(
+        count > 0,
+        f"--parallel {kind} trains in several processes, which torchrun starts: torchrun --nproc-per-node 2 -m "
+        f"loopscope run EXPERIMENT --parallel {kind}.",
+    )
+    if kind == "fsdp+tp":
+        fits = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
+        require(fits, f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, and torchrun started {count}.")
+    distributed.init_process_group()
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Module:
+    """Return a model as all processes train it: within a replica, or itself with its parameters in parts.
+
+    ``plan`` names the modules whose layers are cut up under tp and fsdp+tp, each with its ``ParallelStyle``. Raises
+    :class:`UsageError` where it is empty.
+    """
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    device, count = next(model.parameters()).device.type, distributed.get_world_size()
+    parts = {"tp": count, "fsdp+tp": TENSOR_RANKS}.get(kind, 1)
+    mesh = init_device_mesh(device, (count // parts, parts), mesh_dim_names=("data", "tensor"))
+    if kind != "fsdp":
+        require(
+            bool(plan),
+            f"--parallel {kind} cuts layers up, and for this model the experiment does not say which; return a plan "
+            "from its method tensor_parallel_plan(model), or choose ddp or fsdp.",
+        )
+        parallelize_module(model, mesh["tensor"], dict(plan))
+    if kind != "tp":
+        for stack in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            for block in stack:
+                fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def split_groups(optimizer: Optimizer) -> None:
+    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors."""
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kinds: dict[Any, list[Any]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        found += [{**group, "params": parameters} for parameters in kinds.values()]
+    optimizer.param_groups[:] = found

@@ -1,0 +1,156 @@
+"""``torchrun -m loopscope run EXPERIMENT --parallel KIND``: several processes train what one does, and one writes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import experiments, sinks, training_hooks
+from loopscope.cli import main
+from loopscope.data import RowsOfRank, TensorLoader, fixed_order
+from loopscope.errors import UnfitError, UsageError
+from loopscope.runs import RunOptions
+from loopscope.training import joined
+
+FILLED = (experiments, sinks, training_hooks)  # the registries
+SMALL = (
+    *("mod_arithmetic", "--preset", "quick", "--strategy", "stride", "--max-epochs", "2", "--train-size", "325"),
+    *("--test-size", "320", "--embed-dim", "16", "--ff-dim", "32", "--optimizer", "sgd", "--lr", "0.05"),
+    *("--eval-every", "1"),
+)
+TEXT = (
+    *("tied_lm", "--strategy", "baseline", "--steps", "3", "--vocabulary", "300", "--context", "16", "--width", "24"),
+    *("--layers", "2", "--heads", "6", "--batch-size", "10", "--sample-tokens", "4"),
+    *("--lr", "1e-4", "--min-lr", "1e-5", "--with-hooks", "none"),
+)
+NARROW = ("lowbit_lm", "--strategy", "fp32", *TEXT[3:])
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}  # of weights in float32, after so few steps
+
+
+def loopscope(folder: Path, words: Sequence[str]) -> None:
+    assert main(["run", *words, "--output-dir", str(folder), "--no-console-output"]) == 0
+
+
+def torchrun(folder: Path, count: int, *words: str, launcher: tuple[str, ...] = ("--standalone",)) -> Any:
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(count)]
+    words = ("-m", "loopscope", "run", *words, "--output-dir", str(folder))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def trained(process: Any) -> str:
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error[-3000:]
+    return str(out)
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = folder.glob("*/*/*_final.pt")
+    return torch.load(path)
+
+
+def record_in(folder: Path) -> list[dict[str, Any]]:
+    (path,) = [path for path in folder.glob("*/*/*.jsonl") if path.name != "alerts.jsonl"]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers_in(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of a line of the record, with its place."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from numbers_in(part, f"{name}/{key}")
+    if isinstance(value, (int, float)):
+        yield name, value
+
+
+def assert_alike(alone: Path, together: Path) -> None:
+    ours, expected = weights_in(together), weights_in(alone)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, **CLOSE, msg=name)
+    for line, wanted in zip(record_in(together), record_in(alone), strict=True):
+        numbers, expected_numbers = dict(numbers_in(line)), dict(numbers_in(wanted))
+        assert numbers == pytest.approx(expected_numbers, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_two_processes_train_what_one_does_and_the_first_alone_writes_and_speaks(tmp_path):
+    process = torchrun(tmp_path / "two", 2, *SMALL, "--parallel", "ddp")
+    loopscope(tmp_path / "one", SMALL)
+    out = trained(process)
+    assert_alike(tmp_path / "one", tmp_path / "two")
+    assert out.count("Results: ") == 1
+    names = [sorted(path.name for path in (tmp_path / of).glob("*/*/*")) for of in ("one", "two")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [SMALL, TEXT, NARROW], ids=lambda words: words[0])
+@pytest.mark.parametrize(("kind", "count"), [("ddp", 3), ("fsdp", 3), ("tp", 2), ("fsdp+tp", 4)])
+def test_every_experiment_trains_in_every_kind_what_one_process_does(kind, count, words, tmp_path):
+    loopscope(tmp_path / "one", words)
+    trained(torchrun(tmp_path / "all", count, *words, "--parallel", kind))
+    assert_alike(tmp_path / "one", tmp_path / "all")
+
+
+@pytest.mark.slow
+def test_two_nodes_train_together(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "7")
+    words = (*SMALL, "--parallel", "ddp")
+    nodes = [torchrun(tmp_path / "two", 1, *words, launcher=common) for _ in range(2)]
+    said = [trained(node) for node in nodes]
+    assert sorted(out.count("Results: ") for out in said) == [0, 1]
+    loopscope(tmp_path / "one", SMALL)
+    assert_alike(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_what_is_refused_is_said_once_with_status_2_and_leaves_nothing(tmp_path):
+    for words, sentence in (
+        (SMALL, "torchrun started 2 processes, but nothing says how they train one model: add --parallel"),
+        ((*SMALL, "--parallel", "fsdp", "--save-checkpoints", "1"), "several processes have no checkpoints yet"),
+        ((*NARROW[:2], "fp8", *NARROW[3:], "--parallel", "tp"), "--parallel tp cuts layers up, and for this model"),
+    ):
+        process = torchrun(tmp_path / "run", 2, *words)
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 1, error  # torchrun's own
+        assert error.count(sentence) == 1, error
+        assert "exitcode  : 2" in error, error
+        assert not list((tmp_path / "run").glob("*/*/*"))
+
+
+def test_kinds_and_processes_that_do_not_fit_are_refused_with_the_remedy(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UsageError, match=r"torchrun --nproc-per-node 2 -m loopscope run EXPERIMENT --parallel tp"):
+        joined("tp").__enter__()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match=r"add --parallel ddp, fsdp, tp, fsdp\+tp, or start one process"):
+        joined(None).__enter__()
+    with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, and torchrun started 3"):
+        joined("fsdp+tp").__enter__()
+    with pytest.raises(UsageError, match=r"--resume: runs of several processes have no checkpoints yet"):
+        RunOptions(parallel="ddp", resume=True)
+
+
+def test_the_shares_of_all_ranks_are_the_batches_of_one_process_in_its_order():
+    rows = torch.arange(23)
+    loader = TensorLoader((rows, rows * 2.0), 5, fixed_order(rows.flip(0)))
+    for count in (1, 2, 3):
+        shares = [RowsOfRank(loader, rank, count) for rank in range(count)]
+        for look in (lambda one: one.batches(0), lambda one: one.shuffled(1).batches(3), lambda one: one.batches(0, 2)):
+            for whole, *parts in zip(look(loader), *map(look, shares), strict=True):
+                assert all(len(part[0]) for part in parts)
+                for tensor, found in zip(whole, zip(*parts, strict=True), strict=True):
+                    assert torch.equal(torch.cat(found), tensor)
+    with pytest.raises(UnfitError, match="has 3 rows, too few for each of 4 ranks to have one"):
+        list(RowsOfRank(loader, 0, 4).batches(0))
