@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, strftime
 from typing import Any
 from weakref import WeakSet
@@ -98,8 +99,7 @@ class AttachedRun:
         self._ranks = ranks = trainers_of(model, replica) if ranks is None else ranks
         if ranks.are_many:
             self._agree(accumulate)
-        choices = self.choices
-        keeping = any(sink.keeps for sink in choices.made_sinks())
+        choices, keeping = self.choices, any(sink.keeps for sink in self.choices.made_sinks())
         self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
         known = {id(parameter) for parameter in model.parameters()}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -171,8 +171,7 @@ class AttachedRun:
         self._at_exit = at_exit or self.end
         if self.choices.overwrite and (earlier := _OPEN.get(self.folder.path.resolve())):
             earlier._at_exit("interrupted")  # a cell that runs again has lost the scope, and nobody else can close it
-        if self._ranks.are_many:
-            self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
+        self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
             self._ranks.together(self._take_folder)
             self._held.enter_context(self._console)
@@ -190,8 +189,8 @@ class AttachedRun:
         atexit.register(self._forgotten)
 
     def _take_folder(self) -> None:
-        mine, stored = self._ranks.place, self._stored
-        theirs = mine if stored is None else tuple(stored["rank"])
+        mine = self._ranks.place
+        theirs = mine if self._stored is None else tuple(self._stored["rank"])
         require(
             theirs == mine,
             f"The state that was loaded is that of rank {theirs[0]} of {theirs[1]}, and this is rank {mine[0]} of "
@@ -210,7 +209,9 @@ class AttachedRun:
         info = RunInfo(
             experiment=record.experiment,
             strategy=record.strategy,
-            output_dir=self.folder.path,
+            output_dir=self.folder.path
+            if self._ranks.is_main
+            else Path(self._held.enter_context(TemporaryDirectory())),
             task=manager.task,
             loop=choices.loop,
             seed=choices.seed,
