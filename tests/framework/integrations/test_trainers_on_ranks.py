@@ -1,0 +1,189 @@
+"""Hugging Face's Trainer and Lightning's under DDP and FSDP2: three ranks train with hooks what they train without."""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+
+from tests.framework.integrations.rank_loops import part_of
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
+RANKS = 3
+OBSERVERS = ["norms", "training_metrics", "gradient_flow", "weight_updates"]
+FSDP2 = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["GPT2Block"],
+}
+Same = dict[tuple[str, int], bool]
+
+
+def as_under_torchrun() -> Path:
+    rank = str(distributed.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = "29400"  # never opened: the process group is there
+    warnings.simplefilter("ignore")
+    return Path(os.environ["OUT"])
+
+
+def compared(train: Callable[..., Any], equal: Callable[[Any, Any], bool], observers: dict[int, list[str]]) -> Same:
+    """Train bare and with hooks that watch or spoil, these with an evaluation every two steps."""
+    from tests.framework.integrations.hf_trainers import vandal
+
+    found: Same = {}
+    for accumulate, names in observers.items():
+        bare = train(f"bare{accumulate}", None, accumulate)
+        for name, hooks in (("observers", names), ("vandal", [vandal()])):
+            found[name, accumulate] = equal(train(f"{name}{accumulate}", hooks, accumulate), bare)
+    return found
+
+
+# Hugging Face
+
+
+def hugging_face(observers: dict[int, list[str]], **options: Any) -> Same:
+    out = as_under_torchrun()
+    from tests.framework.integrations.hf_trainers import same, traced
+
+    def train(folder: str, hooks: Any, accumulate: int) -> Any:
+        often = {} if hooks is None else {"eval_strategy": "steps", "eval_steps": 2}
+        return traced(out / folder, hooks, gradient_accumulation_steps=accumulate, **often, **options)
+
+    return compared(train, same, observers)
+
+
+def hugging_face_replicas() -> Any:
+    found = hugging_face({1: [*OBSERVERS, "hessian"], 2: [*OBSERVERS, "hessian"]})
+    return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]))}
+
+
+def goes_on(out: Path) -> bool:
+    """Return whether a Trainer that was stopped and goes on records what one does that was not."""
+    from transformers import TrainerCallback
+
+    from tests.framework.integrations.hf_trainers import attached, trainer
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    for name, callbacks, checkpoint in (("whole", [], None), ("parts", [Stop()], None), ("parts", [], "checkpoint-2")):
+        made = trainer(out / name, *callbacks, **saving)
+        attached(made, [*OBSERVERS, "consecutive"])
+        made.train(resume_from_checkpoint=checkpoint and str(out / name / checkpoint))
+    distributed.barrier()
+    files = {path.name for path in (out / "parts/checkpoint-2").glob("*loopscope.pt")}
+    whole, parts = ((out / name / f"loopscope/{name}.jsonl").read_text() for name in ("whole", "parts"))
+    return whole == parts and files == {"loopscope.pt", "1-loopscope.pt", "2-loopscope.pt"}
+
+
+def hugging_face_shards() -> Any:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    begin = PartialState.__init__
+
+    def begin_as_on_devices(self: Any, *inputs: Any, **options: Any) -> None:
+        begin(self, *inputs, **options)  # which shards nothing on CPUs, while torch does
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = begin_as_on_devices  # type: ignore[method-assign]
+    return hugging_face({1: OBSERVERS, 2: OBSERVERS}, fsdp=True, fsdp_config=FSDP2)
+
+
+# Lightning
+
+
+def lightning_fit(strategy: Callable[[], Any], observers: dict[int, list[str]]) -> Any:
+    out = as_under_torchrun()
+    import lightning.pytorch as lightning
+    from loopscope import attach
+
+    from tests.framework.integrations.test_lightning import Classifier, batches
+    from tests.support.models import mean_loss
+
+    class Trained(Classifier):
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import FSDPModule, fully_shard
+
+            if strategy is sharding and not isinstance(self.net, FSDPModule):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", mean_loss(self.net, batch) + torch.rand(()), sync_dist=True)
+
+    class Trace(lightning.Callback):
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            held = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
+            tensors = [*module.parameters(), *module.buffers(), *held, torch.get_rng_state()]
+            self.rows.append([part_of(each.detach()).tolist() for each in tensors])
+
+    def train(folder: str, hooks: Any, accumulate: int, ckpt: Any = None, **options: Any) -> Any:
+        torch.manual_seed(1)
+        trace = Trace()
+        quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)
+        checking = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+        often = {"limit_val_batches": 0} if hooks is None or ckpt or options else checking
+        made = lightning.Trainer(
+            **quiet | {"max_epochs": 2} | often | options,
+            accelerator="cpu",
+            devices=RANKS,
+            strategy=strategy(),
+            default_root_dir=out / folder,
+            callbacks=[trace],
+            accumulate_grad_batches=accumulate,
+        )
+        if hooks is not None:
+            attach(made, hooks=hooks, display="none", audit=True)
+        made.fit(Trained(), batches(), batches(), ckpt_path=ckpt)
+        if options:
+            made.save_checkpoint(out / "kept.ckpt")
+        return trace.rows
+
+    found: Any = compared(train, lambda ours, theirs: bool(ours) and ours == theirs, observers)
+    if strategy is replicating:
+        whole = train("whole", [*OBSERVERS, "consecutive"], 1)
+        train("parts", [*OBSERVERS, "consecutive"], 1, max_steps=2)
+        train("parts", [*OBSERVERS, "consecutive"], 1, out / "kept.ckpt")
+        distributed.barrier()
+        texts = [(out / name / f"loopscope/{name}.jsonl").read_text() for name in ("whole", "parts")]
+        found["gone on", 1] = bool(whole) and texts[0] == texts[1]
+    return found
+
+
+def replicating() -> str:
+    return "ddp"
+
+
+def sharding() -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+
+
+def lightning_replicas() -> Any:
+    return lightning_fit(replicating, {1: [*OBSERVERS, "hessian"], 2: OBSERVERS})
+
+
+def lightning_shards() -> Any:
+    return lightning_fit(sharding, {1: OBSERVERS, 2: OBSERVERS})
+
+
+@pytest.mark.parametrize("train", [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightning_shards])
+def test_a_trainer_with_hooks_trains_on_every_rank_what_it_does_without(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "ranks").mkdir()
+    for result in on_ranks(train, tmp_path / "ranks", RANKS):
+        assert [way for way, holds in result.items() if not holds] == []
+        assert len(result) >= 4
