@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,13 @@ def all_of_it() -> dict[str, Any]:
         "DDP, accumulated": neutral("DDP", 2, everything(), out / "ddp-accumulated"),
         "FSDP2": neutral("FSDP2", 1, everything(), out / "fsdp"),
     }
-    return {"is neutral": found, "measured": numbers("DDP", out / "numbers"), "said": said(out), **state(out)}
+    return {
+        "is neutral": found,
+        "measured": numbers("DDP", out / "numbers"),
+        "said": said(out),
+        **state(out),
+        **deserted(out),
+    }
 
 
 def numbers(kind: str, out: Path) -> dict[str, float]:
@@ -83,7 +90,7 @@ def outcome(kind: str, hooks: list[Any], given: dict[str, Any], *, of_the_replic
 
 
 def state(out: Path) -> dict[str, Any]:
-    """Stop after an epoch and go on with the state of this rank, or of another; then attach on one rank alone."""
+    """Stop after an epoch and go on with the state of this rank, or of another."""
     loop = Loop("DDP")
     with loop.attach(["norms", "consecutive"], out / "parts") as scope:
         loop.run(scope)
@@ -97,13 +104,29 @@ def state(out: Path) -> dict[str, Any]:
                 again.run(scope)
         except LoopscopeError as error:
             found[name] = str(error)
-    alone, last = "", Loop("DDP")
+    return {"gone on": found}
+
+
+def deserted(out: Path) -> dict[str, str]:
+    """Let the script of one rank fail and leave; return what the ranks tell of that, and of an attach afterwards."""
+    loop, last, found = Loop("DDP"), Loop("DDP"), {}
+    loop.update = partial(fail_in_the_script, loop.update)  # type: ignore[method-assign]
+    try:
+        with loop.attach(["norms", "weight_average"], out / "deserted") as scope:
+            loop.run(scope)
+    except (ValueError, RuntimeError, LoopscopeError) as error:
+        found["left"] = type(error).__name__
     if distributed.get_rank() == 0:
         try:
             last.attach(["norms"], out / "alone")
         except LoopscopeError as error:
-            alone = f"{type(error).__name__}: {error}"
-    return {"gone on": found, "alone": alone}
+            found["alone"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def fail_in_the_script(update: Any) -> None:
+    update()
+    fail_on_one(None)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +184,12 @@ def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
 def test_a_rank_goes_on_from_its_own_state_and_from_no_other(ranks):
     assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
     assert all("is that of rank 0 of 3, and this is rank" in result["gone on"]["another's"] for result in ranks)
+
+
+def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leaves(ranks, out):
+    assert [result["left"] for result in ranks][1] == "ValueError"
+    assert {ranks[0]["left"], ranks[2]["left"]} <= {"RuntimeError", "RankLostError"}
+    assert json.loads((out / "deserted" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_a_rank_that_attaches_alone_is_told_that_all_have_to(ranks):
