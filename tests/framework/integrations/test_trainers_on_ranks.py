@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Lightning's under DDP and FSDP2: three ranks train with hooks what they train without."""
+"""Trainers under DDP and FSDP2, and loops of Accelerate: three ranks train with hooks what they train without."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from tests.framework.integrations.rank_loops import part_of
+from tests.framework.integrations.rank_loops import everything, part_of
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -207,10 +207,25 @@ def lightning_shards() -> Any:
     return compared(lightning_training(sharding), some_and_equal, {1: OBSERVERS, 2: OBSERVERS})
 
 
-@pytest.mark.parametrize("train", [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightning_shards])
+def accelerate_replicas() -> Any:
+    out = as_under_torchrun()
+    from tests.framework.integrations.own_loops import Loop, Parts, attached, train
+
+    loops = {accumulate: Loop(accelerate=True, accumulate=accumulate, clips=0.5) for accumulate in (1, 2)}
+    found = {}
+    for accumulate, loop in loops.items():
+        ours = attached(loop, out / str(accumulate), everything(), evaluates=True, audit=True)
+        found["everything", accumulate] = some_and_equal(ours.digests, train(Parts(loop)).digests)
+    return found
+
+
+KINDS = [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightning_shards, accelerate_replicas]
+
+
+@pytest.mark.parametrize("train", KINDS)
 def test_a_trainer_with_hooks_trains_on_every_rank_what_it_does_without(train, tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     (tmp_path / "ranks").mkdir()
     for result in on_ranks(train, tmp_path / "ranks", RANKS):
         assert [way for way, holds in result.items() if not holds] == []
-        assert len(result) >= 4
+        assert len(result) >= (2 if train is accelerate_replicas else 4)
