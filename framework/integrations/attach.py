@@ -141,6 +141,8 @@ def _to_a_loop(
             optimizer = optimizer.optimizer
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
+    known = ranks is None or isinstance(ranks, Ranks)
+    require(known, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     counts = type(accumulate) is int and accumulate >= 1
     require(counts, f"accumulate is {accumulate!r}; it is the number of micro-batches in a step, at least 1.")
     if not isinstance(optimizer, Optimizer):

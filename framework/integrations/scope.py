@@ -108,7 +108,8 @@ class Scope(AttachedScope):
         """Return what ``function`` returns, called so that it cannot change the training.
 
         It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
-        back. Named numbers that it returns are shown to hooks as the newest evaluation.
+        back. Named numbers that it returns are shown to hooks as the newest evaluation: of ranks that train together, which
+        all call this, their means.
         """
         self._require_open()
         run = self._run

@@ -41,6 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Parts], dict[str, Any]], str]] = {
     "idle options": (lambda parts: {"hook_options": {"hessian": {}}}, "not on; add .*hooks=\\['hessian'\\]"),
     "late options": (lambda parts: {"hooks": [norms()], "hook_options": {"norms": {}}}, "give them as it is made"),
     "an unknown option": (lambda parts: {"hook_options": {"norms": {"x": 1}}}, "Unknown option of hook 'norms': 'x'"),
+    "a number of ranks": (lambda parts: {"ranks": 3}, "ranks is a int; give loopscope.training.Ranks"),
     "no micro-batches": (lambda parts: {"accumulate": 0}, "accumulate is 0; .* at least 1"),
     "a number to evaluate": (lambda parts: {"evaluate": 3}, "evaluate is a int; it must be a function"),
     "no optimizer": (lambda parts: {"optimizer": None}, "attach\\(model, optimizer\\) takes one of torch's"),
