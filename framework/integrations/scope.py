@@ -108,8 +108,8 @@ class Scope(AttachedScope):
         """Return what ``function`` returns, called so that it cannot change the training.
 
         It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
-        back. Named numbers that it returns are shown to hooks as the newest evaluation: of ranks that train together, which
-        all call this, their means.
+        back. Named numbers that it returns are shown to hooks as the newest evaluation; ranks that train together all
+        call this, and are shown the means.
         """
         self._require_open()
         run = self._run
