@@ -338,6 +338,8 @@ class HookSet:
 
     def end(self, status: str) -> None:
         """Tell every hook that the strategy is over, whatever others raise there, and take its table."""
+        if status != "completed":  # perhaps on this rank alone, so that nobody is there to agree with
+            self.ranks = Ranks()
         # An ExitStack calls all of its callbacks, the last one first, whatever some of them raise.
         with ExitStack() as one_after_another:
             for hook in reversed(self._hooks):

@@ -194,7 +194,7 @@ class HookManager:
             whatever_happens.callback(self.hooks.end, status)
             self.dispatch.flush_steps(self.state.loop.epoch)
         if status == "completed":  # else the run ends for another reason
-            self.hooks.failures.raise_pending()
+            self.settle()
 
     def _settings(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, or some would wait for others."""

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 from ..data import Batch, Loader
 from ..errors import UsageError, require
 from ..hooks import HookRegistry, LoopType, MetricSink, SinkRegistry, StepSchedule
-from ..training import takes_closure
+from ..training import Ranks, takes_closure
 from .attached_run import AttachedRun
 from .choices import Choices, OnError, Shown, Wanted
 from .own_loop import OwnLoop
 from .scope import Scope
+from .wrapped import unwrapped
 
 
 def attach(
@@ -33,6 +34,7 @@ def attach(
     scaler: Any = None,
     accelerator: Any = None,
     accumulate: int = 1,
+    ranks: Ranks | None = None,
     loss: Callable[[nn.Module, Batch], Tensor] | None = None,
     loader: "Loader | DataLoader[Any] | None" = None,
     evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
@@ -63,6 +65,8 @@ def attach(
         scaler: the ``GradScaler`` of the loop; hooks see the gradients unscaled.
         accelerator: the Accelerator that runs backward, in a loop of Accelerate's; it knows the scaler.
         accumulate: micro-batches in a step.
+        ranks: who trains together where the model does not tell it: ``Ranks(data=[group])`` if the loop averages the
+            gradients over a process group by itself, ``Ranks()`` if every process trains a model of its own.
         loss: ``loss(model, batch)``, what :meth:`Scope.backward` is given for a batch: for hooks that compute losses.
         loader: the training data, for hooks that read them; they have an order of their own.
         evaluate: ``evaluate(model)`` returns named numbers, for hooks that evaluate other weights.
@@ -82,6 +86,7 @@ def attach(
 
     Raises:
         UsageError: for what cannot be attached, or protected, in a sentence that says what to do.
+        RankLostError: where other ranks do not attach hooks as well.
     """
     given = locals()
     chosen = {name: given[name] for name in Choices.__dataclass_fields__ if given[name] is not None}
@@ -90,20 +95,21 @@ def attach(
     HookRegistry.discover()
     SinkRegistry.discover()
     choices = Choices(**chosen)
-    together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    require(not together, "Hooks are attached to one process so far; this one trains together with others.")
     if trainer := _trainer_of(target):
-        own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator") if given[name] is not None]
+        own = [name for name in ("optimizer", "scheduler", "scaler", "accelerator", "ranks") if given[name] is not None]
         require(not own, f"The trainer has its own {' and '.join(own)}; give attach the trainer alone.")
         return import_module(f"{__package__}.{trainer}").attach_to(target, choices)
     replicated = isinstance(target, nn.DataParallel)
-    require(not replicated, "A DataParallel model is trained on several devices; attach serves one so far.")
+    require(
+        not replicated,
+        "DataParallel trains on several devices in one process, where attach serves one; use DistributedDataParallel.",
+    )
     require(
         isinstance(target, nn.Module),
         f"attach was given a {type(target).__name__}; it takes a model and its optimizer, a transformers.Trainer, or a "
         "lightning.Trainer.",
     )
-    return _to_a_loop(target, optimizer, choices, scheduler, scaler, accelerator, accumulate)
+    return _to_a_loop(target, optimizer, choices, scheduler, scaler, accelerator, accumulate, ranks)
 
 
 def _trainer_of(target: Any) -> str:
@@ -116,7 +122,14 @@ def _trainer_of(target: Any) -> str:
 
 
 def _to_a_loop(
-    model: nn.Module, optimizer: Any, choices: Choices, scheduler: Any, scaler: Any, accelerator: Any, accumulate: int
+    target: nn.Module,
+    optimizer: Any,
+    choices: Choices,
+    scheduler: Any,
+    scaler: Any,
+    accelerator: Any,
+    accumulate: int,
+    ranks: Ranks | None,
 ) -> Scope:
     if accelerator is not None:
         require(scaler is None and accumulate == 1, "An Accelerator has its scaler and counts micro-batches by itself.")
@@ -128,6 +141,8 @@ def _to_a_loop(
             optimizer = optimizer.optimizer
         if isinstance(scheduler, AcceleratedScheduler):
             scheduler = scheduler.scheduler
+    known = ranks is None or isinstance(ranks, Ranks)
+    require(known, f"ranks is a {type(ranks).__name__}; give loopscope.training.Ranks(data=[process_group]).")
     counts = type(accumulate) is int and accumulate >= 1
     require(counts, f"accumulate is {accumulate!r}; it is the number of micro-batches in a step, at least 1.")
     if not isinstance(optimizer, Optimizer):
@@ -144,12 +159,7 @@ def _to_a_loop(
         )
     whole = {} if accumulate == 1 else {"needs_next_batch": "take steps of one batch: accumulate=1"}
     run = AttachedRun(choices, choices.lacks(**whole))
-    inner = unwrapped(model)
-    run.build(inner, optimizer, scheduler=scheduler, scaler=scaler, compiled=inner is not model)
+    model, replica, compiled = unwrapped(target)
+    parts = {"scheduler": scheduler, "scaler": scaler, "replica": replica, "compiled": compiled}
+    run.build(model, optimizer, **parts, ranks=ranks, accumulate=accumulate)
     return Scope(run, OwnLoop(run, accumulate, accelerator), accumulate)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model within one that torch.compile made; any other as it is."""
-    # torch has no public name for the wrapper, and its class takes seconds to import
-    return model._orig_mod if type(model).__module__ == "torch._dynamo.eval_frame" else model  # type: ignore[return-value]

@@ -1,37 +1,40 @@
 """A run within a loop that somebody else drives: its choices, its hooks, its folder, its record and its display."""
 
 import atexit
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, strftime
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import run_lock
+from ..checkpoints import run_lock, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..durable_files import plain_json
-from ..errors import RunNotice, UnsuitableError, UsageError, require
+from ..errors import RankLostError, RunNotice, UnsuitableError, UsageError, require
 from ..firing import Driver, HookManager, unmet
 from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
-from ..state import RandomStreams, TrainingState
-from ..training import TrainingTask
+from ..state import RandomStreams, TrainingState, gathered_for_a_while
+from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
+from .wrapped import kept, past, trainers_of
 
-STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
+STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "rank"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers to which a run is attached."""
 _OPEN: "dict[Path, AttachedRun]" = {}
@@ -65,8 +68,6 @@ class AttachedRun:
         named = path if choices.out or trained_in is None else trained_in
         self.folder = RunFolder(path, named.absolute().name)
         self._bar = bar
-        keeping = any(sink.keeps for sink in choices.made_sinks())
-        self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
         self._progress: Progress = NoProgress()
         self._held = ExitStack()
         self._stored: Mapping[str, Any] | None = None
@@ -84,12 +85,22 @@ class AttachedRun:
         scheduler: Any = None,
         scaler: Any = None,
         loss: Loss | None = None,
+        replica: DistributedDataParallel | None = None,
+        ranks: Ranks | None = None,
+        accumulate: int = 1,
         compiled: bool = False,
         length: int | None = None,
         scheduler_interval: str = "epoch",
     ) -> None:
-        """Put the hooks around what is trained; raises :class:`UsageError` for what cannot be."""
-        choices = self.choices
+        """Put the hooks around what is trained; raises :class:`UsageError` for what cannot be.
+
+        Of ranks that train together the main one alone has a folder, sinks and a display.
+        """
+        self._ranks = ranks = trainers_of(model, replica) if ranks is None else ranks
+        if ranks.are_many:
+            self._agree(accumulate)
+        choices, keeping = self.choices, any(sink.keeps for sink in self.choices.made_sinks())
+        self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
         known = {id(parameter) for parameter in model.parameters()}
         theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         require(
@@ -104,7 +115,7 @@ class AttachedRun:
             model,
             optimizer,
             loader,
-            loss or choices.loss or no_loss,
+            past(replica, loss or choices.loss or no_loss),
             evaluate=choices.evaluate or (lambda model: {}),
             scheduler=scheduler,
             scaler=scaler,
@@ -114,6 +125,8 @@ class AttachedRun:
             log_every=choices.log_every,
             config=choices.config,
             compiled=compiled,
+            replica=replica,
+            ranks=ranks,
         )
         if choices.reference is not None:
             self._reference = load_reference(Path(choices.reference), model).weights
@@ -137,6 +150,18 @@ class AttachedRun:
         _TRAINED.add(optimizer)
         self.is_built = True
 
+    def _agree(self, accumulate: int) -> None:
+        """Go by the folder of the main rank, which alone writes and shows; refuse what differs between the ranks."""
+        ranks, choices = self._ranks, self.choices
+        try:
+            path, strategy = ranks.gather((str(self.folder.path), self.folder.strategy))[0]
+        except RankLostError as error:
+            raise RankLostError(f"{error} Call attach on every rank of the training.") from error
+        self.folder = RunFolder(Path(path), strategy)
+        ranks.check_equal({"accumulate": accumulate, "on_hook_error": choices.on_hook_error, "audit": choices.audit})
+        if not ranks.is_main:
+            self.choices = replace(choices, sinks=(), display="none")
+
     def start(self, first: Batch | None, steps: int | None, at_exit: Callable[[str], None] | None = None) -> None:
         """Start the hooks before the first step, on its batch; ``steps`` are those of an epoch, if they are known.
 
@@ -146,12 +171,9 @@ class AttachedRun:
         self._at_exit = at_exit or self.end
         if self.choices.overwrite and (earlier := _OPEN.get(self.folder.path.resolve())):
             earlier._at_exit("interrupted")  # a cell that runs again has lost the scope, and nobody else can close it
-        remedy = "give attach another folder, out=, or overwrite=True"
-        self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
-        self.folder.make()
+        self._ranks.check_equal({"Whether a state was loaded": self._stored is not None})
         try:
-            self._held.enter_context(run_lock(self.folder.path))
-            self.folder.refuse_what_came_meanwhile()
+            self._ranks.together(self._take_folder)
             self._held.enter_context(self._console)
             info = self._start_hooks(first)
         except BaseException:
@@ -166,13 +188,30 @@ class AttachedRun:
         self._begin = perf_counter()
         atexit.register(self._forgotten)
 
+    def _take_folder(self) -> None:
+        mine = self._ranks.place
+        theirs = mine if self._stored is None else tuple(self._stored["rank"])
+        require(
+            theirs == mine,
+            f"The state that was loaded is that of rank {theirs[0]} of {theirs[1]}, and this is rank {mine[0]} of "
+            f"{mine[1]}: start as many ranks as there were, and let each load its own.",
+        )
+        if self._ranks.is_main:
+            remedy = "give attach another folder, out=, or overwrite=True"
+            self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
+            self.folder.make()
+            self._held.enter_context(run_lock(self.folder.path))
+            self.folder.refuse_what_came_meanwhile()
+
     def _start_hooks(self, first: Batch | None) -> RunInfo:
         manager, stored, choices = self.manager, self._stored, self.choices
         record = self._record()
         info = RunInfo(
             experiment=record.experiment,
             strategy=record.strategy,
-            output_dir=self.folder.path,
+            output_dir=self.folder.path
+            if self._ranks.is_main
+            else Path(self._held.enter_context(TemporaryDirectory())),
             task=manager.task,
             loop=choices.loop,
             seed=choices.seed,
@@ -190,13 +229,16 @@ class AttachedRun:
         if first is not None:
             manager.hooks.see_first(first)
         info = replace(info, metric_infos=manager.hooks.metric_infos())
-        if stored is None:
+        if stored is not None:
+            manager.hooks.goes_on()
+        self._ranks.together(partial(self._begin_record, record, info))
+        return info
+
+    def _begin_record(self, record: RunRecord, info: RunInfo) -> None:
+        if self._stored is None and self._ranks.is_main:
             self.folder.claim()
             self.folder.write_record(record)
-        else:
-            manager.hooks.goes_on()
-        manager.dispatch.start(info, stored and stored["sinks"])
-        return info
+        self.manager.dispatch.start(info, self._stored and self._stored["sinks"])
 
     def _record(self) -> RunRecord:
         choices = self.choices
@@ -263,6 +305,8 @@ class AttachedRun:
             else:
                 stack.enter_context(RandomStreams(self.choices.seed).isolated())
             stack.enter_context(borrowed_modes(model, train=None))
+            stack.enter_context(gathered_for_a_while(model))
+            stack.enter_context(kept(self.driver.task.replica if self.is_built else None))
             try:
                 yield
             finally:
@@ -283,9 +327,10 @@ class AttachedRun:
                 "left_out": manager.hooks.failures.left_out,
                 "sinks": positions,
                 "place": self.place,
+                "rank": self._ranks.place,
             }
         for path in files:
-            _to_disk(path)
+            sync_path(path)
         return deepcopy(content)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -312,7 +357,7 @@ class AttachedRun:
             raise
         finally:
             try:
-                if self.is_started:
+                if self.is_started and self._ranks.is_main:
                     self._summarise(status, error)
             finally:  # whatever the disk says to the summary
                 self._leave()
@@ -343,7 +388,7 @@ class AttachedRun:
 
     def _forgotten(self) -> None:
         """Close the run that its program has not closed; one that ends with an error is closed as failed."""
-        if vars(sys).get("last_value") is not None:
+        if vars(sys).get("last_value") is not None or not self._ranks.is_main:
             self._at_exit("failed")
             return
         warnings.warn(
@@ -352,9 +397,4 @@ class AttachedRun:
             RunNotice,
             stacklevel=2,
         )
-        self._at_exit("completed")
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        self._at_exit("interrupted" if self._ranks.are_many else "completed")  # other ranks may be gone

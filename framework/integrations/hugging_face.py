@@ -26,6 +26,7 @@ from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
 from .scope import AttachedScope
+from .wrapped import unwrapped
 
 TESTED = "transformers 5.23"
 STATE = "loopscope.pt"
@@ -49,11 +50,11 @@ def attach_to(trainer: Any, choices: Choices) -> AttachedScope:
     require(not missing, f"This Trainer has no {', '.join(missing)}, which attach relies on; {TESTED} has them.")
     attached = any(isinstance(callback, TrainerEvents) for callback in trainer.callback_handler.callbacks)
     require(not attached, "A run is attached to this Trainer already; its scope is what attach returned then.")
-    state = trainer.accelerator.state
-    if state.num_processes > 1 or trainer.args.n_gpu > 1:
-        raise UsageError("This Trainer trains on several devices; attach serves one process with one device so far.")
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise UsageError("This Trainer hands its model to DeepSpeed or FSDP; attach serves whole models so far.")
+    several = trainer.args.n_gpu > 1
+    require(not several, "This Trainer trains on several devices in one process; start one for each, by torchrun.")
+    first = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    require(not first, "This Trainer shards its model by the first FSDP; set fsdp_version 2 to attach hooks.")
+    require(not trainer.is_deepspeed_enabled, "This Trainer hands its model to DeepSpeed; use DDP, or fsdp_version 2.")
     again = trainer.args.auto_find_batch_size
     require(not again, "auto_find_batch_size begins the training anew under way; set the batch size to attach hooks.")
     lacks = {need: remedy for need, remedy in choices.lacks().items() if need != "needs_loss"}
@@ -135,13 +136,14 @@ class TrainerEvents(TrainerCallback):
             scheduler=scheduler,
             scaler=trainer.accelerator.scaler,
             loss=self._loss,
+            replica=unwrapped(trainer.model_wrapped)[1],
+            accumulate=args.gradient_accumulation_steps,
             compiled=wrapped is not trainer.model,
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
-        accumulate = args.gradient_accumulation_steps
-        self._steps = steps_in(trainer.callback_handler.train_dataloader, accumulate)
-        self._loop = OwnLoop(run, accumulate, None)
+        self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
+        self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Let the epoch end as the next one begins: its evaluation comes yet."""
@@ -153,16 +155,16 @@ class TrainerEvents(TrainerCallback):
             self._own.end_epoch({})
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Write the hooks' state into the checkpoint."""
+        """Write the state that the hooks have on this rank into the checkpoint."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if folder.is_dir():
-            torch.save(self._own.state_dict(), folder / STATE)
+            torch.save(self._own.state_dict(), folder / self._file)
 
     # The wrapped methods
 
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
         """Take the hooks' state of the checkpoint from which the Trainer goes on."""
-        path = Path(checkpoint) / STATE
+        path = Path(checkpoint or "") / self._file
         if checkpoint is not None and path.is_file():
             self.run.load_state_dict(torch.load(path, weights_only=True))
         return load(checkpoint)
@@ -188,6 +190,11 @@ class TrainerEvents(TrainerCallback):
             numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
             run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(OF_THE_COST)})
         return found
+
+    @property
+    def _file(self) -> str:
+        rank = self._trainer.args.process_index
+        return f"{rank}-{STATE}" if rank else STATE
 
     @property
     def _own(self) -> OwnLoop:

@@ -16,6 +16,7 @@ from ..state import Transient
 from ..training import is_skipped, takes_closure
 from .attached_run import AttachedRun
 from .unscaling import scale_of, unscaled
+from .wrapped import unwrapped
 
 TESTED = "2.6"
 
@@ -81,6 +82,8 @@ class LightningLoop(Transient):
             scheduler=schedulers[0].scheduler if schedulers else None,
             scaler=vars(trainer.precision_plugin).get("scaler"),
             loss=run.choices.loss or self._loss,
+            replica=unwrapped(trainer.strategy.model)[1],
+            accumulate=per_step,
             compiled=module._compiler_ctx is not None,
             scheduler_interval=schedulers[0].interval if schedulers else "epoch",
         )
@@ -93,7 +96,13 @@ class LightningLoop(Transient):
         self._numbers, self._state = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what hooks, sinks and the loop know, for Lightning's checkpoint."""
+        """Return what hooks, sinks and the loop know, of each rank, for Lightning's checkpoint, which one writes."""
+        if not self._run.is_started:
+            return self._state
+        state, ranks = self._own_state(), self._run.driver.task.ranks
+        return {"ranks": ranks.gather(state)} if ranks.are_many else state
+
+    def _own_state(self) -> dict[str, Any]:
         if self._state or not self._run.is_started:
             return self._state
         self._run.place = self._place
@@ -106,7 +115,8 @@ class LightningLoop(Transient):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint with the fit that comes; a test or a validation takes nothing of it."""
         if self._trainer.state.fn == "fit" and not self.is_over:
-            self._run.load_state_dict(state_dict)
+            states = state_dict.get("ranks", [state_dict])
+            self._run.load_state_dict(states[min(self._trainer.global_rank, len(states) - 1)])
             self._state = state_dict
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -128,7 +138,7 @@ class LightningLoop(Transient):
         self._held.close()
         try:
             if not isinstance(error, LoopscopeError):
-                self._state = self.state_dict()
+                self._state = self._own_state()
         finally:
             if self._run.is_built:
                 self._run.end(status, error)
@@ -227,7 +237,7 @@ class LightningLoop(Transient):
 
         def isolated() -> Any:
             run, module = self._run, self._trainer.lightning_module
-            self._state = self.state_dict()  # a checkpoint may be written within
+            self._state = self._own_state()  # a checkpoint may be written within
             try:
                 with run.evaluating(module):
                     found = validate()

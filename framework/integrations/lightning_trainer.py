@@ -59,13 +59,17 @@ def _refuse(trainer: Any, package: str) -> None:
         not trainer.barebones,
         "This Trainer was made with barebones=True, which allows no callbacks; make it without to attach hooks.",
     )
-    one = import_module(f"{package}.strategies").SingleDeviceStrategy
+    strategies = import_module(f"{package}.strategies")
+    served = strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy
     kind = type(trainer.strategy).__name__
     require(
-        isinstance(trainer.strategy, one),
-        f"This Trainer has the strategy {kind}; hooks are attached to one process for now: Trainer(devices=1, "
-        "strategy='auto').",
+        isinstance(trainer.strategy, served),
+        f"This Trainer has the strategy {kind}; hooks are attached to one device, to DDPStrategy ('ddp') and to "
+        "ModelParallelStrategy (FSDP2).",
     )
+    # no public name tells how it starts its processes
+    spawns = vars(trainer.strategy).get("_start_method") == "spawn"
+    require(not spawns, "ddp_spawn hands the Trainer on to new processes, where hooks do not follow; use 'ddp'.")
 
 
 @cache

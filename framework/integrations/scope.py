@@ -18,6 +18,7 @@ from ..hooks import HookPoint
 from .attached_run import AttachedRun
 from .choices import steps_in
 from .own_loop import OwnLoop
+from .wrapped import kept
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -107,11 +108,13 @@ class Scope(AttachedScope):
         """Return what ``function`` returns, called so that it cannot change the training.
 
         It runs in eval mode, without gradients, on random streams of its own; modes, buffers and generators are put
-        back. Named numbers that it returns are shown to hooks as the newest evaluation.
+        back. Named numbers that it returns are shown to hooks as the newest evaluation; ranks that train together all
+        call this, and are shown the means.
         """
         self._require_open()
         run = self._run
-        found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
+        with kept(run.driver.task.replica):
+            found = run.manager.in_eval_mode("evaluation", lambda model: function(*inputs, **options))
         if isinstance(found, Mapping) and found and all(isinstance(each, (int, float)) for each in found.values()):
             run.driver.evaluated(found)
         return found

@@ -52,10 +52,11 @@ class Ranks:
         for group in self.data:
             self.index = self.index * distributed.get_world_size(group) + distributed.get_rank(group)
             self.size *= distributed.get_world_size(group)
-        if self.are_many and (mine := distributed.get_rank()) not in self.members:
+        self._rank = distributed.get_rank() if self.are_many else 0  # which nobody can ask once the group is gone
+        if self.are_many and self._rank not in self.members:
             raise UsageError(
-                f"This process is rank {mine}, but the model is trained by the ranks {listed([*map(str, found)], 9)}; "
-                "give it a mesh of all ranks that train it."
+                f"This process is rank {self._rank}, but the model is trained by the ranks "
+                f"{listed([*map(str, found)], 9)}; give it a mesh of all ranks that train it."
             )
 
     @classmethod
@@ -88,11 +89,16 @@ class Ranks:
     @property
     def is_main(self) -> bool:
         """Whether this process speaks for all."""
-        return not self.are_many or distributed.get_rank() == self.members[0]
+        return not self.are_many or self._rank == self.members[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which of the ranks this process is, from 0 on, and how many there are."""
+        return (self.members.index(self._rank), len(self.members)) if self.are_many else (0, 1)
 
     def is_mine(self, rank: int) -> bool:
         """Whether this process has the rank."""
-        return rank == distributed.get_rank()
+        return rank == self._rank
 
     # Means
 
@@ -200,14 +206,14 @@ class Ranks:
         found = [None] * len(self.members)
         try:
             distributed.all_gather_object(found, value, group=_control_group(self.members))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter where the program has destroyed the group
             raise _lost(error) from error
         return found
 
     def _reduce(self, value: Tensor) -> None:
         try:
             distributed.all_reduce(value, group=_control_group(self.members))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise _lost(error) from error
 
     def _must_be_equal(self, what: str, each: list[Any]) -> None:
@@ -234,6 +240,6 @@ def _control_group(members: tuple[int, ...]) -> Any:
     return group
 
 
-def _lost(error: RuntimeError) -> RankLostError:
+def _lost(error: Exception) -> RankLostError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return RankLostError(f"Another rank is gone, or did not answer in time: {first}")

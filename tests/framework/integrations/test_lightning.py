@@ -247,10 +247,13 @@ def test_mistakes_are_told_in_sentences(tmp_path):
 
     lbfgs, manual = partial(Classifier, optimizer=torch.optim.LBFGS), type("M", (Classifier,), {})
     manual.automatic_optimization = False
+    sharded = trainer(tmp_path)
+    sharded._accelerator_connector.strategy = lightning.strategies.FSDPStrategy()
     mistakes = {
         "attached to this Trainer already": lambda: attached(attached(trainer(tmp_path))),
         "is running already": lambda: fit(tmp_path, callbacks=[Late()]),
-        "DDPStrategy; hooks are attached to one": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp")),
+        "ddp_spawn hands the Trainer": lambda: attached(trainer(tmp_path, devices=2, strategy="ddp_spawn")),
+        "FSDPStrategy; hooks are attached to one": lambda: attached(sharded),
         "barebones=True": lambda: attached(lightning.Trainer(accelerator="cpu", barebones=True)),
         "steps its 1 optimizer": lambda: fit(tmp_path, ["norms"], module=manual),
         "LBFGS evaluates the loss within its step": lambda: fit(tmp_path, ["norms"], module=lbfgs),

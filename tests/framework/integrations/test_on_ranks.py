@@ -1,0 +1,229 @@
+"""Hooks attached on every rank of a loop of one's own leave each of them its bytes, and speak with one voice."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as distributed
+from loopscope.errors import LoopscopeError
+from loopscope.hooks import HookPoint
+from loopscope.training import Ranks
+
+from tests.docs.markdown import ROOT, blocks
+from tests.framework.integrations.rank_loops import KINDS, RANKS, Loop, everything, neutral
+from tests.support import SpyHook, at
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::loopscope.hooks.Alert")  # of the health of so small a run
+NUMBERS = ["norms", "training_metrics", "hessian", "weight_updates"]
+BY_DIFFERENCES = {"hook_options": {"hessian": {"method": "finite_difference"}}}
+
+
+class FailingAtEnd(SpyHook):
+    """Raises on one rank when the run is over."""
+
+    def end(self, status: str) -> None:
+        fail_on_one(None)
+
+
+def fail_on_one(ctx: Any) -> None:
+    if distributed.get_rank() == 1 and (ctx is None or ctx.step == 2):
+        raise ValueError("no luck")
+
+
+def all_of_it() -> dict[str, Any]:
+    """Train in many ways; return what was so, what was said and what was measured on this rank."""
+    out = Path(os.environ["OUT"])
+    found = {
+        "DDP": neutral("DDP", 1, everything("hessian"), out / "ddp"),
+        "DDP, accumulated": neutral("DDP", 2, everything(), out / "ddp-accumulated"),
+        "FSDP2": neutral("FSDP2", 1, everything(), out / "fsdp"),
+    }
+    return {
+        "is neutral": found,
+        "measured": numbers("DDP", out / "numbers"),
+        "said": said(out),
+        **state(out),
+        **deserted(out),
+    }
+
+
+def numbers(kind: str, out: Path) -> dict[str, float]:
+    loop = Loop(kind, drawing=False)
+    with loop.attach(NUMBERS, out) as scope:
+        loop.run(scope)
+    return {name: value for name, value in scope.last_metrics().items() if isinstance(value, float)}
+
+
+def said(out: Path) -> dict[str, tuple[str, int]]:
+    """Return what each mistake is told by, and after how many steps."""
+    rank = distributed.get_rank()
+    failing = at(SpyHook, HookPoint.POST_BACKWARD)(fail_on_one)
+    cases: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+        "a plain model": ("by hand", ["norms"], {}),
+        "other hooks": ("DDP", ["norms", "variance"] if rank == 1 else ["norms"], {}),
+        "other accumulation": ("DDP", ["norms"], {"accumulate": 1 + (rank == 1)}),
+        "a folder that holds a run": ("DDP", ["norms"], {"out": out / "ddp"}),
+        "a hook that raises": ("DDP", [failing], {}),
+        "a hook that raises in the end": ("DDP", [FailingAtEnd()], {}),
+    }
+    return {
+        name: outcome(kind, hooks, {"out": out / name, **given}) for name, (kind, hooks, given) in cases.items()
+    } | {"a loss of the replica": outcome("DDP", ["hessian"], {"out": out / "replica"}, of_the_replica=True)}
+
+
+def outcome(kind: str, hooks: list[Any], given: dict[str, Any], *, of_the_replica: bool = False) -> tuple[str, int]:
+    loop, text = Loop(kind), ""
+    if of_the_replica:
+        given |= {"loss": lambda model, batch: loop.loss(loop.trained, batch)}
+    try:
+        with loop.attach(hooks, **given) as scope:
+            loop.run(scope)
+    except LoopscopeError as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, len(loop.trace)
+
+
+def state(out: Path) -> dict[str, Any]:
+    """Stop after an epoch and go on with the state of this rank, or of another."""
+    loop = Loop("DDP")
+    with loop.attach(["norms", "consecutive"], out / "parts") as scope:
+        loop.run(scope)
+        kept = scope.state_dict()
+    found = {}
+    for name, given in (("its own", kept), ("another's", Ranks.of(loop.model, loop.trained).gather(kept)[0])):
+        again, found[name] = Loop("DDP"), ""
+        try:
+            with again.attach(["norms", "consecutive"], out / "parts") as scope:
+                scope.load_state_dict(given)
+                again.run(scope)
+        except LoopscopeError as error:
+            found[name] = str(error)
+    return {"gone on": found}
+
+
+def deserted(out: Path) -> dict[str, str]:
+    """Let the script of one rank fail and leave; return what the ranks tell of that, and of an attach afterwards."""
+    loop, last, found = Loop("DDP"), Loop("DDP"), {}
+    loop.update = partial(fail_in_the_script, loop.update)  # type: ignore[method-assign]
+    try:
+        with loop.attach(["norms", "weight_average"], out / "deserted") as scope:
+            loop.run(scope)
+    except (ValueError, RuntimeError, LoopscopeError) as error:
+        found["left"] = type(error).__name__
+    if distributed.get_rank() == 0:
+        try:
+            last.attach(["norms"], out / "alone")
+        except LoopscopeError as error:
+            found["alone"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def fail_in_the_script(update: Any) -> None:
+    update()
+    fail_on_one(None)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def ranks(out, tmp_path_factory):
+    """Return what each of three processes saw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUT", str(out))
+        return on_ranks(all_of_it, tmp_path_factory.mktemp("ranks"), RANKS)
+
+
+def test_hooks_in_a_loop_of_ones_own_leave_every_rank_its_bytes_at_every_step(ranks):
+    for result in ranks:
+        assert [way for way, holds in result["is neutral"].items() if not holds] == []
+        assert len(result["is neutral"]) == 3
+
+
+def test_every_rank_measures_what_one_process_does_with_all_rows_under_the_names_of_the_users_model(ranks, tmp_path):
+    expected = numbers("alone", tmp_path / "alone")
+    assert "norms/weight_norm/0.weight" in expected
+    for result in ranks:
+        assert result["measured"] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+def test_the_main_rank_alone_writes_one_whole_record(ranks, out):
+    lines = [json.loads(line) for line in (out / "ddp" / "ddp.jsonl").read_text().splitlines()]
+    drawn = [line["drawing/drawn"] for line in lines if line["hook_point"] == "POST_STEP" and "drawing/drawn" in line]
+    assert [each["steps"] for each in drawn] == [[1, 2, 3, 4]]
+    assert json.loads((out / "ddp" / "summary.json").read_text())["status"] == "completed"
+
+
+def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
+    told = {name: [result["said"][name][0] for result in ranks] for name in ranks[0]["said"]}
+    parts = {
+        "a plain model": "UsageError: This process is one of 3, and the model does not tell which of them train it",
+        "other hooks": "norms on rank 0, training_metrics, norms, variance on rank 1",
+        "other accumulation": "UsageError: accumulate differs between the ranks: 1 on rank 0, 2 on rank 1",
+        "a folder that holds a run": "holds a finished run, which is left as it is; give attach another folder, out=",
+        "a hook that raises": "no luck",
+        "a hook that raises in the end": "no luck",
+        "a loss of the replica": "call the model that it is given",
+    }
+    assert parts.keys() == told.keys()
+    for name, part in parts.items():
+        assert all(part in text for text in told[name]), told[name]
+        own, *others = told[name][1], told[name][0], told[name][2]
+        assert len({*others}) == 1
+        assert own == others[0] or "on rank 1" in others[0]
+
+
+def test_a_rank_goes_on_from_its_own_state_and_from_no_other(ranks):
+    assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
+    assert all("is that of rank 0 of 3, and this is rank" in result["gone on"]["another's"] for result in ranks)
+
+
+def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leaves(ranks, out):
+    assert [result["left"] for result in ranks][1] == "ValueError"
+    assert {ranks[0]["left"], ranks[2]["left"]} <= {"RuntimeError", "RankLostError"}
+    assert json.loads((out / "deserted" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_rank_that_attaches_alone_is_told_that_all_have_to(ranks):
+    assert ranks[0]["alone"].startswith("RankLostError: Another rank is gone")
+    assert ranks[0]["alone"].endswith("Call attach on every rank of the training.")
+
+
+def otherwise() -> dict[str, bool]:
+    out = Path(os.environ["OUT"])
+    ways = [(kind, accumulate) for kind in KINDS if kind != "static graph" for accumulate in (1, 2)]
+    found = {f"{kind}, {n}": neutral(kind, n, everything(), out / f"{kind}-{n}") for kind, n in ways}
+    found |= {"FSDP2, accumulated": neutral("FSDP2", 2, everything(), out / "fsdp-2")}
+    by_hand = {"ranks": Ranks([distributed.group.WORLD])}
+    found |= {"by hand": neutral("by hand", 1, everything("hessian"), out / "hand", **by_hand)}
+    found |= {"FSDP2, with curvature": neutral("FSDP2", 1, ["hessian"], out / "fsdp", **BY_DIFFERENCES)}
+    return found | {"static graph": neutral("static graph", 1, ["norms", "training_metrics"], out / "static")}
+
+
+@pytest.mark.slow
+def test_so_they_do_whatever_the_reducer_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for result in on_ranks(otherwise, tmp_path, RANKS):
+        assert [way for way, holds in result.items() if not holds] == []
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs_under_torchrun_and_one_rank_speaks(tmp_path):
+    (script,) = [block.text for block in blocks(ROOT / "docs/own-loop.md") if block.file == "train.py"]
+    (tmp_path / "train.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hooks: training_metrics, norms, hessian") == 1
+    assert done.stdout.count("Results: ") == 1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["replicas"]
+    assert "module." not in (tmp_path / "runs/replicas/replicas.jsonl").read_text()

@@ -1,0 +1,231 @@
+"""Trainers under DDP and FSDP2, and loops of Accelerate: three ranks train with hooks what they train without."""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+
+from tests.framework.integrations.rank_loops import everything, part_of
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.slow
+RANKS = 3
+OBSERVERS = ["norms", "training_metrics", "gradient_flow", "weight_updates"]
+FSDP2 = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["GPT2Block"],
+}
+Same = dict[tuple[str, int], bool]
+
+
+def as_under_torchrun() -> Path:
+    rank = str(distributed.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = "29400"  # never opened: the process group is there
+    warnings.simplefilter("ignore")
+    return Path(os.environ["OUT"])
+
+
+def compared(train: Callable[..., Any], equal: Callable[[Any, Any], bool], observers: dict[int, list[str]]) -> Same:
+    """Train bare and with hooks that watch or spoil, these with an evaluation every two steps."""
+    from tests.framework.integrations.hf_trainers import vandal
+
+    found: Same = {}
+    for accumulate, names in observers.items():
+        bare = train(f"bare{accumulate}", None, accumulate)
+        for name, hooks in (("observers", names), ("vandal", [vandal()])):
+            found[name, accumulate] = equal(train(f"{name}{accumulate}", hooks, accumulate), bare)
+    return found
+
+
+# Hugging Face
+
+
+def hugging_face(observers: dict[int, list[str]], **options: Any) -> Same:
+    out = as_under_torchrun()
+    from tests.framework.integrations.hf_trainers import same, traced
+
+    def train(folder: str, hooks: Any, accumulate: int) -> Any:
+        often = {} if hooks is None else {"eval_strategy": "steps", "eval_steps": 2}
+        return traced(out / folder, hooks, gradient_accumulation_steps=accumulate, **often, **options)
+
+    return compared(train, same, observers)
+
+
+def hugging_face_replicas() -> Any:
+    found = hugging_face({1: [*OBSERVERS, "hessian"], 2: [*OBSERVERS, "hessian"]})
+    return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]))}
+
+
+def goes_on(out: Path) -> bool:
+    """Return whether a Trainer that was stopped and goes on records what one does that was not."""
+    from transformers import TrainerCallback
+
+    from tests.framework.integrations.hf_trainers import attached, trainer
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    for name, callbacks, checkpoint in (("whole", [], None), ("parts", [Stop()], None), ("parts", [], "checkpoint-2")):
+        made = trainer(out / name, *callbacks, **saving)
+        attached(made, [*OBSERVERS, "consecutive"])
+        made.train(resume_from_checkpoint=checkpoint and str(out / name / checkpoint))
+    distributed.barrier()
+    files = {path.name for path in (out / "parts/checkpoint-2").glob("*loopscope.pt")}
+    whole, parts = ((out / name / f"loopscope/{name}.jsonl").read_text() for name in ("whole", "parts"))
+    return whole == parts and files == {"loopscope.pt", "1-loopscope.pt", "2-loopscope.pt"}
+
+
+def hugging_face_shards() -> Any:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    begin = PartialState.__init__
+
+    def begin_as_on_devices(self: Any, *inputs: Any, **options: Any) -> None:
+        begin(self, *inputs, **options)  # which shards nothing on CPUs, while torch does
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = begin_as_on_devices  # type: ignore[method-assign]
+    return hugging_face({1: OBSERVERS, 2: OBSERVERS}, fsdp=True, fsdp_config=FSDP2)
+
+
+# Lightning
+
+
+def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
+    """Return what trains in a folder with hooks, and returns the bytes of this rank after every batch."""
+    out = as_under_torchrun()
+    import lightning.pytorch as lightning
+    from loopscope import attach
+
+    from tests.framework.integrations.test_lightning import Classifier, batches
+    from tests.support.models import mean_loss
+
+    class Trained(Classifier):
+        def configure_model(self) -> None:
+            from torch.distributed.fsdp import FSDPModule, fully_shard
+
+            if strategy is sharding and not isinstance(self.net, FSDPModule):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            torch.manual_seed(10 * index + distributed.get_rank())  # Lightning does not store the generators
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", mean_loss(self.net, batch) + torch.rand(()), sync_dist=True)
+
+    class Trace(lightning.Callback):
+        def __init__(self) -> None:
+            self.rows: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            held = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
+            tensors = [*module.parameters(), *module.buffers(), *held, torch.get_rng_state()]
+            self.rows.append([part_of(each.detach()).tolist() for each in tensors])
+
+    def train(folder: str, hooks: Any, accumulate: int, *savers: Any, kept: Path | None = None, often: int = 2) -> Any:
+        torch.manual_seed(1)
+        trace = Trace()
+        quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary"], False)
+        checking = {"val_check_interval": often, "check_val_every_n_epoch": None}
+        made = lightning.Trainer(
+            **quiet | ({"limit_val_batches": 0} if hooks is None or not often else checking),
+            max_epochs=2,
+            enable_checkpointing=bool(savers),
+            accelerator="cpu",
+            devices=RANKS,
+            strategy=strategy(),
+            default_root_dir=out / folder,
+            callbacks=[trace, *savers],
+            accumulate_grad_batches=accumulate,
+        )
+        if hooks is not None:
+            attach(made, hooks=hooks, display="none", audit=True, out=out / folder / "run")
+        made.fit(Trained(), batches(), batches(), ckpt_path=kept)
+        return trace.rows
+
+    return train
+
+
+def replicating() -> str:
+    return "ddp"
+
+
+def sharding() -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+
+
+def some_and_equal(ours: Any, theirs: Any) -> bool:
+    return bool(ours) and ours == theirs
+
+
+def lightning_replicas() -> Any:
+    train = lightning_training(replicating)
+    found: Any = compared(train, some_and_equal, {1: [*OBSERVERS, "hessian"], 2: OBSERVERS})
+    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]))}
+
+
+def fit_goes_on(train: Callable[..., Any], out: Path) -> bool:
+    """Return whether a fit from a checkpoint records what the whole one does, but for DDP's rounding.
+
+    The first step after a start sums gradients in buckets of another order, also without hooks.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saver = ModelCheckpoint(out / "kept", "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    train("whole", [*OBSERVERS, "consecutive"], 1, saver, often=0)
+    if distributed.get_rank() == 0:
+        shutil.copytree(out / "whole/run", out / "parts/run")
+    train("parts", [*OBSERVERS, "consecutive"], 1, kept=out / "kept/epoch=0.ckpt", often=0)
+    distributed.barrier()
+    whole, parts = (numbers_in(out / name / "run/run.jsonl") for name in ("whole", "parts"))
+    return len(whole) > 50 and parts == pytest.approx(whole, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def numbers_in(path: Path) -> dict[Any, float]:
+    """Return all numbers of a record, by line and place in it."""
+    lines = [torch.utils._pytree.tree_leaves_with_path(json.loads(line)) for line in path.read_text().splitlines()]
+    leaves = [(number, where, leaf) for number, line in enumerate(lines) for where, leaf in line]
+    return {(number, str(where)): leaf for number, where, leaf in leaves if isinstance(leaf, (int, float))}
+
+
+def lightning_shards() -> Any:
+    return compared(lightning_training(sharding), some_and_equal, {1: OBSERVERS, 2: OBSERVERS})
+
+
+def accelerate_replicas() -> Any:
+    out = as_under_torchrun()
+    from tests.framework.integrations.own_loops import Loop, Parts, attached, train
+
+    loops = {accumulate: Loop(accelerate=True, accumulate=accumulate, clips=0.5) for accumulate in (1, 2)}
+    found = {}
+    for accumulate, loop in loops.items():
+        ours = attached(loop, out / str(accumulate), everything(), evaluates=True, audit=True)
+        found["everything", accumulate] = some_and_equal(ours.digests, train(Parts(loop)).digests)
+    return found
+
+
+KINDS = [hugging_face_replicas, hugging_face_shards, lightning_replicas, lightning_shards, accelerate_replicas]
+
+
+@pytest.mark.parametrize("train", KINDS)
+def test_a_trainer_with_hooks_trains_on_every_rank_what_it_does_without(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "ranks").mkdir()
+    for result in on_ranks(train, tmp_path / "ranks", RANKS):
+        assert [way for way, holds in result.items() if not holds] == []
+        assert len(result) >= (2 if train is accelerate_replicas else 4)
