@@ -151,6 +151,8 @@ class Ranks:
 
         Raises :class:`UsageError` where ranks have numbers of different names.
         """
+        if not self.are_many:
+            return dict(numbers)
         each = self.gather({name: float(value) for name, value in numbers.items()})
         self._must_be_equal("What the evaluation returns differs between the ranks:", [sorted(found) for found in each])
         columns = {name: [found[name] for found in each] for name in numbers}
