@@ -206,6 +206,7 @@ class Isolation:
         self._rebase_after_commit()
         # One copy serves all interventions of a visit, since each ends where it began; a commit makes it stale.
         if mutates and not self._guarded:
+            self._state.sharding.refuse_gathered()
             self._guardian.save(self._state)
             self._guarded = True
         if not mutates:

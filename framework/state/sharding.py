@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..errors import LoopscopeError
 from .attributes import refill
 
 _PLAIN = (bool, int, float, str, Enum, type(None))
@@ -75,6 +76,18 @@ class FullSharding:
         self._plain = [(space, key) for space in others for key, value in space.items() if isinstance(value, _PLAIN)]
         self._phases = [space for space in others if "_training_state" in space]
         self._under_way = [(space, key) for space in others for key in _UNDER_WAY & space.keys()]
+
+    def refuse_gathered(self) -> None:
+        """Raise :class:`LoopscopeError` where a forward pass without backward has left weights gathered.
+
+        The next step would compute with this copy of them, which no rollback could keep.
+        """
+        if any(not group.is_sharded for group in self._groups):
+            raise LoopscopeError(
+                "Weights under fully_shard are still gathered, as a forward pass without backward leaves them, so that "
+                "nothing could be rolled back here, and the next step would train by weights from before the last "
+                "update. Call model.reshard() after such a pass, or evaluate by scope.evaluate."
+            )
 
     def read(self) -> tuple[Any, ...]:
         """Return what is under way and what FSDP2 was told, and what hangs on gathered parameters."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 from loopscope import training_hooks
 from loopscope.data import TensorLoader, fixed_order
-from loopscope.errors import StateMutationError
+from loopscope.errors import HookError, StateMutationError
 from loopscope.firing import HookManager
 from loopscope.hooks import GradientTap, HookPoint, HookRegistry
 from loopscope.isolation import Snapshot
@@ -249,7 +249,31 @@ def differing(make: Callable[[], Any], names: Iterable[str] = MEASURING) -> list
 def plain() -> dict[str, Any]:
     make = partial(build, "fsdp", length=1)
     found: dict[str, Any] = {deed.__name__: caught(make, deed) for deed in CAUGHT}
-    return found | {"differing": differing(make, QUICK), "copied": copied_and_communicated()}
+    found |= {"differing": differing(make, QUICK), "copied": copied_and_communicated()}
+    return found | {"gathered": refused_while_gathered()}
+
+
+class EvaluatingBeside:
+    """Evaluates after each step, as a script does that says nothing of it."""
+
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+
+    def step(self, loop: Any) -> None:
+        with torch.no_grad():
+            mean_loss(self._task.model, next(iter(self._task.loader.batches(0))))
+
+    evaluated = step
+
+
+def refused_while_gathered() -> str:
+    task, state = build("fsdp", length=1)
+    manager = HookManager([at(ActingHook, HookPoint.PRE_STEP)(step_and_zero)], task, state)
+    try:
+        epoch_loop(task, manager, progress=EvaluatingBeside(task))
+    except HookError as error:
+        return str(error)
+    return "unnoticed"
 
 
 def copied_and_communicated() -> tuple[int, int, int]:
@@ -315,6 +339,12 @@ def test_hooks_leave_every_rank_the_bytes_that_it_has_without_them(ranks):
 def test_guardian_and_audit_take_one_copy_of_the_shard_and_communicate_nothing(ranks):
     for copy, shard, collectives in [result["copied"] for result in ranks]:
         assert (copy, collectives) == (shard, 0)
+
+
+def test_an_intervention_is_refused_while_an_evaluation_of_somebody_elses_has_left_weights_gathered(ranks):
+    for result in ranks:
+        assert "Weights under fully_shard are still gathered" in result["gathered"]
+        assert "Call model.reshard() after such a pass" in result["gathered"]
 
 
 @pytest.mark.parametrize("deed", CAUGHT, ids=lambda deed: deed.__name__)

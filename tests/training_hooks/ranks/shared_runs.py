@@ -180,12 +180,14 @@ KINDS: Mapping[str, Callable[[nn.Module, bool], tuple[nn.Module, int, int]]] = {
 }
 
 
-def trained(kind: str, hooks: Sequence[TrainingHook], *, tied: bool, recipe: Recipe | None) -> Results:
+def trained(
+    kind: str, hooks: Sequence[TrainingHook], *, tied: bool, recipe: Recipe | None, audit: bool = False
+) -> Results:
     """Train with hooks and return their metrics, the weights, and the digests of this rank's bytes of them."""
     task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
-    manager = HookManager(hooks, task, state, sinks=[sink], reference_weights=reference)
+    manager = HookManager(hooks, task, state, sinks=[sink], audit=audit, reference_weights=reference)
     manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
     epoch_loop(task, manager)
     manager.end("completed")

@@ -108,8 +108,8 @@ def willing(subjects: list[Subject], kind: str) -> list[Subject]:
 
 
 @cache
-def measured(kind: str) -> Results:
-    """Run everything under a kind."""
+def measured(kind: str, *, audit: bool = False) -> Results:
+    """Run everything under a kind, each byte of the training state compared around every call where it is an audit."""
     found: Results = {"runs": {}, "bare": {}, "refusals": {}}
     for number, subjects in enumerate(runs()):
         model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
@@ -118,7 +118,7 @@ def measured(kind: str) -> Results:
                 found["refusals"][SUBJECTS.index(each)] = refusal(kind, each.make(), **model)
         if chosen := willing(subjects, kind):
             found["bare"][number] = trained(kind, [], **model)["bytes"]
-            found["runs"][number] = trained(kind, [each.make() for each in chosen], **model)
+            found["runs"][number] = trained(kind, [each.make() for each in chosen], **model, audit=audit)
     return found | {"reductions": 0 if kind == "one process" else reductions(kind)}
 
 
@@ -132,8 +132,8 @@ def reductions(kind: str) -> int:
     return collectives.get_total_counts()
 
 
-def several(*kinds: str) -> dict[str, Results]:
-    return {kind: measured(kind) for kind in kinds}
+def several(*kinds: str, audit: bool) -> dict[str, Results]:
+    return {kind: measured(kind, audit=audit) for kind in kinds}
 
 
 TOGETHER = [("DDP",), ("FSDP2",), ("TP",), ("FSDP2 x TP", "HSDP")]
@@ -145,7 +145,8 @@ def of_ranks(tmp_path_factory):
 
     @cache
     def of_group(kinds: tuple[str, ...], count: int) -> list[dict[str, Results]]:
-        return on_ranks(partial(several, *kinds), tmp_path_factory.mktemp("ranks"), count)
+        audit = count not in (3, 4)  # which are always on, and so have no time for it
+        return on_ranks(partial(several, *kinds, audit=audit), tmp_path_factory.mktemp("ranks"), count)
 
     def of_kind(kind: str, count: int) -> list[Results]:
         kinds = next(each for each in TOGETHER if kind in each)
