@@ -30,7 +30,7 @@ def begun(folder: Path, *words: str) -> "subprocess.Popen[str]":
 
 def training(folder: Path, *words: str) -> "subprocess.Popen[str]":
     """Start two runs that take their time, and come back when both have trained an epoch."""
-    process = begun(folder, *words, "--seed", "0", "1", "--jobs", "2", "--epochs", "40", "--trouble.seconds", "0.2")
+    process = begun(folder, *words, "--seed", "0", "1", "--jobs", "2", "--epochs", "40", "--trouble.seconds", "0.5")
     files, end = [folder / f"small/plain/seed-{seed}/plain.jsonl" for seed in (0, 1)], time.monotonic() + 60
     while not all(file.exists() and file.stat().st_size for file in files) and time.monotonic() < end:
         time.sleep(0.1)

@@ -113,7 +113,7 @@ def build(kind: str, *, tied: bool = False, recipe: Recipe | None = None) -> tup
         }
 
     task = TrainingTask(
-        model, optimizer, loader, mean_loss, evaluate, length=EPOCHS, snapshot_every=1, config=TokenConfig()
+        model, optimizer, loader, mean_loss, evaluate, length=EPOCHS, snapshot_every=EPOCHS, config=TokenConfig()
     )
     return task, TrainingState(task.model, optimizer, RandomStreams(7))
 
