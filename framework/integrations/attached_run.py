@@ -254,7 +254,7 @@ class AttachedRun:
                 "reference": choices.reference,
             },
             "versions": versions(),
-            "environment": environment(self.manager.task.model),
+            "environment": environment(self.manager.task.model, self._ranks),
         }
         return RunRecord(**plain_json(known))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
 from ..data import RowsOfRank, derived_seed
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require, unknown
@@ -46,7 +46,7 @@ from .config import ExperimentConfig, RunOptions
 from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import newest_of
+from .resuming import newest_of, tell_of_environment
 from .run_folder import OVERWRITING, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import StrategyRun
@@ -98,6 +98,12 @@ class Session:
                 folder = Path(held.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _elsewhere=folder)
             setups = ranks.together(session._checked)
+            if self.options.resume:  # the first rank has found and checked from where
+                found = ranks.gather([(setup.resumed and setup.resumed.folder, setup.summary) for setup in setups])[0]
+                setups = [
+                    replace(setup, resumed=folder and open_checkpoint(folder), summary=summary)
+                    for setup, (folder, summary) in zip(setups, found, strict=True)
+                ]
             runs = session._runs([setup for setup in setups if setup.summary is None])
             summaries = [setup.summary or next(runs).run() for setup in setups]
         session.display.ended(summaries)
@@ -114,7 +120,7 @@ class Session:
         remedy = OVERWRITING if options.recorded else OVERWRITING_FROM_PYTHON
         for setup in setups:
             setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume, remedy=remedy)
-        if options.resume:
+        if options.resume and self._elsewhere is None:
             setups = [
                 replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
                 for setup in setups
@@ -265,6 +271,9 @@ class Session:
             offload_state=options.hook_offload_state,
             reference_weights=weights,
         )
+        record = replace(setup.record, environment=environment(task.model, task.ranks))
+        if setup.resumed is not None:
+            tell_of_environment(setup.resumed, record, exact=options.exact)
         run = RunInfo(
             experiment=runner.name,
             strategy=setup.folder.strategy,
@@ -284,7 +293,7 @@ class Session:
             state,
             manager,
             setup.folder,
-            replace(setup.record, environment=environment(task.model)),
+            record,
             self.display,
             plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
             resumed=setup.resumed,

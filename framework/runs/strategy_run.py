@@ -33,7 +33,7 @@ from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
 from .display import Display
 from .records import RunRecord
-from .resuming import first_step_after, go_on, tell_of_environment
+from .resuming import first_step_after, go_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import summary_of
@@ -66,10 +66,13 @@ class StrategyRun:
     _initial: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make what writes the checkpoints."""
+        """Make what writes the checkpoints: into the folder of the first of several processes."""
+        ranks = self.task.ranks
+        folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
+        self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
         self._checkpointing = Checkpointing(
             self.manager,
-            CheckpointWriter(self.folder.checkpoints, self.plan.keep),
+            CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks),
             self.plan,
             self.signals,
             describe=self._describe,
@@ -130,8 +133,6 @@ class StrategyRun:
             raise
         if self.resumed is None:
             self._claim()
-        else:
-            tell_of_environment(self.resumed, self.record)
 
     def _enter_folder(self, held: ExitStack) -> None:
         self.folder.make()
@@ -187,6 +188,7 @@ class StrategyRun:
         loop = self.state.loop
         return {
             **vars(self.record),
+            **self._arrangement,
             "epoch": loop.epoch,
             "step": loop.step,
             "evaluation": loop.evaluation,

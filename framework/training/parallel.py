@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import listed, require
+from ..state import SPLIT_FROM
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
@@ -88,11 +89,14 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
 
 
 def split_groups(optimizer: Optimizer) -> None:
-    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors."""
+    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors.
+
+    Each says from which group it comes, so that checkpoints know it as one.
+    """
     found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        found += [{**group, "params": parameters} for parameters in kinds.values()]
+        found += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in kinds.values()]
     optimizer.param_groups[:] = found
