@@ -33,8 +33,6 @@ from .format import RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint,
 
 Keys = tuple[str, ...]
 """Where in nested content something lies; as JSON the name of a tensor."""
-SMALL = 64
-"""Elements up to which a plain tensor stays among the plain values."""
 OWN = "rank {}: {}"
 """The name of a tensor that a rank has for itself."""
 
@@ -47,12 +45,12 @@ class Separated(NamedTuple):
 
     @classmethod
     def of(cls, content: Any) -> "Separated":
-        """Take out the tensors that are large or lie in parts on the ranks."""
+        """Take out the tensors, but for single numbers and what is no array of numbers in memory."""
         tensors: dict[str, Tensor] = {}
 
         def take(path: Keys, tensor: Tensor) -> Tensor:
             is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if not is_sharded(tensor) and (not is_plain or tensor.numel() <= SMALL):
+            if not is_sharded(tensor) and (not is_plain or tensor.ndim == 0):
                 return tensor
             tensors[json.dumps(path)] = tensor
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -265,7 +263,7 @@ def _filled(
 
     def room(path: Keys, tensor: Tensor) -> Tensor:
         if not tensor.is_meta or not only(path):
-            return tensor
+            return tensor.clone()  # the file it is mapped from may be written over
         name = json.dumps(path)
         name = OWN.format(number, name) if name in stored["own"] else name
         targets[name] = _room_for(path, tensor, parameters)

@@ -181,11 +181,18 @@ def _watch_scheduler(state: StateObjects) -> Watched:
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the hooks by where they hang, without loopscope's own, which change nothing they do not declare."""
+    """Yield the hooks by where they hang, but for loopscope's own, which change nothing they do not declare.
+
+    Nor those of torch's ways to train on several processes, which say how parameters lie there.
+    """
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
     for name, table in chain(hook_tables(state), on_optimizer):
-        yield name, [hook for hook in table.values() if not isinstance(hook, OwnHook)]
+        yield name, [hook for hook in table.values() if not (isinstance(hook, OwnHook) or _lays_out(hook))]
+
+
+def _lays_out(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _hook_leaves(state: StateObjects) -> Leaves:
