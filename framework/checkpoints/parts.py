@@ -58,7 +58,7 @@ class Separated(NamedTuple):
         return cls(_replaced(content, take), tensors)
 
 
-def _replaced(value: Any, replace: Callable[[Keys, Tensor], Tensor], path: Keys = ()) -> Any:
+def _replaced(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys = ()) -> Any:
     """Return nested content with other tensors."""
     if isinstance(value, Tensor):
         return replace(path, value)
@@ -233,8 +233,8 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
     """Return what this rank goes on with: its own content where ranks and layout are those that wrote it.
 
     Otherwise it is the first rank's, with each tensor that a mapping has under the name of a parameter, in its shape,
-    laid out as that parameter is now; without a ``model`` it is whole. Random streams are then those of the rank that
-    had the same rows, if there was one. Files must have been checked; no code in them is executed.
+    laid out as that parameter is now, and with the random streams of the rank that had the same rows, if there was one.
+    Without a ``model`` tensors are whole, and what other ranks have of their own comes beside. Files must have been checked; no code in them is executed.
     """
     reader, manifest = _Reader(checkpoint), checkpoint.manifest
     parameters = {} if model is None else dict(model.named_parameters())
@@ -244,10 +244,13 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
         number = ranks.place[0] if same else 0
         streams = indices.index(ranks.index) if ranks.index in indices else 0
     content = _filled(reader, number, parameters)
+    for other in range(1, len(manifest["ranks"]["indices"])) if model is None else ():
+        kept = _filled(reader, other, {}, only=lambda path, own: own and path[0] == "state").get("state", {})
+        content["state"] = {**content["state"], f"rank {other}": kept}
     if ranks is not None and ranks.index not in manifest["ranks"]["indices"]:
         content[AFRESH] = True
     if streams != number:
-        other = _filled(reader, streams, parameters, only=lambda path: "generators" in path)
+        other = _filled(reader, streams, parameters, only=lambda path, own: "generators" in path)
         for name in ("state", "pre_epoch"):
             if isinstance(content.get(name), dict) and isinstance(other.get(name), dict):
                 content[name]["generators"] = other[name]["generators"]
@@ -255,17 +258,22 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
 
 
 def _filled(
-    reader: _Reader, number: int, parameters: Mapping[str, Tensor], only: Callable[[Keys], bool] = lambda path: True
+    reader: _Reader,
+    number: int,
+    parameters: Mapping[str, Tensor],
+    only: Callable[[Keys, bool], bool] = lambda path, own: True,
 ) -> Any:
-    """Return a rank's content with its tensors read."""
+    """Return a rank's content with its tensors read: ``only`` some, by path and by whether they are its own."""
     file = RANK.format(number)
     stored, targets = reader.file(file), dict[str, Tensor]()
 
-    def room(path: Keys, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta or not only(path):
+    def room(path: Keys, tensor: Tensor) -> Any:
+        if not tensor.is_meta:
             return tensor.clone()  # the file it is mapped from may be written over
-        name = json.dumps(path)
-        name = OWN.format(number, name) if name in stored["own"] else name
+        name, own = json.dumps(path), json.dumps(path) in stored["own"]
+        if not only(path, own):
+            return None
+        name = OWN.format(number, name) if own else name
         targets[name] = _room_for(path, tensor, parameters)
         return targets[name]
 

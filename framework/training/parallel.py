@@ -22,6 +22,11 @@ def started_together() -> int:
     return int(os.environ.get("WORLD_SIZE", 0))
 
 
+def is_restarted() -> bool:
+    """Return whether torchrun started this process in the place of one that failed (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
 def speaks() -> bool:
     """Return whether this process is the one, of those that torchrun started, that speaks for all."""
     return started_together() == 0 or os.environ.get("RANK", "0") == "0"
