@@ -234,7 +234,8 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
 
     Otherwise it is the first rank's, with each tensor that a mapping has under the name of a parameter, in its shape,
     laid out as that parameter is now, and with the random streams of the rank that had the same rows, if there was one.
-    Without a ``model`` tensors are whole, and what other ranks have of their own comes beside. Files must have been checked; no code in them is executed.
+    Without a ``model`` tensors are whole, and what other ranks have of their own comes beside.
+    Files must have been checked; no code in them is executed.
     """
     reader, manifest = _Reader(checkpoint), checkpoint.manifest
     parameters = {} if model is None else dict(model.named_parameters())

@@ -353,9 +353,9 @@ def build_run(
         trained = spread(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = asked(runner, "build_optimizer", model)
-    if parallel is not None:
-        split_groups(optimizer)
     scheduler = asked(runner, "build_scheduler", optimizer)
+    if parallel is not None:
+        split_groups(optimizer, scheduler)
     loader = asked(runner, "build_loader", strategy)
     if ranks.size > 1:
         loader = RowsOfRank(loader, ranks.index, ranks.size)

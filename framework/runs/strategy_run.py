@@ -146,8 +146,8 @@ class StrategyRun:
         folder = self._shared.parent
         if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise UsageError(
-                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the folder of the first one; checkpoints "
-                "of several processes need an --output-dir that all of them share."
+                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the folder of the first one; checkpoints of "
+                "several processes need an --output-dir that all of them share."
             )
 
     def _start_hooks(self) -> None:
@@ -195,7 +195,8 @@ class StrategyRun:
 
     def _describe(self) -> dict[str, Any]:
         """Return what a checkpoint that is written now says of itself."""
-        _attempt(lambda: self.folder.write_missing_record(self.record))
+        if self.task.ranks.is_main:
+            _attempt(lambda: self.folder.write_missing_record(self.record))
         loop = self.state.loop
         return {
             **vars(self.record),

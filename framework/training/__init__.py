@@ -14,6 +14,6 @@ from .train_step import (
 __all__ = [
     "METHODS", "LossProbe", "Method", "Parallel", "Precision", "Profiler", "Ranks", "TrainingTask", "advance",
     "borrowed_scaler", "check_metric", "compile_model", "critical_t", "eagerly", "evaluations", "forward_backward",
-    "is_compiled", "is_restarted", "is_skipped", "joined", "measure_gradients", "quiet_graph_breaks", "speaks", "split_groups",
-    "spread", "started_together", "step_by_metric", "takes_closure", "two_sided_p", "update",
+    "is_compiled", "is_restarted", "is_skipped", "joined", "measure_gradients", "quiet_graph_breaks", "speaks",
+    "split_groups", "spread", "started_together", "step_by_metric", "takes_closure", "two_sided_p", "update",
 ]
