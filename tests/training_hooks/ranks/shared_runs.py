@@ -9,7 +9,7 @@ import torch.distributed
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UnsuitableError
 from loopscope.firing import HookManager
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import Recipe, quantize_model
 from loopscope.state import RandomStreams, TrainingState, local_shards, whole
@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
+from tests.support.transfers import count_transfers, uncounted
 
 HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
 RATE = 1e-2
@@ -104,6 +105,7 @@ def build(kind: str, *, tied: bool = False, recipe: Recipe | None = None) -> tup
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loader = Shared((data, targets), fixed_order(torch.arange(ROWS)), part, parts)
 
+    @uncounted
     def evaluate(model: nn.Module) -> dict[str, float]:
         right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
         return {
@@ -183,10 +185,13 @@ KINDS: Mapping[str, Callable[[nn.Module, bool], tuple[nn.Module, int, int]]] = {
 def trained(
     kind: str, hooks: Sequence[TrainingHook], *, tied: bool, recipe: Recipe | None, audit: bool = False
 ) -> Results:
-    """Train with hooks and return their metrics, the weights, and the digests of this rank's bytes of them."""
+    """Train with hooks and return their metrics, the weights, the digests of this rank's bytes of them, and the most
+    transfers to the host that a call of each observer takes, where they are counted."""
     task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
+    counted = hooks if audit or kind == "DDP" else ()  # elsewhere it takes too long for what is always on
+    transfers = {hook.name: count_transfers(hook) for hook in counted if not isinstance(hook, InterventionHook)}
     manager = HookManager(hooks, task, state, sinks=[sink], audit=audit, reference_weights=reference)
     manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
     epoch_loop(task, manager)
@@ -196,6 +201,7 @@ def trained(
         "metrics": {(name, point.name, step): value for name, point, step, value in sink.rows()},
         "weights": {name: whole(value.detach()) for name, value in named.items()},
         "bytes": [digest(value) for value in local_shards(named.values())],
+        "transfers": {name: max(counts) for name, counts in transfers.items()},
     }
 
 
