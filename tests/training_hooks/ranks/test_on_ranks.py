@@ -67,6 +67,8 @@ CHOSEN = [
     Subject("grad_clip", {"max_norm": 0.5}),
     Subject("grad_clip", {"method": "adagc", "warmup": 2}),
     Subject("grad_clip", {"method": "value", "max_value": 0.01}),
+    Subject("grad_clip", {"method": "parameter", "max_norm": 0.1}),
+    Subject("grad_clip", {"method": "zclip", "warmup": 2, "alpha": 0.5, "z_threshold": 0.5}),
     Subject("gradient_overflow", {"of": "gradients,weights"}),
     Subject(
         "gradient_overflow",
