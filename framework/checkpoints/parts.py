@@ -297,7 +297,10 @@ def _filled(
         AttributeError,
         ValueError,
     ) as error:
-        raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(error).__name__}.") from error
+        reason = error.failures[0][0] if isinstance(error, distributed_checkpoint.api.CheckpointException) else error
+        if isinstance(reason, DamagedCheckpointError):
+            raise reason from None
+        raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(reason).__name__}.") from error
     return content
 
 

@@ -146,7 +146,7 @@ class StrategyRun:
         folder = self._shared.parent
         if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             raise UsageError(
-                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the folder of the first one; checkpoints of "
+                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the first one's folder; checkpoints of "
                 "several processes need an --output-dir that all of them share."
             )
 

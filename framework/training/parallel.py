@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -71,7 +72,7 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
     :class:`UsageError` where it is empty.
     """
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return with_settled_buckets(DistributedDataParallel(model))
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -92,6 +93,23 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
                 fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
     return model
+
+
+def with_settled_buckets(replica: DistributedDataParallel) -> DistributedDataParallel:
+    """Let a replica order its gradients now, by a backward pass of zeros.
+
+    torch does so after the first step, by the order in which gradients came, and with it the order of sums over three
+    ranks or more: a run that goes on would part from the one that did not stop.
+    """
+    trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    reducer = replica.reducer  # private: only a whole forward pass does this otherwise
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    torch.stack([parameter.flatten()[:0].sum().double() for parameter in trained]).sum().backward()
+    reducer._rebuild_buckets()
+    for parameter in trained:
+        parameter.grad = None
+    return replica
 
 
 def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:

@@ -139,7 +139,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(name, begun):
         assert str(newest) in told[-1], damage
         (newest / name).write_bytes(whole)
     found = newest_intact(begun, told.append)
-    assert found is not None and found.folder == newest
+    assert found is not None
+    assert found.folder == newest
 
 
 class Planted:
