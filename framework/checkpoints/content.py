@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data import derived_seed
 from ..errors import UsageError
 from ..firing import HookManager
 from ..isolation import Call
 from ..registry import qualified
-from ..state import ATOMS, StreamState, TrainingState
+from ..state import ATOMS, StreamState, TrainingState, seed_everything
 from .format import open_checkpoint, write_checkpoint
 from .writer import Staging
 
+AFRESH = "afresh"
+"""In the content for a rank that has no stored random streams."""
 KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
@@ -107,8 +110,6 @@ class RunState:
 
     def refusals(self) -> list[str]:
         """Return a sentence for each value of the present state that no checkpoint can hold."""
-        if self._manager.task.ranks.are_many:
-            return ["Runs of several processes have no checkpoints yet."]
         with self._manager.between_steps():
             return refusals(self._content())
 
@@ -154,7 +155,7 @@ class RunState:
     def put_back(self, content: Mapping[str, Any], where: Path) -> None:
         """Make the run what it was; raises :class:`UsageError`, naming ``where`` the content comes from."""
         manager, state = self._manager, self._manager.state
-        if content.keys() != KEYS:
+        if content.keys() - {AFRESH} != KEYS:
             raise UsageError(f"{where} does not hold a whole run.")
         if content["pre_epoch"] is not None:
             put_back(content["pre_epoch"], state, where)
@@ -167,3 +168,5 @@ class RunState:
         manager.hooks.failures.before = content["errors"], content["left_out"]
         manager.profiler.samples.update(content["samples"])
         manager.dispatch.load_state_dict(content["metrics"], {hook.name: hook for hook in manager.hooks})
+        if AFRESH in content:  # or ranks that see other rows would draw the same
+            seed_everything(derived_seed(state.streams.seed, "rank", manager.task.ranks.index, state.loop.step))

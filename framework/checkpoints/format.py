@@ -17,8 +17,10 @@ import xxhash
 from ..durable_files import plain_json, refusal_of_disk
 from ..errors import UsageError
 
-FORMAT = 3
+FORMAT = 4
 STATE, MANIFEST = "state.pt", "manifest.json"
+RANK = "rank_{}.pt"
+"""The file of one of several processes, by its number."""
 PARTIAL, REMOVED = ".partial", ".removed"
 
 
@@ -60,21 +62,35 @@ class Checkpoint:
             if found != expected["xxh3_128"]:
                 raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those that were written.")
 
+    @property
+    def is_of_ranks(self) -> bool:
+        """Whether several processes wrote it, each a file."""
+        return "ranks" in self.manifest
+
     def content(self) -> dict[str, Any]:
-        """Check the files and read the state; executes no code from them."""
+        """Check the files and read the state, whole; executes no code from them."""
         self.check()
-        path = self.folder / STATE
-        try:
-            # On the CPU, since the run may go on with fewer devices than it had.
-            content = torch.load(path, weights_only=True, map_location="cpu")
-        except Exception as error:
-            reason = " ".join(str(error).split(".")[0].split())
-            raise DamagedCheckpointError(
-                f"{path} cannot be loaded without executing code from it: {reason}."
-            ) from error
-        if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{path} holds a {type(content).__name__} instead of a training state.")
-        return content
+        if self.is_of_ranks:
+            from .parts import read_parts  # which takes a second to import
+
+            return read_parts(self)
+        return load_plainly(self.folder / STATE)
+
+
+def load_plainly(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Read a file of tensors and plain values, whose bytes were checked before; executes no code from it.
+
+    Tensors that are ``mapped`` are read from the disk when they are used.
+    """
+    try:
+        # On the CPU, since the run may go on with fewer devices than it had.
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+    except Exception as error:
+        reason = " ".join(str(error).split(".")[0].split())
+        raise DamagedCheckpointError(f"{path} cannot be loaded without executing code from it: {reason}.") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(f"{path} holds a {type(content).__name__} instead of a training state.")
+    return content
 
 
 def checkpoint_name(step: int) -> str:
@@ -116,9 +132,17 @@ def _is_whole(manifest: Mapping[str, Any]) -> bool:
         and isinstance(manifest.get("epoch", 0), int)
         and "score" in manifest
         and isinstance(files, dict)
-        and files.keys() == {STATE}
-        and isinstance(files[STATE], dict)
-        and files[STATE].keys() == {"bytes", "xxh3_128"}
+        and (files.keys() == {STATE} or _is_of_all_ranks(manifest))
+        and all(isinstance(each, dict) and each.keys() == {"bytes", "xxh3_128"} for each in files.values())
+    )
+
+
+def _is_of_all_ranks(manifest: Mapping[str, Any]) -> bool:
+    ranks = manifest.get("ranks")
+    return (
+        isinstance(ranks, dict)
+        and isinstance(manifest.get("tensors"), dict)
+        and manifest["files"].keys() == {RANK.format(number) for number in range(len(ranks.get("indices", ())))}
     )
 
 
@@ -167,35 +191,60 @@ def write_checkpoint(
 
     Raises :class:`LoopscopeError` where the file system refuses; nothing that was there is lost then.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    with refusal_of_disk(folder):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            if spare is None or not spare.is_dir():
-                partial.mkdir(parents=True)
+    growing = GrowingCheckpoint(folder, spare)
+    try:
+        growing.begin()
+        return growing.complete(manifest, {STATE: growing.write(STATE, content)}, before)
+    finally:
+        growing.remove()
+
+
+class GrowingCheckpoint:
+    """A checkpoint while it is written, under a temporary name: :func:`write_checkpoint` step by step."""
+
+    def __init__(self, folder: Path, spare: Path | None = None) -> None:
+        self.folder, self._spare = folder, spare
+        self._partial = folder.with_name(folder.name + PARTIAL)
+
+    def begin(self) -> None:
+        """Make the folder for all files, of one process or of several."""
+        with refusal_of_disk(self.folder):
+            self.remove()
+            if self._spare is None or not self._spare.is_dir():
+                self._partial.mkdir(parents=True)
             else:
-                spare.rename(partial)
-            with (partial / STATE).open("r+b" if (partial / STATE).is_file() else "wb") as file:
-                digesting = _Digesting(file)
-                _save(content, digesting)
-                # A spare file may have been longer.
-                file.truncate()
+                self._spare.rename(self._partial)
+
+    def write(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a file and return its size and digest."""
+        path = self._partial / name
+        with refusal_of_disk(self.folder), path.open("r+b" if path.is_file() else "wb") as file:
+            digesting = _Digesting(file)
+            _save(content, digesting)
+            # A spare file may have been longer.
+            file.truncate()
+            _sync(file)
+        return digesting.summary()
+
+    def complete(self, manifest: Mapping[str, Any], files: Mapping[str, Any], before: Sequence[Path]) -> Checkpoint:
+        """Write the manifest and give the checkpoint its name."""
+        full = {**plain_json(manifest), "format": FORMAT, "files": dict(files)}
+        with refusal_of_disk(self.folder):
+            with (self._partial / MANIFEST).open("w", encoding="utf-8") as file:
+                json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=None if "tensors" in full else 2)
                 _sync(file)
-            full = {**plain_json(manifest), "format": FORMAT, "files": {STATE: digesting.summary()}}
-            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump({**full, "digest": _digest_of_manifest(full)}, file, indent=2)
-                _sync(file)
-            for path in (*before, *{path.parent for path in before}, partial):
+            for path in (*before, *{path.parent for path in before}, self._partial):
                 sync_path(path)
-            removed = set_aside(folder)
+            removed = set_aside(self.folder)
             # A rename happens wholly or not at all, so that a crash leaves no checkpoint that is half there.
-            partial.rename(folder)
-            sync_path(folder.parent)
+            self._partial.rename(self.folder)
+            sync_path(self.folder.parent)
             shutil.rmtree(removed, ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    return Checkpoint(folder, full)
+        return Checkpoint(self.folder, full)
+
+    def remove(self) -> None:
+        """Remove what is not complete."""
+        shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -113,6 +114,11 @@ class CheckpointPlan:
     every_steps: int = 0
     keep: int = 3
 
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written without anybody asking for one."""
+        return bool(self.every or self.every_steps)
+
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
         """Return whether a checkpoint is due now."""
         step_ended = unit_ended != counts_epochs
@@ -145,8 +151,9 @@ class Checkpointing:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
         signals, ranks = self._signals, self._manager.task.ranks
-        if ranks.are_many and ranks.agree(signals.stop is not None):
-            signals.stop = next(number for number in ranks.gather(signals.stop) if number is not None)
+        if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
+            stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)
+            signals.stop, signals.asked = next(filter(None, stops), None), any(asks)
         asked, signals.asked = signals.asked, False
         ending = signals.stop is not None or self._manager.hooks.failures.pending is not None
         if asked or ending:
@@ -166,10 +173,8 @@ class Checkpointing:
 
     def take(self, *, wait: bool) -> None:
         """Write a checkpoint of now; without ``wait`` it is left out where one of an earlier step is being written."""
-        step = self._manager.state.loop.step
-        if self._manager.task.ranks.are_many:  # of which the run was told at its start
-            return
-        if self.writer.is_busy and not wait and self.writer.step != step:
+        step, ranks = self._manager.state.loop.step, self._manager.task.ranks
+        if ranks.agree(self.writer.is_busy and not wait and self.writer.step != step):
             warnings.warn(
                 f"The checkpoint of step {step} is left out, since the one before is still "
                 "being written; the disk is slower than the interval.",
@@ -179,7 +184,7 @@ class Checkpointing:
             return
         self.writer.wait()
         content = self._run_state.take()
-        if sentences := self._run_state.refusals_of_the_last():
+        if sentences := [*chain.from_iterable(ranks.gather(self._run_state.refusals_of_the_last()))]:
             sentence = f"The checkpoint of step {step} is left out. {sentences[0]}"
             warnings.warn(sentence, RunNotice, stacklevel=3)
             return

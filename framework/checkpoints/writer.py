@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state import ATOMS
+from ..state import ATOMS, completed, is_sharded
+from ..training import Ranks
 from .format import (
     Checkpoint,
     DamagedCheckpointError,
@@ -52,6 +53,11 @@ class Staging:
         """Copy the containers, and note which tensor is to be copied into which buffer."""
         if isinstance(value, Tensor):
             value = value.detach()
+            if is_sharded(value):
+                value = completed(value)
+                local = self._copied(value.to_local())
+                # Private: the public way would move the copy to the devices of the mesh.
+                return type(value)(local, value._spec, requires_grad=False)  # type: ignore[attr-defined,call-arg]
             if value.layout is not torch.strided:  # the compressed ones have neither strides nor foreach kernels
                 return value.clone().cpu()
             # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
@@ -115,9 +121,10 @@ class Kept:
 class CheckpointWriter:
     """Writes one checkpoint at a time into a folder."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None) -> None:
         self._folder = folder
         self._keep = keep
+        self._ranks = ranks or Ranks()
         self._kept: Kept | None = None
         self._thread: threading.Thread | None = None
         self._failures: list[str] = []
@@ -148,8 +155,9 @@ class CheckpointWriter:
         """Wait until nothing is being written, and leave nothing but checkpoints: nothing of earlier crashes either."""
         self.wait()
         self._spare = None
-        self._note_removed()
-        remove_leftovers(self._folder)
+        if self._ranks.is_main:
+            self._note_removed()
+            remove_leftovers(self._folder)
 
     def failures(self) -> list[str]:
         """Return, once, why checkpoints could not be written or removed, and which are gone."""
@@ -165,9 +173,16 @@ class CheckpointWriter:
     ) -> None:
         try:
             spare, self._spare = self._spare, None
-            written = write_checkpoint(folder, staged, manifest, before, spare)
+            if self._ranks.are_many:
+                from .parts import write_parts  # which takes a second to import
+
+                written = write_parts(folder, staged, manifest, before, spare, self._ranks)
+            else:
+                written = write_checkpoint(folder, staged, manifest, before, spare)
         except Exception as error:
             self._failures.append(str(error))
+            return
+        if not self._ranks.is_main:
             return
         try:
             self._kept = self._kept or Kept.of(self._folder, self._keep)

@@ -101,6 +101,7 @@ class RunFlags:
         keep_checkpoints: how many of the newest checkpoints stay, beside the best.
         resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
         validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
+        exact: refuse to go on where the run would not be the same bit for bit, as on another number of processes.
         no_determinism: leave torch free to use algorithms that are not deterministic.
         parallel: how the processes that torchrun started train one model: replicas (ddp), shards (fsdp), or layers cut
             up (tp, fsdp+tp).
@@ -119,6 +120,7 @@ class RunFlags:
     keep_checkpoints: int = 3
     resume: bool = False
     validate_checkpoints: bool = False
+    exact: bool = False
     no_determinism: bool = False
     parallel: Parallel | None = None
 
@@ -133,12 +135,7 @@ class RunFlags:
             f"{' and '.join('--' + name.replace('_', '-') for name in alone)} exclude each other: a run goes on, is "
             "written over, or is compared with.",
         )
-        kept = [name for name in ("resume", "validate_checkpoints", *CHECKPOINTS) if getattr(self, name)]
-        require(
-            self.parallel is None or not kept,
-            f"{' and '.join('--' + name.replace('_', '-') for name in kept)}: runs of several processes have no "
-            "checkpoints yet; leave it out, or --parallel.",
-        )
+        require(self.resume or not self.exact, "--exact is about a run that goes on; add --resume, or leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from ..durable_files import is_there, read_json
 from ..errors import UsageError
 from ..hooks import RunInfo
 from ..state import settings
+from ..training import Ranks
 from .config import ExperimentConfig, fits, in_words
 
 CONFIG = "experiment_config.json"
@@ -221,9 +222,11 @@ def versions() -> dict[str, str]:
     return {"loopscope": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
 
 
-def environment(model: nn.Module) -> dict[str, Any]:
+def environment(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
     """Describe what else the numbers of a run may depend on, and the command that started it."""
     return {
+        "processes": (ranks or Ranks()).place[1],
+        "sharing": (ranks or Ranks()).sharing,
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

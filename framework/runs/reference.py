@@ -16,7 +16,7 @@ from .run_folder import reference_name, weights_name
 
 IRRELEVANT = frozenset({"output_dir", "seed", "epochs", "max_epochs", "eval_every", "snapshot_every"})
 """Options that may differ between a run and its reference without making them two problems."""
-IRRELEVANT_SURROUNDINGS = frozenset({"loopscope", "command", "platform"})
+IRRELEVANT_SURROUNDINGS = frozenset({"loopscope", "command", "platform", "processes", "sharing"})
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..errors import (
     UsageError,
     listed,
     passed_through_users_code,
+    require,
     shortened,
 )
 from ..firing import HookManager
@@ -66,7 +67,7 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
     Bytes that are damaged are found by their digests; this is about what is written otherwise.
     """
     checked(found.manifest, get_type_hints(Manifest), found.folder / MANIFEST)
-    path, content = found.folder / STATE, found.content()
+    path, content = found.folder / STATE, content_for(manager, found)
     kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
     checked(content, get_type_hints(Beside), path)
     loop = content["state"].get("loop")
@@ -78,6 +79,23 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
     if (loop["epoch"], loop["step"]) != (found.manifest["epoch"], found.manifest["step"]):
         raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
     RunState(manager).put_back(content, found.folder)
+
+
+def content_for(manager: HookManager, found: Checkpoint) -> dict[str, Any]:
+    """Return the content of a checkpoint for this process, of one or of several that train together.
+
+    Raises :class:`UsageError` where the number of processes does not allow it.
+    """
+    ranks, model = manager.task.ranks, manager.state.model
+    if not found.is_of_ranks:
+        require(
+            not ranks.are_many,
+            f"{found.folder} was written by one process; go on with one, without torchrun and --parallel.",
+        )
+        return found.content()
+    from ..checkpoints.parts import read_parts  # which takes a second to import
+
+    return read_parts(found, model, ranks)
 
 
 @contextmanager
@@ -119,13 +137,21 @@ def refuse_another_run(where: Path, before: RunRecord, now: RunRecord) -> None:
         )
 
 
-def tell_of_environment(found: Checkpoint, now: RunRecord) -> None:
-    """Tell what may keep a run that goes on from being the same bit for bit."""
+def tell_of_environment(found: Checkpoint, now: RunRecord, *, exact: bool = False) -> None:
+    """Tell what may keep a run that goes on from being the same bit for bit; raise :class:`UsageError` if it must be.
+
+    Another number of processes does: then sums are taken in another order.
+    """
     before = RunRecord.of(found.manifest, found.folder / MANIFEST)
     changes = [
         f"{name}: {old} before, {new} now"
         for name, old, new in differences(before.surroundings, now.surroundings, {"command"})
     ]
+    require(
+        not (exact and changes),
+        f"--exact: {found.folder} was written in another environment: {listed(changes, 5)}. Go on as it was, or leave "
+        "--exact out.",
+    )
     if changes:
         _notice(
             f"The run goes on in another environment, so its numbers may differ in the last bits: {listed(changes, 5)}."

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
 from ..data import RowsOfRank, derived_seed
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require, unknown
@@ -42,11 +42,11 @@ from ..training import (
     spread,
 )
 from .checks import asked, check_experiment, plain
-from .config import ExperimentConfig, RunOptions
+from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import newest_of
+from .resuming import MAY_DIFFER, newest_of, tell_of_environment
 from .run_folder import OVERWRITING, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import StrategyRun
@@ -98,10 +98,26 @@ class Session:
                 folder = Path(held.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _elsewhere=folder)
             setups = ranks.together(session._checked)
+            ranks.check_equal(session._decisive(setups))
+            if self.options.resume:  # the first rank has found and checked from where
+                found = ranks.gather([(setup.resumed and setup.resumed.folder, setup.summary) for setup in setups])[0]
+                setups = [
+                    replace(setup, resumed=folder and open_checkpoint(folder), summary=summary)
+                    for setup, (folder, summary) in zip(setups, found, strict=True)
+                ]
             runs = session._runs([setup for setup in setups if setup.summary is None])
             summaries = [setup.summary or next(runs).run() for setup in setups]
         session.display.ended(summaries)
         return summaries
+
+    def _decisive(self, setups: Sequence[Setup]) -> dict[str, Any]:
+        """Return what decides the numbers of all runs, by names for a sentence."""
+        found: dict[str, Any] = {"What is trained": [(setup.folder.strategy, setup.seed) for setup in setups]}
+        for record in [setup.record for setup in setups]:
+            entries = {**record.config, **record.versions, **record.run, "hooks": {**record.hooks}}
+            found |= {name: value for name, value in entries.items() if name not in MAY_DIFFER}
+        checkpoints = {name: getattr(self.options, name) for name in (*CHECKPOINTS, "parallel", "resume")}
+        return found | checkpoints
 
     def planned(self) -> list[Setup]:
         """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
@@ -114,7 +130,7 @@ class Session:
         remedy = OVERWRITING if options.recorded else OVERWRITING_FROM_PYTHON
         for setup in setups:
             setup.folder.refuse_to_overwrite(allowed=options.overwrite or options.resume, remedy=remedy)
-        if options.resume:
+        if options.resume and self._elsewhere is None:
             setups = [
                 replace(setup, resumed=newest_of(setup.folder, setup.record), summary=setup.folder.completed())
                 for setup in setups
@@ -127,7 +143,11 @@ class Session:
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
-        with deterministic(on=not self.options.no_determinism), quiet_graph_breaks(), TemporaryDirectory() as elsewhere:
+        with ExitStack() as held:
+            held.enter_context(deterministic(on=not self.options.no_determinism))
+            held.enter_context(quiet_graph_breaks())
+            held.enter_context(joined(self.options.parallel))
+            elsewhere = held.enter_context(TemporaryDirectory())
             setups = self._setups()
             earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
             setups = [
@@ -265,6 +285,9 @@ class Session:
             offload_state=options.hook_offload_state,
             reference_weights=weights,
         )
+        record = replace(setup.record, environment=environment(task.model, task.ranks))
+        if setup.resumed is not None:
+            tell_of_environment(setup.resumed, record, exact=options.exact)
         run = RunInfo(
             experiment=runner.name,
             strategy=setup.folder.strategy,
@@ -284,7 +307,7 @@ class Session:
             state,
             manager,
             setup.folder,
-            replace(setup.record, environment=environment(task.model)),
+            record,
             self.display,
             plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
             resumed=setup.resumed,
@@ -330,9 +353,9 @@ def build_run(
         trained = spread(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = asked(runner, "build_optimizer", model)
-    if parallel is not None:
-        split_groups(optimizer)
     scheduler = asked(runner, "build_scheduler", optimizer)
+    if parallel is not None:
+        split_groups(optimizer, scheduler)
     loader = asked(runner, "build_loader", strategy)
     if ranks.size > 1:
         loader = RowsOfRank(loader, ranks.index, ranks.size)

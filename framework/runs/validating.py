@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..firing import HookManager
 from ..loops import epoch_loop, step_loop
 from ..state import LoopState
 from .records import RunRecord
-from .resuming import refuse_another_run
+from .resuming import content_for, refuse_another_run
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
@@ -35,8 +36,10 @@ class Validation:
         path = self.moments.get((loop.epoch, loop.step))
         if path is None:
             return
-        names = differing(open_checkpoint(path).content(), RunState(self.manager).take())
-        if names:
+        found, ranks = open_checkpoint(path), self.manager.task.ranks
+        found.check()
+        names = differing(content_for(self.manager, found), RunState(self.manager).take())
+        if names := [*dict.fromkeys(chain.from_iterable(ranks.gather(names)))]:
             hooks = [
                 ", ".join(sorted(run)) or "none" for run in (self.before, [hook.name for hook in self.manager.hooks])
             ]

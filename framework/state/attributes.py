@@ -44,6 +44,10 @@ HOOK_KIND = "_is_full_backward_hook"
 """What a module notes of its backward hooks, and keeps when they are gone, only to refuse hooks of the other kind."""
 COMPILED_NUMBER = "_torchdynamo_wrapper_id"
 """What ``torch.compile`` counts its modules by: machinery of the process, another for the same model built again."""
+COMPOSED = "__composable_api_"
+"""How the attributes begin in which ``fully_shard`` keeps its state, which is a part of its own."""
+CUT_UP = "_distribute_module_applied"
+"""What ``parallelize_module`` notes on modules: how parameters lie on the ranks is no part of their state."""
 NATIVE = frozenset(vars(nn.Module()))
 """The attributes that every module has: its tables and hooks, its mode."""
 HOOK_TABLES = tuple(sorted(key for key in NATIVE if key.startswith("_") and "_hooks" in key))
@@ -283,8 +287,9 @@ def _space(value: Any) -> dict[str, Any]:
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without its tables of tensors and modules, and without hooks on it."""
-    left_out = (*TABLES, HOOK_KIND, COMPILED_NUMBER)
-    return {key: value for key, value in without_hooks(vars(module)).items() if key not in left_out}
+    left_out = (*TABLES, HOOK_KIND, COMPILED_NUMBER, CUT_UP)
+    held = without_hooks(vars(module)).items()
+    return {key: value for key, value in held if key not in left_out and not key.startswith(COMPOSED)}
 
 
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The parts of a training state that hang on the optimizer and the scheduler, hooks, and the objects that all hold."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,11 @@ from .model_parts import GRADIENT_HOOKS, OwnHook, from_plain_forms, hook_tables,
 from .objects import ATOMS, attributes_of
 from .parts import Guarded, Leaves, Part, StateObjects, Stored, Watched, nested
 from .structure import Structure
+
+SPLIT_FROM = "split_from"
+"""The option of a group of an optimizer that says which group it was part of, before ranks split it."""
+BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
+"""Attributes of torch's schedulers that are lists with one item for each group."""
 
 
 def has_own_state(optimizer: Any) -> bool:
@@ -55,8 +60,66 @@ def _own(optimizer: Any) -> dict[str, Any]:
     return left_out if stands_alone else held
 
 
-def _state_of(optimizer: Any) -> dict[str, Any]:
-    return optimizer.state_dict() if has_own_state(optimizer) else {}
+def _names_of(state: StateObjects) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order in which its state dict counts them."""
+    names = {id(parameter): name for name, parameter in state.model.named_parameters()}
+    held = [item for group in state.optimizer.param_groups for item in group["params"]]
+    return [names.get(id(item), f"of the optimizer alone {index}") for index, item in enumerate(held)]
+
+
+def _origins(optimizer: Any) -> list[int]:
+    """Return for each group of an optimizer which one it was before ranks split it."""
+    groups = optimizer.param_groups if has_own_state(optimizer) else []
+    return [group.get(SPLIT_FROM, index) for index, group in enumerate(groups)]
+
+
+def _optimizer_state(state: StateObjects, _: Any = None) -> dict[str, Any]:
+    """Return an optimizer's state dict by the names of parameters, its groups as before ranks split them."""
+    optimizer = state.optimizer
+    if not has_own_state(optimizer) or "state" in _own(optimizer):
+        return {}
+    held, names, groups = optimizer.state_dict(), dict(enumerate(_names_of(state))), dict[int, dict[str, Any]]()
+    for origin, group in zip(_origins(optimizer), held["param_groups"], strict=True):
+        known = groups.setdefault(origin, {**group, "params": []})
+        known.pop(SPLIT_FROM, None)
+        known["params"] += [names[index] for index in group["params"]]
+    by_name = {names.get(index, index): value for index, value in held["state"].items()}
+    return {**held, "state": by_name, "param_groups": [*groups.values()]}
+
+
+def _load_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> None:
+    if stored:
+        optimizer, numbers = state.optimizer, {name: number for number, name in enumerate(_names_of(state))}
+        present = optimizer.state_dict()["param_groups"]
+        of_split = [{SPLIT_FROM: group[SPLIT_FROM]} if SPLIT_FROM in group else {} for group in present]
+        groups = [
+            {**stored["param_groups"][origin], "params": group["params"], **split}
+            for origin, group, split in zip(_origins(optimizer), present, of_split, strict=True)
+        ]
+        by_number = {numbers.get(name, name): value for name, value in stored["state"].items()}
+        optimizer.load_state_dict({**stored, "state": by_number, "param_groups": groups})
+
+
+def _misfit_of_optimizer(state: StateObjects, stored: Mapping[str, Any]) -> str:
+    if not stored:  # a face before other optimizers, whose states are attributes
+        return ""
+    have = [sorted(group["params"]) for group in _optimizer_state(state)["param_groups"]]
+    if have != [sorted(group["params"]) for group in stored["param_groups"]]:
+        return "was written for another optimizer: its groups hold other parameters"
+    return _misfit_of_fused(state, stored)
+
+
+def _regrouped(form: Any, count: int, places: Sequence[int]) -> Any:
+    """Return the plain form of a scheduler with other items of its lists by group, of which there are ``count``."""
+    if isinstance(form, list):
+        return [_regrouped(item, count, places) for item in form]
+    if not isinstance(form, Mapping):
+        return form
+    found = {key: _regrouped(item, count, places) for key, item in form.items()}
+    for key in BY_GROUP & found.keys():
+        if isinstance(form[key], Mapping) and len(items := form[key].get("list", ())) == count:
+            found[key] = {"list": [items[place] for place in places]}
+    return found
 
 
 def _watch_optimizer(state: StateObjects) -> Watched:
@@ -98,8 +161,17 @@ def _scheduler_forms(state: StateObjects, _: Any = None) -> dict[str, Any]:
     return plain_forms(state).table(attributes_of(state.scheduler) or {})
 
 
+def _stored_scheduler(state: StateObjects, _: Any = None) -> dict[str, Any]:
+    """Return the forms with one item for each group in the lists by group, however ranks have split groups."""
+    origins, forms = _origins(state.optimizer), _scheduler_forms(state)
+    once = [origins.index(origin) for origin in dict.fromkeys(origins)]
+    return forms if len(once) == len(origins) else dict(_regrouped(forms, len(origins), once))
+
+
 def _load_scheduler_forms(state: StateObjects, stored: Mapping[str, Any]) -> None:
-    space = attributes_of(state.scheduler) or {}
+    space, origins = attributes_of(state.scheduler) or {}, _origins(state.optimizer)
+    if len({*origins}) < len(origins):
+        stored = _regrouped(stored, len({*origins}), origins)
     from_plain_forms(state).fill(space, stored, [*space])
 
 
@@ -109,11 +181,18 @@ def _watch_scheduler(state: StateObjects) -> Watched:
 
 
 def _hooks(state: StateObjects) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the hooks by where they hang, without loopscope's own, which change nothing they do not declare."""
+    """Yield the hooks by where they hang, but for loopscope's own, which change nothing they do not declare.
+
+    Nor those of torch's ways to train on several processes, which say how parameters lie there.
+    """
     optimizer = attributes_of(state.optimizer) or {}
     on_optimizer = ((f"optimizer/{key}", table) for key, table in optimizer.items() if is_hook_table(key, table))
     for name, table in chain(hook_tables(state), on_optimizer):
-        yield name, [hook for hook in table.values() if not isinstance(hook, OwnHook)]
+        yield name, [hook for hook in table.values() if not (isinstance(hook, OwnHook) or _lays_out(hook))]
+
+
+def _lays_out(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _hook_leaves(state: StateObjects) -> Leaves:
@@ -126,7 +205,12 @@ def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
     """Return the forms of the hooks that hold something; building the model makes the others again."""
     forms = plain_forms(state)
     found = {name: [forms.of(hook) for hook in hooks] for name, hooks in _hooks(state)}
-    return {name: held for name, held in found.items() if any(form.keys() != {"code"} for form in held if form != {})}
+    return {name: held for name, held in found.items() if any(map(_holds_something, held))}
+
+
+def _holds_something(form: Any) -> bool:
+    """Return whether the plain form of a hook is more than code, or one of the flags that torch keeps beside hooks."""
+    return isinstance(form, Mapping) and form.keys() not in ({"code"}, set())
 
 
 def _load_hook_forms(state: StateObjects, stored: Mapping[str, list[Any]]) -> None:
@@ -192,7 +276,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
-    now = _scheduler_forms(state)
+    now = _stored_scheduler(state)
     shared = [key for key, form in now.items() if isinstance(form, dict) and "again" in form]  # such as the optimizer
     if others := [key for key in now if key not in stored or (key in shared and stored[key] != now[key])]:
         return f"does not fit this run: its scheduler lacks {others[0]}"
@@ -201,15 +285,14 @@ def _misfit_of_scheduler(state: StateObjects, stored: Mapping[str, Any]) -> str:
 
 def _misfit_of_fused(state: StateObjects, stored: Mapping[str, Any]) -> str:
     # torch's fused kernels do not compare the sizes of moments and parameters: they write past the end of smaller ones.
-    if not stored:  # a face before other optimizers, whose states are attributes
-        return ""
-    parameters = [item for group in state.optimizer.param_groups for item in group["params"]]
-    fused = [index for group in stored["param_groups"] if group.get("fused") for index in group["params"]]
-    for index in fused:
-        for name, value in stored["state"].get(index, {}).items():
-            wanted = () if name == "step" else parameters[index].shape
+    held = [item for group in state.optimizer.param_groups for item in group["params"]]
+    parameters = dict(zip(_names_of(state), held, strict=True))
+    fused = [known for group in stored["param_groups"] if group.get("fused") for known in group["params"]]
+    for known in fused:
+        for name, value in stored["state"].get(known, {}).items():
+            wanted = () if name == "step" else parameters[known].shape
             if not isinstance(value, Tensor) or value.shape != wanted:
-                return f"does not fit this run: {name} of parameter {index} has not its shape, in the optimizer"
+                return f"does not fit this run: {name} of {known} has not its shape, in the optimizer"
     return ""
 
 
@@ -224,11 +307,7 @@ UPDATE_PARTS = (
             passing=lambda kept: kept,
         ),
         _watch_optimizer,
-        Stored(
-            lambda state, streams: {} if "state" in _own(state.optimizer) else _state_of(state.optimizer),
-            lambda state, stored: state.optimizer.load_state_dict(stored) if stored else None,
-            _misfit_of_fused,
-        ),
+        Stored(_optimizer_state, _load_optimizer, _misfit_of_optimizer),
     ),
     Part(
         "optimizer attributes",
@@ -242,7 +321,7 @@ UPDATE_PARTS = (
         lambda state: nested("scheduler", _scheduler_forms(state)),
         Guarded(keep=lambda state, owners: state.scheduler, passing=lambda kept: (kept,)),
         _watch_scheduler,
-        Stored(_scheduler_forms, _load_scheduler_forms, _misfit_of_scheduler),
+        Stored(_stored_scheduler, _load_scheduler_forms, _misfit_of_scheduler),
     ),
     Part("hooks", _hook_leaves, stored=Stored(_hook_forms, _load_hook_forms)),
     Part("what modules, hooks, the optimizer or the scheduler hold", lambda state: (), watched=_watch_hanging),

@@ -52,6 +52,17 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
+def completed(tensor: Any) -> Tensor:
+    """Return a DTensor whose value is no sum over ranks that is still to be taken; any other tensor itself."""
+    return tensor.redistribute(tensor.device_mesh, _complete(tensor)) if is_partial(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def _complete(tensor: Any) -> list[Any]:
+    """Return the placements of a DTensor, a sum over ranks that is still to be taken replaced by the taken one."""
+    replicate = sys.modules["torch.distributed.tensor"].Replicate
+    return [replicate() if placement.is_partial() else placement for placement in tensor.placements]
+
+
 @torch.no_grad()
 def dot(a: Vector, b: Vector) -> Tensor:
     """Return the inner product of two vectors, zero-dimensional."""
@@ -186,13 +197,12 @@ def _part(tensor: Any, place: int, groups: Groups, like: Any = None) -> Tensor:
     like = tensor if like is None else like
     if not is_sharded(like):
         return tensor  # type: ignore[no-any-return]
-    mesh, replicate = like.device_mesh, sys.modules["torch.distributed.tensor"].Replicate
     # A partial sum must be completed before it is multiplied: a product of sums is no sum of products.
-    placements = [replicate() if placement.is_partial() else placement for placement in like.placements]
+    placements = _complete(like)
     for dimension, placement in enumerate(placements):
         if not placement.is_replicate():  # not is_shard, which the strided shards of FSDP2 on other shards are not
-            groups.setdefault(mesh.get_group(dimension), []).append(place)
-    return tensor.redistribute(mesh, placements).to_local()  # type: ignore[no-any-return]
+            groups.setdefault(like.device_mesh.get_group(dimension), []).append(place)
+    return tensor.redistribute(like.device_mesh, placements).to_local()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import listed, require
+from ..state import BY_GROUP, SPLIT_FROM
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
@@ -19,6 +21,11 @@ TENSOR_RANKS = 2
 def started_together() -> int:
     """Return how many processes torchrun started, 0 where it did not."""
     return int(os.environ.get("WORLD_SIZE", 0))
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun started this process in the place of one that failed (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def speaks() -> bool:
@@ -87,12 +94,22 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
     return model
 
 
-def split_groups(optimizer: Optimizer) -> None:
-    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors."""
+def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors.
+
+    Each says from which group it comes, so that checkpoints know it as one. What a scheduler has for each group it has
+    for the parts from now on.
+    """
     found: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
+    count = len(optimizer.param_groups)
+    for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        found += [{**group, "params": parameters} for parameters in kinds.values()]
+        found += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in kinds.values()]
     optimizer.param_groups[:] = found
+    schedulers = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
+    for each in schedulers:
+        for name in BY_GROUP & vars(each).keys():
+            if isinstance(items := getattr(each, name), list) and len(items) == count:
+                setattr(each, name, [items[group[SPLIT_FROM]] for group in found])

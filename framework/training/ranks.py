@@ -87,6 +87,12 @@ class Ranks:
         return len(self.members) > self.size
 
     @property
+    def sharing(self) -> str:
+        """What the ranks share, in words."""
+        kinds = {"rows": self.size > 1, "parameters": self.shards, "layers": self.shares_layers}
+        return ", ".join(kind for kind, is_so in kinds.items() if is_so) or "nothing"
+
+    @property
     def is_main(self) -> bool:
         """Whether this process speaks for all."""
         return not self.are_many or self._rank == self.members[0]
@@ -95,6 +101,12 @@ class Ranks:
     def place(self) -> tuple[int, int]:
         """Which of the ranks this process is, from 0 on, and how many there are."""
         return (self.members.index(self._rank), len(self.members)) if self.are_many else (0, 1)
+
+    def arrangement(self, model: nn.Module) -> dict[str, Any]:
+        """Return in plain values on what the bits of a run depend: which rows each rank sees, how parameters lie."""
+        sharded: list[Any] = [(name, each) for name, each in model.named_parameters() if is_sharded(each)]
+        layout = {name: f"{each.placements} of {tuple(each.device_mesh.shape)}" for name, each in sharded}
+        return {"indices": self.gather(self.index), "layout": layout, "averages": self.averages}
 
     def is_mine(self, rank: int) -> bool:
         """Whether this process has the rank."""
@@ -128,9 +140,10 @@ class Ranks:
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace gradients by their means; a parameter that no rank has a gradient of is left without."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        shares = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained]
-        *means, has_any = self.means([*gradients, shares.to(gradients[0].device)]) if trained else [shares]
+        has_any = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        if self.are_many:
+            self._reduce(has_any)  # on the host, where it is read
+        means = self.means([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
         for parameter, mean, has in zip(trained, means, has_any.tolist(), strict=True):
             parameter.grad = mean if has else None
 
@@ -201,20 +214,30 @@ class Ranks:
             values = [found.get(name, "not there") for found in each]
             self._must_be_equal(f"{name} differs between the ranks:", values)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return a plain value of each rank, in their order."""
+    def gather(self, value: Any, purpose: str = "") -> list[Any]:
+        """Return a plain value of each rank, in their order; threads gather each for a ``purpose`` of its own."""
         if not self.are_many:
             return [value]
         found = [None] * len(self.members)
         try:
-            distributed.all_gather_object(found, value, group=_control_group(self.members))
+            distributed.all_gather_object(found, value, group=self.group(purpose))
         except (RuntimeError, ValueError) as error:  # the latter where the program has destroyed the group
             raise _lost(error) from error
         return found
 
+    def group(self, purpose: str = "") -> Any:
+        """Return a gloo group of the ranks, made once for each purpose, with the timeout of the world."""
+        if (group := _GROUPS.get((self.members, purpose))) is None:
+            world: Any = distributed.group.WORLD
+            # Private: torch has no public name that tells the timeout a group was made with.
+            timeout = world._get_backend(world._device_types[0]).options._timeout
+            group = distributed.new_group([*self.members], timeout, "gloo", use_local_synchronization=True)
+            _GROUPS[self.members, purpose] = group
+        return group
+
     def _reduce(self, value: Tensor) -> None:
         try:
-            distributed.all_reduce(value, group=_control_group(self.members))
+            distributed.all_reduce(value, group=self.group())
         except (RuntimeError, ValueError) as error:
             raise _lost(error) from error
 
@@ -227,19 +250,8 @@ class Ranks:
             raise UsageError(f"{what} {listed(said, 4)}; start all ranks alike.")
 
 
-_GROUPS: WeakValueDictionary[tuple[int, ...], Any] = WeakValueDictionary()
+_GROUPS: WeakValueDictionary[tuple[tuple[int, ...], str], Any] = WeakValueDictionary()
 """The control groups of ranks; torch holds them, and lets go of them where a program destroys its process groups."""
-
-
-def _control_group(members: tuple[int, ...]) -> Any:
-    """Return a gloo group of the ranks, made once, with the timeout of the world."""
-    if (group := _GROUPS.get(members)) is None:
-        world: Any = distributed.group.WORLD
-        # Private: torch has no public name that tells the timeout a group was made with.
-        timeout = world._get_backend(world._device_types[0]).options._timeout
-        group = distributed.new_group([*members], timeout, "gloo", use_local_synchronization=True)
-        _GROUPS[members] = group
-    return group
 
 
 def _lost(error: Exception) -> RankLostError:
