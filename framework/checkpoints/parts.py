@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,13 +24,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from ..training import Ranks
-from .content import AFRESH
-from .format import RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint, load_plainly
+from .format import AFRESH, RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint, load_plainly
 
 Keys = tuple[str, ...]
 """Where in nested content something lies; as JSON the name of a tensor."""
@@ -42,20 +46,24 @@ class Separated(NamedTuple):
 
     plain: Any
     tensors: dict[str, Tensor]
+    replicated: list[str]
+    """The paths of tensors that ranks hold whole, though they may lie otherwise than the parameters they belong to."""
 
     @classmethod
     def of(cls, content: Any) -> "Separated":
         """Take out the tensors, but for single numbers and what is no array of numbers in memory."""
-        tensors: dict[str, Tensor] = {}
+        tensors, replicated = dict[str, Tensor](), list[str]()
 
         def take(path: Keys, tensor: Tensor) -> Tensor:
             is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
             if not is_sharded(tensor) and (not is_plain or tensor.ndim == 0):
                 return tensor
             tensors[json.dumps(path)] = tensor
+            if is_sharded(tensor) and all(each.is_replicate() for each in tensor.placements):  # type: ignore[attr-defined]
+                replicated.append(json.dumps(path))
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-        return cls(_replaced(content, take), tensors)
+        return cls(_replaced(content, take), tensors, replicated)
 
 
 def _replaced(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys = ()) -> Any:
@@ -83,15 +91,15 @@ def write_parts(
     number = ranks.place[0]
     named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in separated.tensors.items()}
     growing = GrowingCheckpoint(folder, spare)
-    writer = _Writer(growing, {"plain": separated.plain, "own": sorted(own)}, manifest, before)
+    writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": sorted(own)}, manifest, before)
     try:
-        distributed_checkpoint.save(
+        save(
             named,
             storage_writer=writer,
-            planner=distributed_checkpoint.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group("checkpoints"),
         )
-    except distributed_checkpoint.api.CheckpointException as error:
+    except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         text = str(reason) if isinstance(reason, LoopscopeError) else f"{folder}: {type(reason).__name__}: {reason}"
         raise LoopscopeError(f"{text} [rank {ranks.members[rank]}]") from reason
@@ -105,7 +113,7 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-class _Writer(distributed_checkpoint.StorageWriter):
+class _Writer(StorageWriter):
     """Writes this rank's file, and on the first rank, once all have, the manifest, by which the checkpoint counts."""
 
     def __init__(
@@ -143,33 +151,26 @@ class _Writer(distributed_checkpoint.StorageWriter):
         """Write this rank's file, and return where its pieces lie, and last its size and digest."""
         pieces = {str(place): planner.resolve_data(item).detach() for place, item in enumerate(plan.items)}
         summary = self._growing.write(self._name, {**self._content, "pieces": pieces})
-        results = [
-            distributed_checkpoint.storage.WriteResult(item.index, 0, [self._name, str(place)])
-            for place, item in enumerate(plan.items)
-        ]
+        results = [WriteResult(item.index, 0, [self._name, str(place)]) for place, item in enumerate(plan.items)]
         done: Future[Any] = Future()
-        done.set_result([*results, distributed_checkpoint.storage.WriteResult(None, 0, [self._name, summary])])
+        done.set_result([*results, WriteResult(MetadataIndex(""), 0, [self._name, summary])])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the manifest and give the checkpoint its name."""
         files = dict(last.storage_data for *_, last in results)
         lies = {item.index: item.storage_data for found in results for item in found[:-1]}
-        tensors = {
-            name: {
-                "shape": [*found.size],
-                "dtype": str(found.properties.dtype).removeprefix("torch."),
-                "pieces": [
-                    [[*piece.offsets], [*piece.sizes], *lies[MetadataIndex(name, piece.offsets)]]
-                    for piece in found.chunks
-                ],
-            }
-            for name, found in metadata.state_dict_metadata.items()
-        }
+        tensors: dict[str, Any] = {}
+        each: Mapping[str, Any] = metadata.state_dict_metadata
+        for name, found in each.items():
+            places = [(piece, lies[MetadataIndex(name, piece.offsets)]) for piece in found.chunks]
+            pieces = [[[*piece.offsets], [*piece.sizes], *place] for piece, place in places]
+            dtype = str(found.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": [*found.size], "dtype": dtype, "pieces": pieces}
         self._growing.complete({**self._manifest, "tensors": tensors}, files, self._before)
 
 
-class _Reader(distributed_checkpoint.StorageReader):
+class _Reader(StorageReader):
     """Reads the pieces of a checkpoint, from whichever rank's file."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -239,12 +240,12 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
     """
     reader, manifest = _Reader(checkpoint), checkpoint.manifest
     parameters = {} if model is None else dict(model.named_parameters())
-    number, streams = 0, 0
+    number, streams, same = 0, 0, False
     if model is not None and ranks is not None:
         same, indices = ranks.arrangement(model) == manifest["ranks"], manifest["ranks"]["indices"]
         number = ranks.place[0] if same else 0
         streams = indices.index(ranks.index) if ranks.index in indices else 0
-    content = _filled(reader, number, parameters)
+    content: dict[str, Any] = _filled(reader, number, parameters, same=same)
     for other in range(1, len(manifest["ranks"]["indices"])) if model is None else ():
         kept = _filled(reader, other, {}, only=lambda path, own: own and path[0] == "state").get("state", {})
         content["state"] = {**content["state"], f"rank {other}": kept}
@@ -263,8 +264,12 @@ def _filled(
     number: int,
     parameters: Mapping[str, Tensor],
     only: Callable[[Keys, bool], bool] = lambda path, own: True,
+    same: bool = False,
 ) -> Any:
-    """Return a rank's content with its tensors read: ``only`` some, by path and by whether they are its own."""
+    """Return a rank's content with its tensors read: ``only`` some, by path and by whether they are its own.
+
+    They lie as parameters do, where ranks are the ``same`` as they lay.
+    """
     file = RANK.format(number)
     stored, targets = reader.file(file), dict[str, Tensor]()
 
@@ -276,28 +281,22 @@ def _filled(
             return None
         name = OWN.format(number, name) if own else name
         targets[name] = _room_for(path, tensor, parameters)
+        if same and json.dumps(path) in stored["replicated"] and is_sharded(targets[name]):
+            targets[name] = _held_whole(targets[name])
         return targets[name]
 
     try:
         content = _replaced(stored["plain"], room)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
-            distributed_checkpoint.load(
+            load(
                 targets,
                 storage_reader=reader,
-                planner=distributed_checkpoint.DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                ),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
-    except (
-        distributed_checkpoint.api.CheckpointException,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:
-        reason = error.failures[0][0] if isinstance(error, distributed_checkpoint.api.CheckpointException) else error
+    except (CheckpointException, LookupError, TypeError, AttributeError, ValueError) as error:
+        reason = error.failures[0][0] if isinstance(error, CheckpointException) else error
         if isinstance(reason, DamagedCheckpointError):
             raise reason from None
         raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(reason).__name__}.") from error
@@ -311,3 +310,10 @@ def _room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> T
         if like is not None and like.shape == tensor.shape:
             return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _held_whole(tensor: Any) -> Any:
+    """Return a new tensor like a DTensor that each rank holds whole."""
+    replicate = [Replicate()] * len(tensor.placements)
+    local = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    return DTensor.from_local(local, tensor.device_mesh, replicate, run_check=False)

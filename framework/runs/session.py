@@ -41,7 +41,7 @@ from ..training import (
     split_groups,
     spread,
 )
-from .checks import asked, check_experiment, plain
+from .checks import asked, check_device, check_experiment, plain
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .display import Display
 from .records import RunRecord, environment, seed_name, versions
@@ -393,18 +393,3 @@ def build_run(
 
 def _notice(sentence: str) -> None:
     warnings.warn(sentence, RunNotice, stacklevel=3)
-
-
-def check_device(name: str | None) -> torch.device:
-    """Return the device called ``name``; ``None`` means the accelerator if there is one, the CPU otherwise."""
-    # Without check_available torch names what it was built for: CUDA, in its default wheel for Linux, on any machine.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name is None:
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = "cpu" if accelerator is None else f"{accelerator.type}, cpu"
-        raise UsageError(f"Device {name!r} cannot be used here. Known: {known}.") from error
-    return device

@@ -6,13 +6,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Moment, Parting, RunState, differing, moments_of, open_checkpoint
+from ..checkpoints import Moment, Parting, RunState, content_of, differing, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
 from ..firing import HookManager
 from ..loops import epoch_loop, step_loop
 from ..state import LoopState
 from .records import RunRecord
-from .resuming import content_for, refuse_another_run
+from .resuming import refuse_another_run
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
@@ -36,9 +36,9 @@ class Validation:
         path = self.moments.get((loop.epoch, loop.step))
         if path is None:
             return
-        found, ranks = open_checkpoint(path), self.manager.task.ranks
-        found.check()
-        names = differing(content_for(self.manager, found), RunState(self.manager).take())
+        manager, ranks = self.manager, self.manager.task.ranks
+        content = content_of(open_checkpoint(path), manager.state.model, ranks)
+        names = differing(content, RunState(manager).take())
         if names := [*dict.fromkeys(chain.from_iterable(ranks.gather(names)))]:
             hooks = [
                 ", ".join(sorted(run)) or "none" for run in (self.before, [hook.name for hook in self.manager.hooks])

@@ -105,7 +105,8 @@ def with_settled_buckets(replica: DistributedDataParallel) -> DistributedDataPar
     reducer = replica.reducer  # private: only a whole forward pass does this otherwise
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    torch.stack([parameter.flatten()[:0].sum().double() for parameter in trained]).sum().backward()
+    nothing: Any = [parameter.flatten()[:0].sum().double() for parameter in trained]
+    torch.autograd.backward(nothing)
     reducer._rebuild_buckets()
     for parameter in trained:
         parameter.grad = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import MANIFEST, checkpoints_in, differing, newest_intact, open_checkpoint
+from loopscope.checkpoints import MANIFEST, checkpoints_in, content_of, differing, newest_intact, open_checkpoint
 from loopscope.checkpoints.format import DamagedCheckpointError, _digest_of_manifest
 from loopscope.errors import UsageError
 
@@ -78,7 +78,7 @@ def test_as_many_processes_go_on_bit_for_bit(kind, runs):
     for name, value in weights(whole).items():
         assert torch.equal(weights(resumed)[name], value), name
     ends = [next(checkpoints_in(run / RUN / "checkpoints")) for run in (whole, resumed)]
-    contents = [open_checkpoint(end).content() for end in ends]
+    contents = [content_of(open_checkpoint(end)) for end in ends]
     assert ends[0].name == ends[1].name
     assert differing(*contents) == []
     assert differing(contents[0], {"state": {}}) != []
@@ -162,10 +162,10 @@ def test_a_pickle_that_is_planted_in_a_file_is_never_executed(name, begun):
     for data in (pickle.dumps(Planted()), as_torch_file(begun / "planted.pt")):
         (newest / name).write_bytes(data)
         with pytest.raises(DamagedCheckpointError, match=name):
-            open_checkpoint(newest).content()
+            content_of(open_checkpoint(newest))
         sign(newest, name)  # even with the right digests
         with pytest.raises(DamagedCheckpointError, match=f"{name} cannot be loaded"):
-            open_checkpoint(newest).content()
+            content_of(open_checkpoint(newest))
     pickle.loads(pickle.dumps(Planted()))
     assert Planted.ran.pop() == "executed"
     assert not Planted.ran
