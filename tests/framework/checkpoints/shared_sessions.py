@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed
 from loopscope import HookPoint, TrainingHook, training_hooks
-from loopscope.checkpoints import StoppedError
+from loopscope.checkpoints import Checkpointing, StoppedError
 from loopscope.hooks import EVERY_STEP
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.runs.small_experiment import Small, SmallConfig, registered
 
 assert training_hooks.__all__
@@ -84,13 +85,21 @@ class Stop(TrainingHook):
         return {}
 
 
-def train(folder: Path, kind: Any, hooks: Sequence[str] = HOOKS, **options: Any) -> None:
+def train(folder: Path, kind: Any, hooks: Sequence[str] = HOOKS, lr: float = 0.01, **options: Any) -> None:
     """Train, or go on, in a folder, as the processes that are there."""
+    options_of = {name: options for name, options in OPTIONS.items() if name in hooks}
     with registered(Shared, Stop):
         given = RunOptions(
-            strategies=["plain"], parallel=kind, hooks=hooks, hook_options=OPTIONS, checkpoint_every_steps=2, **options
+            strategies=["plain"],
+            parallel=kind,
+            hooks=hooks,
+            hook_options=options_of,
+            checkpoint_every_steps=2,
+            **options,
         )
-        Session(Shared(SmallConfig(output_dir=folder, epochs=3)), given, lambda: [JSONLSink()]).run()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))  # none is left out for want of time
+            Session(Shared(SmallConfig(output_dir=folder, epochs=3, lr=lr)), given, lambda: [JSONLSink()]).run()
 
 
 def stop(folder: Path, kind: Any) -> None:

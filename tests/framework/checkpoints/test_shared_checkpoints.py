@@ -1,22 +1,32 @@
 """Checkpoints that several processes write: bit for bit on as many, right on any number, whole or not at all."""
 
 import json
+import os
 import pickle
+import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loopscope.checkpoints import MANIFEST, checkpoints_in, content_of, differing, newest_intact, open_checkpoint
-from loopscope.checkpoints.format import DamagedCheckpointError, _digest_of_manifest
-from loopscope.errors import UsageError
+from loopscope.checkpoints import (
+    MANIFEST,
+    checkpoints_in,
+    content_of,
+    differing,
+    newest_intact,
+    open_checkpoint,
+    run_lock,
+)
+from loopscope.checkpoints.format import DamagedCheckpointError, GrowingCheckpoint, _digest_of_manifest
+from loopscope.errors import LoopscopeError, UsageError
 
 from tests.framework.checkpoints.killed_sessions import flipped
-from tests.framework.checkpoints.shared_sessions import STOPPED_AT, go_on, stop, train
+from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, go_on, stop, train
 from tests.support.ranks import on_ranks
 
 RUN = "shared/plain"
@@ -24,18 +34,61 @@ RUN = "shared/plain"
 
 def by_two(folder: Path) -> None:
     stop(folder / "begun by 2, fsdp", "fsdp")
-    if (folder / "begun by 3, fsdp").exists():
-        for kind in ("fsdp", "tp", "ddp"):
-            go_on(folder / "begun by 3, fsdp", folder / f"3, fsdp, then 2, {kind}", kind)
 
 
-def by_three(folder: Path) -> None:
+def by_two_again(folder: Path) -> dict[str, str]:
+    for kind in ("fsdp", "tp", "ddp"):
+        go_on(folder / "begun by 3, fsdp", folder / f"3, fsdp, then 2, {kind}", kind)
+    return refusals(folder)
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """Return what refuses to start on this rank, and why."""
+    second = torch.distributed.get_rank() == 1
+    return {
+        "one process": refused(lambda: go_on(folder / "begun by one", folder / "no run 1", "ddp")),
+        "exact": refused(lambda: go_on(folder / "begun by 3, ddp", folder / "no run 2", "ddp", exact=True)),
+        "rate": refused(lambda: train(folder / "no run 3", "ddp", lr=0.02 if second else 0.01)),
+        "hooks": refused(lambda: train(folder / "no run 4", "ddp", HOOKS[: 3 if second else 4])),
+        "locked": refused(lambda: train(folder / "locked", "ddp")),
+        "unshared": refused(lambda: train(folder / "no run 5", "ddp"), without_access=second),
+        "folder": refused(lambda: train(folder / "3, ddp", "ddp")),
+    }
+
+
+def refused(start: Callable[[], None], *, without_access: bool = False) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError) as caught:
+        if without_access:
+            patch.setattr(os, "access", lambda path, mode: "no run" not in str(path))
+        start()
+    return str(caught.value)
+
+
+def by_three(folder: Path) -> list[str]:
     for kind in ("fsdp", "ddp", "tp"):
         train(folder / f"3, {kind}", kind)
         stop(folder / f"begun by 3, {kind}", kind)
         go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
     go_on(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
     go_on(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
+    return with_a_full_disk(folder / "full disk")
+
+
+def with_a_full_disk(folder: Path) -> list[str]:
+    """Train while the second rank cannot write its first file; return what the writers tell on this rank."""
+    write, told = GrowingCheckpoint.write, list[str]()
+
+    def full(self: GrowingCheckpoint, *arguments: Any) -> Any:
+        patch.setattr(GrowingCheckpoint, "write", write)
+        raise LoopscopeError(f"{self.folder} could not be written: No space left on device.")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(GrowingCheckpoint, "write", full)
+        train(folder, "fsdp")
+    told += [str(each.message) for each in caught if "No space" in str(each.message)]
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +98,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(folder / "one", None)
-        for compute, count in ((by_two, 2), (by_three, 3), (by_two, 2)):
-            shutil.rmtree(folder / "begun by 2, fsdp" if count == 2 else folder / "none", ignore_errors=True)
-            (folder / f"ranks {len([*folder.glob('ranks*')])}").mkdir()
-            on_ranks(partial(compute, folder), max(folder.glob("ranks*")), count)
+        stop(folder / "begun by one", None)
+        (folder / "locked" / RUN).mkdir(parents=True)
+        for compute, count in ((by_two, 2), (by_three, 3), (by_two_again, 2)):
+            meeting = folder / f"said {compute.__name__}"
+            meeting.mkdir()
+            with run_lock(folder / "locked" / RUN):
+                on_ranks(partial(compute, folder), meeting, count)
         for kind in ("fsdp", "ddp", "tp"):
             go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then alone", None)
     return folder
@@ -196,17 +252,33 @@ def test_exactly_as_it_was_is_refused_on_another_number_of_processes(runs, tmp_p
     assert not list((tmp_path / "run" / RUN).glob("*_final.pt"))
 
 
-def refused(folder: Path) -> str:
-    try:
-        go_on(folder / "alone", folder / "on ranks", "ddp")
-    except UsageError as error:
-        return str(error)
-    return ""
+REFUSALS = {
+    "one process": "was written by one process; go on with one, without torchrun and --parallel",
+    "exact": "--exact: .* processes: 3 before, 2 now",
+    "rate": "lr differs between the ranks: 0.01 on rank 0, 0.02 on rank 1; start all ranks alike",
+    "hooks": "hooks differs between the ranks",
+    "locked": "another process|is written by process|locked",
+    "unshared": "Process 1 cannot write to .*; checkpoints of several processes need an --output-dir that all of them",
+    "folder": "already holds a finished run, which is left as it is",
+}
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_one_process_is_refused_on_several(tmp_path):
-    stop(tmp_path / "alone", None)
-    (tmp_path / "ranks").mkdir()
-    for sentence in on_ranks(partial(refused, tmp_path), tmp_path / "ranks", 2):
-        assert "was written by one process; go on with one, without torchrun and --parallel" in sentence
+def test_what_cannot_be_is_refused_on_all_ranks_by_the_same_sentence_and_nothing_is_written(runs):
+    told = [torch.load(runs / "said by_two_again" / f"{rank}.pt") for rank in range(2)]
+    assert told[0] == told[1]
+    for name, sentence in REFUSALS.items():
+        assert re.search(sentence, told[0][name]), (name, told[0][name])
+    left = [path for path in runs.glob(f"no run */{RUN}/*") if "checkpoints" not in path.parts and "begun" in str(path)]
+    assert not left
+    assert not [*runs.glob("no run [345]/*/*/*"), *(runs / "locked" / RUN).glob("*.jsonl")]
+
+
+def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_is_told_on_all(runs):
+    for rank in range(3):
+        (told,) = torch.load(runs / "said by_three" / f"{rank}.pt")
+        assert re.search(
+            r"step_000000002 could not be written: No space left on device. \[rank 1\] Training goes on", told
+        )
+    steps = [int(path.name[5:]) for path in checkpoints_in(runs / "full disk" / RUN / "checkpoints")]
+    assert min(steps) > 2
+    assert rows(runs / "full disk") == rows(runs / "3, fsdp")
