@@ -13,8 +13,10 @@ import torch
 from loopscope.errors import UnsuitableError, listed
 from loopscope.hooks import Remembered, Remembering
 from loopscope.lowbit import layers_with_factors
-from loopscope.state import is_sharded, local_shards
+from loopscope.state import local_shards
 from torch import Tensor, nn
+
+from ..measures import sharded_like
 
 
 def on_xla(tensors: Iterable[Tensor]) -> bool:
@@ -65,61 +67,50 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ShadowCopies(Remembering):
-    """One copy of some of a model's tensors, by name; of a DTensor this rank's shard, as a plain tensor."""
+    """One copy of some of a model's tensors, by name, in their layout."""
 
-    shards = Remembered(dict[str, Tensor], saved=False)
+    copies = Remembered(dict[str, Tensor])
     _others = Remembered(list[str])
     """The parameters and buffers of floating-point numbers that have no copy."""
 
     def take(self, model: nn.Module, tensors: Mapping[str, Tensor], *, widen: bool = False) -> None:
-        """Copy tensors of the model in their layout; with ``widen`` in float32 or wider."""
-        self.shards = {}
+        """Copy tensors of the model; with ``widen`` in float32 or wider."""
+        self.copies = {}
         for name, tensor in tensors.items():
             (shard,) = local_shards([tensor.detach()])
-            self.shards[name] = shard.to(_dtype(shard, widen), copy=True)
-            shard_alike(self.shards[name], shard)
-        self._others = [name for name in _tensors(model) if name not in self.shards]
+            self.copies[name] = sharded_like(shard.to(_dtype(shard, widen), copy=True), tensor)
+            shard_alike(self.copies[name], shard)
+        self._others = [name for name in _tensors(model) if name not in self.copies]
 
-    def like(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the copies of these tensors, DTensors where they are, which share the memory of the shards."""
-        return {name: _sharded_like(self.shards[name], tensor) for name, tensor in live.items()}
+    def of(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the copies of these tensors."""
+        return {name: self.copies[name] for name in names}
 
     def fit(self, model: nn.Module, *, widen: bool = False) -> None:
         """Move loaded copies to the devices of the model's tensors, in the dtypes that :meth:`take` would give them.
 
         Raises ``ValueError`` with the names of those that the model lacks, has beside them, or has in another shape.
         """
-        live, known = _tensors(model), {*self.shards, *self._others}
-        _refuse("which the model does not have", [name for name in [*self.shards, *self._others] if name not in live])
+        live, known = _tensors(model), {*self.copies, *self._others}
+        _refuse("which the model does not have", [name for name in [*self.copies, *self._others] if name not in live])
         _refuse("which the state lacks", [name for name in live if name not in known])
-        there = dict(zip(self.shards, local_shards([live[name] for name in self.shards]), strict=True))
-        shapes = [name for name, shard in self.shards.items() if shard.shape != there[name].shape]
+        here, there = local_shards(self.copies.values()), local_shards(live[name] for name in self.copies)
+        pairs = dict(zip(self.copies, zip(here, there, strict=True), strict=True))
+        shapes = [name for name, (shard, other) in pairs.items() if shard.shape != other.shape]
         _refuse("which have another shape in the model (or on this rank)", shapes)
-        self.shards = {
-            name: shard.to(there[name].device, _dtype(there[name], widen)) for name, shard in self.shards.items()
+        self.copies = {
+            name: sharded_like(shard.to(other.device, _dtype(other, widen)), live[name])
+            for name, (shard, other) in pairs.items()
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the copies, and the names of what has none."""
-        return super().state_dict() | {"copies": dict(self.shards)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy what :meth:`state_dict` returned; :meth:`fit` refuses copies of another model."""
         super().load_state_dict(state)
-        self.shards = {name: tensor.clone() for name, tensor in state["copies"].items()}
+        self.copies = {name: tensor.clone() for name, tensor in self.copies.items()}
 
 
 def _dtype(shard: Tensor, widen: bool) -> torch.dtype:
     return torch.promote_types(shard.dtype, torch.float32) if widen else shard.dtype
-
-
-def _sharded_like(shard: Tensor, tensor: Any) -> Tensor:
-    if not is_sharded(tensor):
-        return shard
-    # A parameter's own class is nn.Parameter; that of its data is DTensor, wherever this version of torch has it.
-    return type(tensor.data).from_local(  # type: ignore[no-any-return]
-        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def _refuse(what: str, names: Sequence[str]) -> None:

@@ -123,7 +123,7 @@ class ModelSmoother:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers by parameter name, DTensors where the parameters are."""
-        return self._copies.like(self._live)
+        return self._copies.of(self._live)
 
     def maybe_smooth(self, step: int) -> bool:
         """Smooth if ``step`` is a multiple of the interval (0 is none), and return whether it was."""
@@ -135,10 +135,10 @@ class ModelSmoother:
     def smooth(self) -> None:
         """Blend buffers and weights now, whatever the step."""
         live = {name: parameter for name, parameter in self._live.items() if parameter.requires_grad}
-        blend_buffers(live, self._copies.like(live), self.config.alpha, write_back=True)
+        blend_buffers(live, self._copies.of(live), self.config.alpha, write_back=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffers, of a sharded parameter this rank's shard; they change with the next smoothing."""
+        """Return the buffers, DTensors where the parameters are; they change with the next smoothing."""
         return self._copies.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class ModelSmoother:
         loaded.load_state_dict(state)
         loaded.fit(self._model)
         parameters = dict(self._model.named_parameters())
-        self._live = {name: parameters[name] for name in loaded.shards}
+        self._live = {name: parameters[name] for name in loaded.copies}
         self._copies = loaded
 
 
@@ -197,7 +197,7 @@ class ModelSmoothing(InterventionHook):
     def start(self, run: RunInfo) -> None:
         """Copy the weights that the strategy begins with, unless it goes on from a checkpoint."""
         refuse_factors(self.name, "blends", run.model)
-        if not self._copies.shards:
+        if not self._copies.copies:
             self._copies.take(run.model, trainable(run.model))
             return
         try:
@@ -208,11 +208,11 @@ class ModelSmoothing(InterventionHook):
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
         """Blend the buffer with the weights, ask for the weights to become it, and return how far they jump."""
         live = trainable(run_ctx.model)
-        smoothed = {name: live[name] for name in self._copies.shards if name in live}
+        smoothed = {name: live[name] for name in self._copies.copies if name in live}
         self._thawed = [name for name in live if name not in smoothed]
         if not smoothed:
             return {}
-        buffers = self._copies.like(smoothed)
+        buffers = self._copies.of(smoothed)
         before = distance(smoothed, buffers)
         blend_buffers(smoothed, buffers, self.config.alpha, write_back=False)
         model_ctx.blend_parameters(buffers, 1.0)

@@ -12,6 +12,7 @@ from loopscope.hooks import MetricInfo, Metrics, Remembering, RunInfo, metric_ta
 from loopscope.state import fully_sharded_modules, is_sharded, local_shards, norm, trainable, whole
 from torch import Tensor, nn
 
+from ..measures import sharded_like
 from .shadow_copies import ShadowCopies, floating_buffers, refuse_factors, step_markers
 from .smoothing import distance
 
@@ -46,19 +47,19 @@ class Average(Remembering):
         if self.samples == 1:
             self._copies.take(model, trainable(model) | buffers, widen=True)
             return
-        shards = self._copies.shards
+        copies = self._copies.copies
         if not self._parameters:
-            self._parameters = {name: value for name, value in model.named_parameters() if name in shards}
+            self._parameters = {name: value for name, value in model.named_parameters() if name in copies}
         live = local_shards(self._parameters.values())
         with step_markers(live):
-            _move([shards[name] for name in self._parameters], live, 1 / self._total)
+            _move(local_shards(copies[name] for name in self._parameters), live, 1 / self._total)
             for name, buffer in buffers.items():
-                _move_buffer(shards, name, buffer, 1 / self._total)
+                _move_buffer(copies, name, buffer, 1 / self._total)
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the averages by name, DTensors where the model's tensors are; they change with the next sample."""
         live = {**dict(model.named_parameters()), **floating_buffers(model)}
-        return self._copies.like({name: live[name] for name in self._copies.shards if name in live})
+        return self._copies.of(name for name in self._copies.copies if name in live)
 
     def fit(self, model: nn.Module) -> None:
         """Move loaded averages to the model's devices; raises ``ValueError`` if they are of another model."""
@@ -87,12 +88,12 @@ def _move_buffer(averages: dict[str, Tensor], name: str, buffer: Tensor, weight:
 
     One that is new, or has another shape than before, is taken as it is.
     """
-    (live,) = local_shards([buffer])
+    average, live = local_shards([averages.get(name, buffer), buffer])
     wide = live.to(torch.promote_types(live.dtype, torch.float32))
-    if name not in averages or averages[name].shape != wide.shape:
-        averages[name] = wide.clone()
+    if name not in averages or average.shape != wide.shape:
+        averages[name] = sharded_like(wide.clone(), buffer)
     else:
-        averages[name].copy_(torch.where(averages[name] == wide, wide, averages[name].lerp(wide, weight)))
+        average.copy_(torch.where(average == wide, wide, average.lerp(wide, weight)))
 
 
 def averaged_state_dict(model: nn.Module, averages: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from ..measures import FlatLayout, FlatMemory
 class Chunk:
     """What is kept of ``count`` successive gradients g: their mean, and how they scatter around it.
 
-    ``mean`` is a flat vector, ``scatter`` holds Σ‖g_t − mean‖² of each parameter, ``changes`` is Σ‖g_{t+1} − g_t‖²
-    over all parameters, ``link`` the squared change to the first gradient from the one before the chunk.
+    ``mean`` is a flat vector (tensors by parameter name, where it was just loaded), ``scatter`` holds Σ‖g_t − mean‖²
+    of each parameter, ``changes`` is Σ‖g_{t+1} − g_t‖² over all parameters, ``link`` the squared change to the first
+    gradient from the one before the chunk.
     """
 
-    mean: Tensor
+    mean: Any
     scatter: Tensor
     changes: Tensor
     link: Tensor
@@ -36,10 +37,10 @@ class Chunk:
         scatter = torch.zeros(len(layout.names), dtype=torch.float64, device=mean.device)
         return cls(mean, scatter, scatter.new_zeros(()), scatter.new_zeros(()), 0, [])
 
-    def on(self, device: torch.device) -> "Chunk":
-        """Return the chunk on a device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Chunk(**vars(self) | moved)
+    def on(self, layout: FlatLayout) -> "Chunk":
+        """Return the chunk on the device of a layout, in which its mean lies."""
+        moved = {name: value.to(layout.device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Chunk(**vars(self) | moved | {"mean": layout.flat(self.mean)})
 
 
 def extend(chunk: Chunk, layout: FlatLayout, gradient: Tensor, work: Tensor) -> None:
@@ -163,7 +164,7 @@ class Variance(TrainingHook):
         if self._chunks[-1].count < self._length:
             return {}
         needed = self._window // self._length
-        complete = [chunk.on(layout.device) for chunk in self._chunks]
+        complete = [chunk.on(layout) for chunk in self._chunks]
         self._chunks = complete[1:] if len(complete) == needed else complete
         return statistics(joined(complete, layout), layout) if len(complete) == needed else {}
 
@@ -184,7 +185,7 @@ class Variance(TrainingHook):
         layout = self._layout(ctx)
         gradients = layout.gradients()
         now = layout.copy(gradients, self._memory.work(layout))
-        chunk = self._chunks[-1] = self._chunks[-1].on(layout.device)
+        chunk = self._chunks[-1] = self._chunks[-1].on(layout)
         chunk.owners += [name for name in gradients if name not in chunk.owners]
         previous = self._memory.vectors.get("previous")
         work = previous or layout.zeros()
@@ -197,7 +198,8 @@ class Variance(TrainingHook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the newest gradient and the moments of the windows under way."""
-        return super().state_dict() | {"chunks": [dict(vars(chunk)) for chunk in self._chunks]}
+        chunks = [vars(chunk) | {"mean": self._memory.named(chunk.mean)} for chunk in self._chunks]
+        return super().state_dict() | {"chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned."""

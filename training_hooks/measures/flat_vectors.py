@@ -143,6 +143,15 @@ class FlatLayout:
         counts = torch.stack([torch.count_nonzero(part) for part in self._parts(a)])
         return over_shards(counts, self._groups).sum()
 
+    def named(self, a: Tensor) -> dict[str, Tensor]:
+        """Return a vector's elements by parameter name, each laid out as its parameter; they share its memory."""
+        parts = zip(self.parameters.items(), self._parts(a), self._shapes, strict=True)
+        return {name: sharded_like(part.view(shape), owner) for (name, owner), part, shape in parts}
+
+    def flat(self, vector: Tensor | Vector) -> Tensor:
+        """Return a vector's elements, shape (elements,), of one that is flat already or by parameter name."""
+        return vector.to(self.device) if isinstance(vector, Tensor) else self.copy(vector, self.zeros()).data
+
     def by_name(self, values: Tensor) -> dict[str, Tensor]:
         """Return one value per parameter, shape (parameters,), by name."""
         return dict(zip(self.names, values.unbind(), strict=True))
@@ -173,6 +182,8 @@ class FlatMemory(Remembering):
     vectors = Remembered(dict[str, FlatVector], saved=False)
     spare = Remembered[FlatVector | None](lambda: None, saved=False)
     """A vector to work in, which is not needed any more."""
+    _loaded = Remembered[Mapping[str, Vector]](dict, saved=False)
+    """Vectors by parameter name, for as long as no model says where they lie."""
     _layout = Remembered[FlatLayout | None](lambda: None, saved=False)
 
     def begin(self, parameters: Mapping[str, nn.Parameter], *vectors: str) -> FlatLayout:
@@ -186,10 +197,9 @@ class FlatMemory(Remembering):
     def layout(self, model: nn.Module) -> FlatLayout:
         """Return the layout of the vectors in this model, with the vectors on its device."""
         if self._layout is None:
-            self._layout = FlatLayout({name: model.get_parameter(name) for name in self.names})
-            for vector in self.vectors.values():
-                if vector.data.device != self._layout.device:
-                    vector.data, vector.views = vector.data.to(self._layout.device), []
+            self._layout = layout = FlatLayout({name: model.get_parameter(name) for name in self.names})
+            self.vectors = {name: FlatVector(layout.flat(vector)) for name, vector in self._loaded.items()}
+            self._loaded = {}
         return self._layout
 
     def work(self, layout: FlatLayout) -> FlatVector:
@@ -197,14 +207,34 @@ class FlatMemory(Remembering):
         return self.spare or layout.zeros()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the parameters and the vectors' elements."""
-        return super().state_dict() | {"vectors": {name: vector.data for name, vector in self.vectors.items()}}
+        """Return the names of the parameters, and the vectors by parameter name."""
+        flat = {name: vector.data for name, vector in self.vectors.items()}
+        return super().state_dict() | {
+            "vectors": {name: self.named(each) for name, each in (flat or self._loaded).items()}
+        }
+
+    def named(self, vector: Tensor | Vector) -> dict[str, Tensor]:
+        """Return a vector by parameter name, DTensors where the parameters are: a flat one, or one that was loaded."""
+        return self._layout.named(vector) if self._layout and isinstance(vector, Tensor) else dict(vector)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what :meth:`state_dict` returned."""
         self.reset()
         super().load_state_dict(state)
-        self.vectors = {name: FlatVector(data) for name, data in state["vectors"].items()}
+        self._loaded = dict(state["vectors"])
+
+
+def sharded_like(shard: Tensor, owner: Any) -> Tensor:
+    """Return what this rank holds as a DTensor in the layout of a parameter, or itself if that is none.
+
+    The memory is shared; nothing is sent.
+    """
+    if not is_sharded(owner):
+        return shard
+    # A parameter's own class is nn.Parameter; that of its data is DTensor, wherever this version of torch has it.
+    return type(owner.data).from_local(  # type: ignore[no-any-return]
+        shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
+    )
 
 
 def laid_out_like(tensor: Any, owner: Any) -> Any:

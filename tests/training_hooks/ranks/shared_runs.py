@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
+from tests.training_hooks.ranks.states import MIDDLE, Middle, Results, put_back, tensors
 
 HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
 RATE = 1e-2
-Results = dict[str, Any]
 
 
 class Attention(nn.Module):
@@ -181,22 +181,48 @@ KINDS: Mapping[str, Callable[[nn.Module, bool], tuple[nn.Module, int, int]]] = {
 
 
 def trained(
-    kind: str, hooks: Sequence[TrainingHook], *, tied: bool, recipe: Recipe | None, audit: bool = False
+    kind: str,
+    hooks: Sequence[TrainingHook],
+    *,
+    tied: bool,
+    recipe: Recipe | None,
+    audit: bool = False,
+    keeps: bool = False,
+    middle: Results | None = None,
 ) -> Results:
-    """Train with hooks and return their metrics, the weights, and the digests of this rank's bytes of them."""
+    """Train with hooks, from the beginning or from what another run was in its ``middle``.
+
+    Returns their metrics, the weights, the digests of this rank's bytes of them, and what :class:`Middle` found.
+    """
     task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
     manager = HookManager(hooks, task, state, sinks=[sink], audit=audit, reference_weights=reference)
+    if middle is not None:
+        put_back(middle, manager, [hook.name for hook in hooks])
     manager.start(replace(run_info(task, manager, "epoch"), reference_weights=reference))
-    epoch_loop(task, manager)
+    halfway = Middle(manager, keeps=keeps)
+    epoch_loop(task, manager, pauses=halfway)
     manager.end("completed")
     named = dict(task.model.named_parameters())
     return {
         "metrics": {(name, point.name, step): value for name, point, step, value in sink.rows()},
         "weights": {name: whole(value.detach()) for name, value in named.items()},
         "bytes": [digest(value) for value in local_shards(named.values())],
+        "remembered": halfway.remembered,
+        "middle": halfway.content,
     }
+
+
+def gone_on(kind: str, makers: Mapping[str, Callable[[], TrainingHook]], middle: Results, **model: Any) -> Results:
+    """Go on from the middle with those hooks that remembered tensors, and return their metrics."""
+    remembering = [name for name in makers if any(tensors(middle["hooks"][name]))]
+    hooks = [makers[name]() for name in remembering]
+    return trained(kind, hooks, middle=middle, **model)["metrics"] if hooks else {}
+
+
+def after_the_middle(metrics: Mapping[Any, Any]) -> Results:
+    return {key: value for key, value in metrics.items() if key[2] > MIDDLE}
 
 
 def refusal(kind: str, hook: TrainingHook, *, tied: bool, recipe: Recipe | None) -> str:

@@ -17,7 +17,8 @@ from loopscope.lowbit import MetisOptions, Recipe, find_recipe
 from loopscope.state import norm_of_each, trainable
 
 from tests.support.ranks import on_ranks
-from tests.training_hooks.ranks.shared_runs import Results, build, refusal, trained
+from tests.training_hooks.ranks.shared_runs import after_the_middle, build, gone_on, refusal, trained
+from tests.training_hooks.ranks.states import AS_ITS_PARAMETER, Results
 
 assert training_hooks.__all__
 DIFFERENCES = {"method": "finite_difference", "epsilon": 1e-3}
@@ -70,7 +71,7 @@ CHOSEN = [
     Subject("gradient_overflow", {"of": "gradients,weights"}),
     Subject(
         "gradient_overflow",
-        {"of": "output_gradients,activations"},
+        {"of": "output_gradients,activations", "rules": "tensor,delayed"},
         refused=SPLIT,
         remedy="of=gradients,weights",
         by_rank=True,
@@ -89,6 +90,10 @@ CHOSEN = [
     Subject("variance", {"window": 2, "every": 2}),
     Subject("weight_average", {"interval": 1}, lacks=dict.fromkeys(SHARDED, "weight_average/(ema|swa)")),
 ]
+GOES_ON = ("FSDP2",)
+"""The kinds under which a run goes on from what hooks remember in its middle."""
+OF_A_RANK = re.compile("gradient_overflow/histories/(activations|output_gradients)/.*")
+"""Tensors that hooks remember of what each rank saw by itself."""
 SUBJECTS = CHOSEN + [Subject(hook.name) for hook in HookRegistry if hook.name not in {each.name for each in CHOSEN}]
 
 
@@ -120,7 +125,11 @@ def measured(kind: str, *, audit: bool = False) -> Results:
         if chosen := willing(subjects, kind):
             key = f"{model}"  # a recipe is no key
             bare[key] = found["bare"][number] = bare.get(key) or trained(kind, [], **model)["bytes"]
-            found["runs"][number] = trained(kind, [each.make() for each in chosen], **model, audit=audit)
+            hooks, goes_on = [each.make() for each in chosen], kind in GOES_ON
+            run = found["runs"][number] = trained(kind, hooks, **model, audit=audit, keeps=goes_on)
+            if goes_on:
+                makers = {each.name: each.make for each in chosen}
+                run["gone on"] = gone_on(kind, makers, run["middle"], **model)
     return found | {"reductions": 0 if kind == "one process" else reductions(kind)}
 
 
@@ -215,6 +224,39 @@ def hooks_leave_every_rank_its_bytes_and_those_that_commit_the_weights_of_one_pr
                 assert result["bare"][number] == run["bytes"]
 
 
+def what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_all_ranks(kind, count, of_ranks):
+    first, *others = of_ranks(kind, count)
+    alone = measured("one process")["runs"]
+    for number, subjects in enumerate(runs()):
+        names = {subject.name for subject in willing(subjects, kind)}
+        remembered = first["runs"][number]["remembered"] if names else {}
+        shapes = {
+            path: shape for path, (shape, _) in alone[number]["remembered"].items() if path.split("/")[0] in names
+        }
+        assert {path: shape for path, (shape, _) in remembered.items()} == shapes
+        for path, (_, how) in remembered.items():
+            elsewhere = [each["runs"][number]["remembered"][path][1] for each in others]
+            if OF_A_RANK.fullmatch(path):
+                assert how not in elsewhere, path
+            else:
+                assert how == AS_ITS_PARAMETER or isinstance(how, int), path
+                assert elsewhere == [how] * (count - 1), path
+
+
+def hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(kind, count, of_ranks):
+    for number, subjects in enumerate(runs()):
+        run = of_ranks(kind, count)[0]["runs"].get(number)
+        if run is None or "gone on" not in run:
+            continue
+        model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
+        comparable = [each for each in willing(subjects, kind) if not each.by_rank]
+        on_one = gone_on("one process", {each.name: each.make for each in comparable}, run["middle"], **model)
+        for subject in comparable:
+            for found in (named(subject, on_one, kind), named(subject, run["gone on"], kind)):
+                wanted = named(subject, after_the_middle(run["metrics"]), kind) if found else {}
+                assert differing(found, wanted) == [], subject
+
+
 def a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kind, count, of_ranks):
     first, *others = (result["refusals"] for result in of_ranks(kind, count))
     assert all(each == first for each in others)
@@ -236,6 +278,8 @@ def test_every_rank_measures_what_one_process_measures(kinds, count, of_ranks):
     for kind in kinds:
         measures_what_one_process_measures(kind, count, of_ranks)
         hooks_leave_every_rank_its_bytes_and_those_that_commit_the_weights_of_one_process(kind, count, of_ranks)
+        what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_all_ranks(kind, count, of_ranks)
+        hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(kind, count, of_ranks)
         a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kind, count, of_ranks)
         the_norms_of_all_parameters_take_one_reduction_for_each_dimension_that_they_are_sharded_over(
             kind, count, of_ranks
