@@ -13,6 +13,7 @@ from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
+from ..measures import laid_out_like
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 
@@ -253,7 +254,8 @@ class Hessian(InterventionHook):
                 "entanglement_solution_cosine": -cosine(change, solution),
                 "gradient_solution_cosine": -cosine(before, solution),
             }
-        return metrics | self._trail.add(change)
+        # under tensor parallelism a gradient may lie otherwise than its parameter
+        return metrics | self._trail.add({name: laid_out_like(value, live[name]) for name, value in change.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of a burst needs; empty between bursts."""

@@ -69,7 +69,7 @@ class GradientOverflow(TrainingHook):
     which in ``Conv1D`` is not the one that a product sums over; those of quantised layers lie where the recipe says.
     Activations and output gradients of a compiled model can be asked about only in a pass of its own. Output gradients
     within attention of torch and experts are not seen. A delayed rule, asked what if, remembers the steps at which it
-    was asked, not all steps.
+    was asked, not all steps; of activations and output gradients each rank remembers its own.
 
     Args:
         interval: steps from one round of hypothetical casts to the next.

@@ -43,7 +43,7 @@ class HypotheticalCasts(Remembering):
     """
 
     _histories = Remembered(dict[str, Tensor])
-    """The largest magnitudes of the last steps, for the rules with a history."""
+    """The largest magnitudes of the last steps, for the rules with a history; of a rank's rows they are its own."""
 
     def __init__(self, casts: Sequence[Cast], subjects: Sequence[str]) -> None:
         self.casts = list(casts)

@@ -269,7 +269,10 @@ class WeightUpdateMonitor(Remembering):
         return sorted(pairs, key=lambda pair: _rank(pair[1]))[:k]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how long parameters have not moved and, between the two checks of a step, the weights kept."""
+        """Return how long parameters have not moved and, between the two checks of a step, the weights kept.
+
+        Of sharded parameters these are a rank's own, and no other number of ranks can compare with them.
+        """
         return super().state_dict() | {"before": self._watched.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ CHOSEN = [
     ),
     Subject("gradient_overflow", recipe=find_recipe("fp8"), impossible=SPLIT, by_rank=True),
     Subject("hessian", {"burst_length": 2}, **EXACT),
-    Subject("hessian", {"burst_length": 2, **DIFFERENCES}),
+    Subject("hessian", {"burst_length": 4, **DIFFERENCES}),
     Subject("loss_spikes", {"window": 2}),
     Subject("lr_probe", {"steps": 6, "smoothing": 0.5}),
     Subject("metis_split", recipe=SPLITS, refused=("DDP", *SHARDED), remedy="by one process", impossible=SPLIT),
@@ -251,6 +251,8 @@ def hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(ki
         model = {"tied": subjects[0].tied, "recipe": subjects[0].recipe}
         comparable = [each for each in willing(subjects, kind) if not each.by_rank]
         on_one = gone_on("one process", {each.name: each.make for each in comparable}, run["middle"], **model)
+        cut_up = {path.split("/")[0] for path, (_, how) in run["remembered"].items() if how == AS_ITS_PARAMETER}
+        assert cut_up <= {key[0].split("/")[0] for key in on_one if key in run["gone on"]}
         for subject in comparable:
             for found in (named(subject, on_one, kind), named(subject, run["gone on"], kind)):
                 wanted = named(subject, after_the_middle(run["metrics"]), kind) if found else {}
