@@ -55,17 +55,26 @@ class Separated(NamedTuple):
             tensors[json.dumps(path)] = tensor
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-        return cls(_replaced(content, take), tensors)
+        return cls(replaced(content, take), tensors)
+
+    def named(self, ranks: Ranks, purpose: str = "") -> tuple[dict[str, Tensor], list[str]]:
+        """Return the tensors by names that all ranks can use, and the paths of those that this rank has for itself."""
+        found = {path: _bytes(tensor) for path, tensor in self.tensors.items() if not is_sharded(tensor)}
+        each = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in found.items()}, purpose)
+        own = {path for path in found if any(digests.get(path) != each[0].get(path) for digests in each)}
+        number = ranks.place[0]
+        named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in self.tensors.items()}
+        return named, sorted(own)
 
 
-def _replaced(value: Any, replace: Callable[[Keys, Tensor], Tensor], path: Keys = ()) -> Any:
+def replaced(value: Any, replace: Callable[[Keys, Tensor], Tensor], path: Keys = ()) -> Any:
     """Return nested content with other tensors."""
     if isinstance(value, Tensor):
         return replace(path, value)
     if isinstance(value, Mapping):
-        return {key: _replaced(item, replace, (*path, str(key))) for key, item in value.items()}
+        return {key: replaced(item, replace, (*path, str(key))) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, replace, (*path, str(index))) for index, item in enumerate(value))
+        return type(value)(replaced(item, replace, (*path, str(index))) for index, item in enumerate(value))
     return value
 
 
@@ -77,13 +86,9 @@ def write_parts(
     Raises :class:`LoopscopeError` on all ranks where one cannot write.
     """
     separated = Separated.of(content)
-    found = {path: _bytes(tensor) for path, tensor in separated.tensors.items() if not is_sharded(tensor)}
-    each = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in found.items()}, "checkpoints")
-    own = {path for path in found if any(digests.get(path) != each[0].get(path) for digests in each)}
-    number = ranks.place[0]
-    named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in separated.tensors.items()}
+    named, own = separated.named(ranks, "checkpoints")
     growing = GrowingCheckpoint(folder, spare)
-    writer = _Writer(growing, {"plain": separated.plain, "own": sorted(own)}, manifest, before)
+    writer = _Writer(growing, {"plain": separated.plain, "own": own}, manifest, before)
     try:
         distributed_checkpoint.save(
             named,
@@ -102,7 +107,7 @@ def write_parts(
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 class _Writer(distributed_checkpoint.StorageWriter):
@@ -266,11 +271,11 @@ def _filled(
             return tensor.clone()  # the file it is mapped from may be written over
         name = json.dumps(path)
         name = OWN.format(number, name) if name in stored["own"] else name
-        targets[name] = _room_for(path, tensor, parameters)
+        targets[name] = room_for(path, tensor, parameters)
         return targets[name]
 
     try:
-        content = _replaced(stored["plain"], room)
+        content = replaced(stored["plain"], room)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
             distributed_checkpoint.load(
@@ -292,10 +297,14 @@ def _filled(
     return content
 
 
-def _room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+def room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor to read into, laid out as the parameter that is named in the path, if there is one."""
-    for name in reversed(path):
-        like = parameters.get(name)
-        if like is not None and like.shape == tensor.shape:
-            return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
+    if (owner := owner_of(path, tensor, parameters)) is not None:
+        return torch.empty_like(owner, dtype=tensor.dtype, requires_grad=False)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def owner_of(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the parameter that is named in the path of a tensor of its shape, if there is one."""
+    named = (parameters[name] for name in reversed(path) if name in parameters)
+    return next((each for each in named if each.shape == tensor.shape), None)

@@ -11,7 +11,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
@@ -25,11 +24,13 @@ from .attached_run import AttachedRun
 from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
+from .rank_states import read_state, write_state
 from .scope import AttachedScope
 from .wrapped import unwrapped
 
 TESTED = "transformers 5.23"
-STATE = "loopscope.pt"
+STATE = "loopscope"
+"""The folder of the hooks' state in a checkpoint."""
 RELIED_ON = (
     *("train", "training_step", "get_batch_samples", "evaluate", "predict", "compute_loss", "add_callback"),
     *("compute_loss_context_manager", "_prepare_inputs", "_get_num_items_in_batch", "_load_optimizer_and_scheduler"),
@@ -77,6 +78,7 @@ class TrainerEvents(TrainerCallback):
         self._parts: list[Batch] = []
         self._items: Any = None
         self._steps: int | None = None
+        self._stored = Path()
 
     # The life of a run
 
@@ -142,6 +144,8 @@ class TrainerEvents(TrainerCallback):
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
+        if self._stored.is_dir():
+            run.load_state_dict(read_state(self._stored, run.driver.task.model, run.driver.task.ranks))
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
 
@@ -155,18 +159,16 @@ class TrainerEvents(TrainerCallback):
             self._own.end_epoch({})
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Write the state that the hooks have on this rank into the checkpoint."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if folder.is_dir():
-            torch.save(self._own.state_dict(), folder / self._file)
+        """Write the state that the hooks have on all ranks into the checkpoint, in a folder that all ranks see."""
+        folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run.driver.task
+        if not task.ranks.agree(not folder.is_dir()):
+            write_state(folder / STATE, self._own.state_dict(), state.global_step, task.model, task.ranks)
 
     # The wrapped methods
 
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
-        """Take the hooks' state of the checkpoint from which the Trainer goes on."""
-        path = Path(checkpoint or "") / self._file
-        if checkpoint is not None and path.is_file():
-            self.run.load_state_dict(torch.load(path, weights_only=True))
+        """Note the checkpoint from which the Trainer goes on."""
+        self._stored = Path() if checkpoint is None else Path(checkpoint) / STATE
         return load(checkpoint)
 
     def _getting(self, get: Callable[..., Any], *inputs: Any) -> Any:
@@ -190,11 +192,6 @@ class TrainerEvents(TrainerCallback):
             numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
             run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(OF_THE_COST)})
         return found
-
-    @property
-    def _file(self) -> str:
-        rank = self._trainer.args.process_index
-        return f"{rank}-{STATE}" if rank else STATE
 
     @property
     def _own(self) -> OwnLoop:
