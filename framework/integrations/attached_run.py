@@ -29,7 +29,7 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
-from ..state import RandomStreams, TrainingState, gathered_for_a_while
+from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
 from .wrapped import kept, past, trainers_of
@@ -323,7 +323,7 @@ class AttachedRun:
             }
         for path in files:
             sync_path(path)
-        return deepcopy(content)
+        return copy_of_batch(content)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on, at the first step, from what :meth:`state_dict` returned, or what was made of that for several ranks.

@@ -78,7 +78,7 @@ class TrainerEvents(TrainerCallback):
         self._parts: list[Batch] = []
         self._items: Any = None
         self._steps: int | None = None
-        self._stored = Path()
+        self._stored: Path | None = None
 
     # The life of a run
 
@@ -144,7 +144,7 @@ class TrainerEvents(TrainerCallback):
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
-        if self._stored.is_dir():
+        if self._stored is not None and self._stored.is_dir():
             run.load_state_dict(read_state(self._stored, run.driver.task.model, run.driver.task.ranks))
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
@@ -168,7 +168,7 @@ class TrainerEvents(TrainerCallback):
 
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
         """Note the checkpoint from which the Trainer goes on."""
-        self._stored = Path() if checkpoint is None else Path(checkpoint) / STATE
+        self._stored = None if checkpoint is None else Path(checkpoint) / STATE
         return load(checkpoint)
 
     def _getting(self, get: Callable[..., Any], *inputs: Any) -> Any:
