@@ -165,8 +165,8 @@ def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
             held = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
-            tensors = [*module.parameters(), *module.buffers(), *held, torch.get_rng_state()]
-            self.rows.append([part_of(each.detach()).tolist() for each in tensors])
+            tensors = [*module.parameters(), *held, torch.get_rng_state()], [*module.buffers()]
+            self.rows.append([[part_of(tensor.detach()).tolist() for tensor in each] for each in tensors])
 
     def train(folder: str, hooks: Any, accumulate: int, *savers: Any, kept: Path | None = None, often: int = 2) -> Any:
         torch.manual_seed(1)
@@ -227,8 +227,9 @@ def fit_goes_on(train: Callable[..., Any], out: Path, *, exactly: bool) -> bool:
     rows["parts"] = train("parts", REMEMBERING, 1, kept=out / "kept/epoch=0.ckpt", often=0)
     distributed.barrier()
     whole, parts = (numbers_in(out / name / "run/run.jsonl") for name in ("whole", "parts"))
-    if exactly:
-        return len(whole) > 50 and repr(parts) == repr(whole) and rows["whole"][-len(rows["parts"]) :] == rows["parts"]
+    if exactly:  # but for the buffers, of which Lightning keeps those of one rank
+        ours, theirs = ([row for row, _ in rows[name][-2:]] for name in rows)
+        return len(whole) > 50 and repr(parts) == repr(whole) and ours == theirs
     return len(whole) > 50 and parts == pytest.approx(whole, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
