@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import listed
-from ..state import ON_DEMAND
+from ..state import ON_DEMAND, local_shards
 from .format import DamagedCheckpointError, checkpoints_in, open_checkpoint
 
 Moment = tuple[int, int]
@@ -82,4 +82,4 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return local_shards([tensor])[0].contiguous().reshape(-1).view(torch.uint8)

@@ -1,24 +1,24 @@
 """What a durable checkpoint holds: the state of training and of the run around it, as tensors and plain values."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import derived_seed
-from ..errors import UsageError
+from ..errors import UsageError, require
 from ..firing import HookManager
 from ..isolation import Call
 from ..registry import qualified
 from ..state import ATOMS, StreamState, TrainingState, seed_everything
-from .format import open_checkpoint, write_checkpoint
+from ..training import Ranks
+from .format import AFRESH, Checkpoint, open_checkpoint, write_checkpoint
 from .writer import Staging
 
-AFRESH = "afresh"
-"""In the content for a rank that has no stored random streams."""
 KEYS = {"state", "pre_epoch", "hooks", "metrics", "samples", "errors", "left_out"}
 
 
@@ -45,6 +45,25 @@ def put_back(captured: Any, state: TrainingState, where: Path) -> None:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error).strip().partition("\n")[0].rstrip(".")
         raise UsageError(f"{where} does not fit this run: {type(error).__name__}: {text}.") from error
+
+
+def content_of(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Check the files of a checkpoint and return its content, for one of the ``ranks`` that train ``model``, or whole.
+
+    Raises :class:`UsageError` where one process wrote it and several would go on.
+    """
+    if not checkpoint.is_of_ranks:
+        require(
+            ranks is None or not ranks.are_many,
+            f"{checkpoint.folder} was written by one process; go on with one, without torchrun and --parallel.",
+        )
+        return checkpoint.content()
+    from .parts import read_parts  # which takes a second to import
+
+    rank, count = (0, 1) if ranks is None else ranks.place
+    check = partial(checkpoint.check, [*checkpoint.manifest["files"]][rank::count])
+    check() if ranks is None else ranks.together(check)
+    return read_parts(checkpoint, model, ranks)
 
 
 def unstorable(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -96,7 +115,7 @@ def save_checkpoint(folder: Path, state: TrainingState, hooks: Mapping[str, Any]
 
 def load_checkpoint(folder: Path, state: TrainingState) -> dict[str, Any]:
     """Put back what :func:`save_checkpoint` wrote, and return the states of the hooks."""
-    content = open_checkpoint(folder).content()
+    content = content_of(open_checkpoint(folder))
     put_back(content["state"], state, folder)
     return dict(content["hooks"])
 

@@ -19,6 +19,8 @@ from ..errors import UsageError
 
 FORMAT = 4
 STATE, MANIFEST = "state.pt", "manifest.json"
+AFRESH = "afresh"
+"""In the content for a rank that has no stored random streams."""
 RANK = "rank_{}.pt"
 """The file of one of several processes, by its number."""
 PARTIAL, REMOVED = ".partial", ".removed"
@@ -45,10 +47,10 @@ class Checkpoint:
         """By which checkpoints are compared, the lowest being the best; ``None`` before the first evaluation."""
         return _as_float(self.manifest["score"])
 
-    def check(self) -> None:
-        """Raise :class:`DamagedCheckpointError` unless every file has the size and the bytes that were written."""
-        for name, expected in self.manifest["files"].items():
-            path = self.folder / name
+    def check(self, names: Sequence[str] | None = None) -> None:
+        """Raise :class:`DamagedCheckpointError` unless files, by default all, are as they were written."""
+        for name in self.manifest["files"] if names is None else names:
+            path, expected = self.folder / name, self.manifest["files"][name]
             try:
                 size = path.stat().st_size
                 if size != expected["bytes"]:
@@ -68,12 +70,8 @@ class Checkpoint:
         return "ranks" in self.manifest
 
     def content(self) -> dict[str, Any]:
-        """Check the files and read the state, whole; executes no code from them."""
+        """Check the file of one process and read the state; executes no code from it."""
         self.check()
-        if self.is_of_ranks:
-            from .parts import read_parts  # which takes a second to import
-
-            return read_parts(self)
         return load_plainly(self.folder / STATE)
 
 

@@ -10,12 +10,12 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
-from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,59 +23,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor, Replicate
 from torch.futures import Future
 
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from ..training import Ranks
-from .content import AFRESH
-from .format import RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint, load_plainly
-
-Keys = tuple[str, ...]
-"""Where in nested content something lies; as JSON the name of a tensor."""
-OWN = "rank {}: {}"
-"""The name of a tensor that a rank has for itself."""
-
-
-class Separated(NamedTuple):
-    """Nested content with tensors on the meta device in the place of tensors, and these by their paths."""
-
-    plain: Any
-    tensors: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, content: Any) -> "Separated":
-        """Take out the tensors, but for single numbers and what is no array of numbers in memory."""
-        tensors: dict[str, Tensor] = {}
-
-        def take(path: Keys, tensor: Tensor) -> Tensor:
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if not is_sharded(tensor) and (not is_plain or tensor.ndim == 0):
-                return tensor
-            tensors[json.dumps(path)] = tensor
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-        return cls(replaced(content, take), tensors)
-
-    def named(self, ranks: Ranks, purpose: str = "") -> tuple[dict[str, Tensor], list[str]]:
-        """Return the tensors by names that all ranks can use, and the paths of those that this rank has for itself."""
-        found = {path: _bytes(tensor) for path, tensor in self.tensors.items() if not is_sharded(tensor)}
-        each = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in found.items()}, purpose)
-        own = {path for path in found if any(digests.get(path) != each[0].get(path) for digests in each)}
-        number = ranks.place[0]
-        named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in self.tensors.items()}
-        return named, sorted(own)
-
-
-def replaced(value: Any, replace: Callable[[Keys, Tensor], Tensor], path: Keys = ()) -> Any:
-    """Return nested content with other tensors."""
-    if isinstance(value, Tensor):
-        return replace(path, value)
-    if isinstance(value, Mapping):
-        return {key: replaced(item, replace, (*path, str(key))) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(replaced(item, replace, (*path, str(index))) for index, item in enumerate(value))
-    return value
+from .flat import OWN, Keys, Separated, replaced, room_for
+from .format import AFRESH, RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint, load_plainly
 
 
 def write_parts(
@@ -88,15 +46,15 @@ def write_parts(
     separated = Separated.of(content)
     named, own = separated.named(ranks, "checkpoints")
     growing = GrowingCheckpoint(folder, spare)
-    writer = _Writer(growing, {"plain": separated.plain, "own": own}, manifest, before)
+    writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": own}, manifest, before)
     try:
-        distributed_checkpoint.save(
+        save(
             named,
             storage_writer=writer,
-            planner=distributed_checkpoint.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=ranks.group("checkpoints"),
         )
-    except distributed_checkpoint.api.CheckpointException as error:
+    except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
         text = str(reason) if isinstance(reason, LoopscopeError) else f"{folder}: {type(reason).__name__}: {reason}"
         raise LoopscopeError(f"{text} [rank {ranks.members[rank]}]") from reason
@@ -106,11 +64,7 @@ def write_parts(
     return Checkpoint(folder, manifest)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-
-
-class _Writer(distributed_checkpoint.StorageWriter):
+class _Writer(StorageWriter):
     """Writes this rank's file, and on the first rank, once all have, the manifest, by which the checkpoint counts."""
 
     def __init__(
@@ -148,33 +102,26 @@ class _Writer(distributed_checkpoint.StorageWriter):
         """Write this rank's file, and return where its pieces lie, and last its size and digest."""
         pieces = {str(place): planner.resolve_data(item).detach() for place, item in enumerate(plan.items)}
         summary = self._growing.write(self._name, {**self._content, "pieces": pieces})
-        results = [
-            distributed_checkpoint.storage.WriteResult(item.index, 0, [self._name, str(place)])
-            for place, item in enumerate(plan.items)
-        ]
+        results = [WriteResult(item.index, 0, [self._name, str(place)]) for place, item in enumerate(plan.items)]
         done: Future[Any] = Future()
-        done.set_result([*results, distributed_checkpoint.storage.WriteResult(None, 0, [self._name, summary])])
+        done.set_result([*results, WriteResult(MetadataIndex(""), 0, [self._name, summary])])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the manifest and give the checkpoint its name."""
         files = dict(last.storage_data for *_, last in results)
         lies = {item.index: item.storage_data for found in results for item in found[:-1]}
-        tensors = {
-            name: {
-                "shape": [*found.size],
-                "dtype": str(found.properties.dtype).removeprefix("torch."),
-                "pieces": [
-                    [[*piece.offsets], [*piece.sizes], *lies[MetadataIndex(name, piece.offsets)]]
-                    for piece in found.chunks
-                ],
-            }
-            for name, found in metadata.state_dict_metadata.items()
-        }
+        tensors: dict[str, Any] = {}
+        each: Mapping[str, Any] = metadata.state_dict_metadata
+        for name, found in each.items():
+            places = [(piece, lies[MetadataIndex(name, piece.offsets)]) for piece in found.chunks]
+            pieces = [[[*piece.offsets], [*piece.sizes], *place] for piece, place in places]
+            dtype = str(found.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": [*found.size], "dtype": dtype, "pieces": pieces}
         self._growing.complete({**self._manifest, "tensors": tensors}, files, self._before)
 
 
-class _Reader(distributed_checkpoint.StorageReader):
+class _Reader(StorageReader):
     """Reads the pieces of a checkpoint, from whichever rank's file."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -238,21 +185,25 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
     """Return what this rank goes on with: its own content where ranks and layout are those that wrote it.
 
     Otherwise it is the first rank's, with each tensor that a mapping has under the name of a parameter, in its shape,
-    laid out as that parameter is now; without a ``model`` it is whole. Random streams are then those of the rank that
-    had the same rows, if there was one. Files must have been checked; no code in them is executed.
+    laid out as that parameter is now, and with the random streams of the rank that had the same rows, if there was one.
+    Without a ``model`` tensors are whole, and what other ranks have of their own comes beside.
+    Files must have been checked; no code in them is executed.
     """
     reader, manifest = _Reader(checkpoint), checkpoint.manifest
     parameters = {} if model is None else dict(model.named_parameters())
-    number, streams = 0, 0
+    number, streams, same = 0, 0, False
     if model is not None and ranks is not None:
         same, indices = ranks.arrangement(model) == manifest["ranks"], manifest["ranks"]["indices"]
         number = ranks.place[0] if same else 0
         streams = indices.index(ranks.index) if ranks.index in indices else 0
-    content = _filled(reader, number, parameters)
+    content: dict[str, Any] = _filled(reader, number, parameters, same=same)
+    for other in range(1, len(manifest["ranks"]["indices"])) if model is None and "state" in content else ():
+        kept = _filled(reader, other, {}, only=lambda path, own: own and path[0] == "state").get("state", {})
+        content["state"] = {**content["state"], f"rank {other}": kept}
     if ranks is not None and ranks.index not in manifest["ranks"]["indices"]:
         content[AFRESH] = True
     if streams != number:
-        other = _filled(reader, streams, parameters, only=lambda path: "generators" in path)
+        other = _filled(reader, streams, parameters, only=lambda path, own: "generators" in path)
         for name in ("state", "pre_epoch"):
             if isinstance(content.get(name), dict) and isinstance(other.get(name), dict):
                 content[name]["generators"] = other[name]["generators"]
@@ -260,51 +211,51 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
 
 
 def _filled(
-    reader: _Reader, number: int, parameters: Mapping[str, Tensor], only: Callable[[Keys], bool] = lambda path: True
+    reader: _Reader,
+    number: int,
+    parameters: Mapping[str, Tensor],
+    only: Callable[[Keys, bool], bool] = lambda path, own: True,
+    same: bool = False,
 ) -> Any:
-    """Return a rank's content with its tensors read."""
+    """Return a rank's content with its tensors read: ``only`` some, by path and by whether they are its own.
+
+    They lie as parameters do, where ranks are the ``same`` as they lay.
+    """
     file = RANK.format(number)
     stored, targets = reader.file(file), dict[str, Tensor]()
 
-    def room(path: Keys, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta or not only(path):
+    def room(path: Keys, tensor: Tensor) -> Any:
+        if not tensor.is_meta:
             return tensor.clone()  # the file it is mapped from may be written over
-        name = json.dumps(path)
-        name = OWN.format(number, name) if name in stored["own"] else name
+        name, own = json.dumps(path), json.dumps(path) in stored["own"]
+        if not only(path, own):
+            return None
+        name = OWN.format(number, name) if own else name
         targets[name] = room_for(path, tensor, parameters)
+        if same and json.dumps(path) in stored["replicated"] and is_sharded(targets[name]):
+            targets[name] = _held_whole(targets[name])
         return targets[name]
 
     try:
         content = replaced(stored["plain"], room)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
-            distributed_checkpoint.load(
+            load(
                 targets,
                 storage_reader=reader,
-                planner=distributed_checkpoint.DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                ),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
-    except (
-        distributed_checkpoint.api.CheckpointException,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:
-        raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(error).__name__}.") from error
+    except (CheckpointException, LookupError, TypeError, AttributeError, ValueError) as error:
+        reason = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        if isinstance(reason, DamagedCheckpointError):
+            raise reason from None
+        raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(reason).__name__}.") from error
     return content
 
 
-def room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor to read into, laid out as the parameter that is named in the path, if there is one."""
-    if (owner := owner_of(path, tensor, parameters)) is not None:
-        return torch.empty_like(owner, dtype=tensor.dtype, requires_grad=False)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def owner_of(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter that is named in the path of a tensor of its shape, if there is one."""
-    named = (parameters[name] for name in reversed(path) if name in parameters)
-    return next((each for each in named if each.shape == tensor.shape), None)
+def _held_whole(tensor: Any) -> Any:
+    """Return a new tensor like a DTensor that each rank holds whole."""
+    replicate = [Replicate()] * len(tensor.placements)
+    local = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    return DTensor.from_local(local, tensor.device_mesh, replicate, run_check=False)

@@ -114,6 +114,11 @@ class CheckpointPlan:
     every_steps: int = 0
     keep: int = 3
 
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints are written without anybody asking for one."""
+        return bool(self.every or self.every_steps)
+
     def is_due(self, loop: LoopState, *, counts_epochs: bool, unit_ended: bool) -> bool:
         """Return whether a checkpoint is due now."""
         step_ended = unit_ended != counts_epochs

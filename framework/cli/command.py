@@ -14,7 +14,7 @@ from ..console import Label, Mode, experiment_list, hook_list, hook_page, make_c
 from ..errors import LoopscopeError, UsageError, counted, listed, passed_through_users_code, unknown, with_lines
 from ..hooks import ExperimentRegistry, HookRegistry, SinkRegistry
 from ..runs import ReplaySink, Session, check_device, require, run_folders
-from ..training import speaks
+from ..training import Parallel, is_restarted, speaks, started_together
 from .compare import compare
 from .diff import diff
 from .jobs import ONE_OF_SEVERAL, train_one_of_several, train_side_by_side
@@ -128,7 +128,10 @@ def _resume(words: Sequence[str]) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     for flag in MODES:
         parser.add(flag, bool, "the display, in place of that of the command that started the run", default=False)
+    parser.add("parallel", Parallel, "how the processes share the run from now on; by default as before")
+    parser.add("exact", bool, "refuse to go on where the run would not be the same bit for bit", default=False)
     given = parser.parse(words)
+    shared = {name: given.pop(name) for name in ("parallel", "exact") if name in given}
     runs, traceback = given.pop("RUN"), given.pop("traceback")
     require(
         len(runs) == 1, "loopscope resume takes the folder of one run: loopscope resume OUTPUT/EXPERIMENT/STRATEGY."
@@ -136,7 +139,9 @@ def _resume(words: Sequence[str]) -> None:
     experiment, options = parse_recorded(Path(runs[0]))
     if given:  # the display is no part of the run
         options |= dict.fromkeys(MODES, False) | given
-    _start(experiment, options | {"traceback": traceback})
+    if not started_together():  # a run of several processes goes on in one
+        options["parallel"] = None
+    _start(experiment, options | shared | {"traceback": traceback})
 
 
 @contextmanager
@@ -161,12 +166,15 @@ def _own_lines(*, whole: bool) -> Iterator[None]:
 
 def _start(experiment: Experiment, options: Options) -> None:
     """Train an experiment, or compare it with its checkpoints."""
+    if is_restarted() and not options["validate_checkpoints"]:
+        options = options | {"resume": True, "overwrite": False}
     with _own_lines(whole=options["traceback"]):
         runner = experiment(config_of(experiment, options), check_device(options["device"]))
         chosen = run_options(options)
         make_sinks, mode = wanted_sinks(options), _mode(options)
         if chosen.validate_checkpoints:
-            for name, steps in Session(runner, chosen, make_sinks).validate().items():
+            compared = Session(runner, chosen, make_sinks).validate()
+            for name, steps in compared.items() if speaks() else ():
                 where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
                 write_line(f"{name}: the same bit for bit at {where}")
             return

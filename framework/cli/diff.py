@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Parting, differing, leaves, moments_of, open_checkpoint
+from ..checkpoints import Parting, content_of, differing, leaves, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
 from ..report import differing_parts
 from ..runs import RunFolder, RunRecord, differences, require
@@ -46,7 +46,7 @@ def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     left, right = moments_of(a.checkpoints), moments_of(b.checkpoints)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
-        contents = [open_checkpoint(found[epoch, step]).content() for found in (left, right)]
+        contents = [content_of(open_checkpoint(found[epoch, step])) for found in (left, right)]
         names = differing(*contents)
         if names:
             return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import run_lock, sync_path
+from ..checkpoints import for_rank, run_lock, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..durable_files import plain_json
@@ -32,7 +32,7 @@ from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, 
 from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
-from .wrapped import kept, past, trainers_of
+from .wrapped import check_trained, kept, past, trainers_of
 
 STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
@@ -99,18 +99,11 @@ class AttachedRun:
         self._ranks = ranks = trainers_of(model, replica) if ranks is None else ranks
         if ranks.are_many:
             self._agree(accumulate)
-        choices, keeping = self.choices, any(sink.keeps for sink in self.choices.made_sinks())
-        self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
-        known = {id(parameter) for parameter in model.parameters()}
-        theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        require(
-            any(id(parameter) in known for parameter in theirs),
-            f"The optimizer ({type(optimizer).__name__}) trains no parameter of the model ({type(model).__name__}); "
-            "give the model whose parameters it was made with.",
-        )
+        check_trained(model, optimizer)
         twice = f"A run is attached to this {type(optimizer).__name__} already; close it first: scope.close()."
         require(optimizer not in _TRAINED, twice)
-        loader = GivenLoader(choices.loader, choices.seed)
+        choices = self.choices
+        self._loader = loader = GivenLoader(choices.loader, choices.seed)
         task = TrainingTask(
             model,
             optimizer,
@@ -128,12 +121,21 @@ class AttachedRun:
             replica=replica,
             ranks=ranks,
         )
+        streams = RandomStreams(choices.seed, loader.generators())
+        state = TrainingState(model, optimizer, streams, scheduler=scheduler, scaler=scaler)
+        self.manager = self._managed(task, state)
+        self.driver = Driver(task, self.manager)
+        self._optimizer = optimizer
+        _TRAINED.add(optimizer)
+        self.is_built = True
+
+    def _managed(self, task: TrainingTask, state: TrainingState) -> HookManager:
+        """Make the manager of the hooks, with the display and the reference solution."""
+        choices, keeping = self.choices, any(sink.keeps for sink in self.choices.made_sinks())
+        self._console = RunConsole(choices.display, recorded=keeping, warnings=RunNotice)
         if choices.reference is not None:
-            self._reference = load_reference(Path(choices.reference), model).weights
-        state = TrainingState(
-            model, optimizer, RandomStreams(choices.seed, loader.generators()), scheduler=scheduler, scaler=scaler
-        )
-        self.manager = HookManager(
+            self._reference = load_reference(Path(choices.reference), task.model).weights
+        return HookManager(
             [item.hook for item in self._hooks],
             task,
             state,
@@ -144,11 +146,6 @@ class AttachedRun:
             audit=choices.audit,
             reference_weights=self._reference,
         )
-        self.driver = Driver(task, self.manager)
-        self._loader = loader
-        self._optimizer = optimizer
-        _TRAINED.add(optimizer)
-        self.is_built = True
 
     def _agree(self, accumulate: int) -> None:
         """Go by the folder of the main rank, which alone writes and shows; refuse what differs between the ranks."""
@@ -323,7 +320,8 @@ class AttachedRun:
             }
         for path in files:
             sync_path(path)
-        return copy_of_batch(content)
+        copied: dict[str, Any] = copy_of_batch(content)
+        return copied
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on, at the first step, from what :meth:`state_dict` returned, or what was made of that for several ranks.
@@ -332,8 +330,6 @@ class AttachedRun:
         """
         require(not self.is_started, "The state of a scope is loaded before its first step: right after attach.")
         if self._ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
-            from .rank_states import for_rank  # which takes a second to import
-
             state = for_rank(state, self.driver.task.model, self._ranks)
         if not isinstance(state, Mapping) or state.keys() != STATE:
             raise UsageError("This is not what scope.state_dict() returned, so no run can go on from it.")

@@ -4,6 +4,7 @@ Tested with transformers 5.23 and accelerate 1.15. The trainer has no event befo
 batches of a step, so a few of its methods are wrapped while a run is attached.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -16,15 +17,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from ..checkpoints import AFRESH, CheckpointWriter, checkpoints_in, content_of, open_checkpoint
 from ..data import Batch
-from ..errors import UsageError, require
+from ..errors import RunNotice, UsageError, require
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
 from .choices import Choices, steps_in
 from .logger_sink import through_trainer
 from .own_loop import OwnLoop
-from .rank_states import read_state, write_state
 from .scope import AttachedScope
 from .wrapped import unwrapped
 
@@ -144,8 +145,10 @@ class TrainerEvents(TrainerCallback):
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
-        if self._stored is not None and self._stored.is_dir():
-            run.load_state_dict(read_state(self._stored, run.driver.task.model, run.driver.task.ranks))
+        for path in [*checkpoints_in(self._stored)][:1] if self._stored is not None else ():
+            task, found = run.driver.task, open_checkpoint(path)
+            content = content_of(found, task.model, task.ranks) if found.is_of_ranks else found.content()
+            run.load_state_dict({name: value for name, value in content.items() if name != AFRESH})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
 
@@ -161,8 +164,14 @@ class TrainerEvents(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Write the state that the hooks have on all ranks into the checkpoint, in a folder that all ranks see."""
         folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run.driver.task
-        if not task.ranks.agree(not folder.is_dir()):
-            write_state(folder / STATE, self._own.state_dict(), state.global_step, task.model, task.ranks)
+        if task.ranks.agree(not folder.is_dir()):
+            return
+        writer, manifest = CheckpointWriter(folder / STATE, 1, task.ranks), {"step": state.global_step, "score": None}
+        arrangement = {"ranks": task.ranks.arrangement(task.model)} if task.ranks.are_many else {}
+        writer.write(state.global_step, self._own.state_dict(), manifest | arrangement, ())
+        writer.finish()
+        for sentence in writer.failures():
+            warnings.warn(f"{sentence} Training goes on.", RunNotice, stacklevel=2)
 
     # The wrapped methods
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints import flattened, gathered
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
@@ -105,8 +106,6 @@ class LightningLoop(Transient):
         state, task = self._own_state(), self._run.driver.task
         if not task.ranks.are_many:
             return state
-        from .rank_states import flattened, gathered  # which takes a second to import
-
         return gathered(flattened(state, task.model, task.ranks), task.ranks)
 
     def _own_state(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from ..checkpoints import flattened, room_of
 from ..console import number_text, printable
 from ..data import Loader
 from ..errors import UsageError, require
@@ -139,8 +140,6 @@ class Scope(AttachedScope):
         task = self._run.driver.task
         if of is None and not task.ranks.are_many:
             return self._loop.state_dict()
-        from .rank_states import flattened, room_of  # which takes a second to import
-
         if of is not None:
             return room_of(of, key, task.model, task.ranks)
         return flattened(self._loop.state_dict(), task.model, task.ranks)

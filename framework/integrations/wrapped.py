@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..data import Batch
 from ..errors import UsageError, require
@@ -66,3 +67,14 @@ def trainers_of(model: nn.Module, replica: DistributedDataParallel | None) -> Ra
         "ranks=loopscope.training.Ranks(data=[group]), its process group; if each process trains alone, ranks=Ranks().",
     )
     return ranks
+
+
+def check_trained(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise :class:`UsageError` where the optimizer trains no parameter of the model."""
+    known = {id(parameter) for parameter in model.parameters()}
+    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    require(
+        any(id(parameter) in known for parameter in theirs),
+        f"The optimizer ({type(optimizer).__name__}) trains no parameter of the model ({type(model).__name__}); "
+        "give the model whose parameters it was made with.",
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import Loader
-from ..errors import LoopscopeError, UnfitError, listed, nearest, passed_through_users_code, shortened
+from ..errors import LoopscopeError, UnfitError, UsageError, listed, nearest, passed_through_users_code, shortened
 from ..hooks import HookRegistry, TrainingHook, always_on, hook_options, metric_table
 from ..registry import where
 from .config import ExperimentConfig, RunFlags, field_names, fits, in_words, is_parsed
@@ -279,3 +279,18 @@ RULES: list[tuple[str, Callable[..., Any], str]] = [
 ]
 """Methods of an experiment with rules for what they return, and in words what that must be."""
 RETURNED = {method: [row[1:] for row in RULES if row[0] == method] for method, *_ in RULES}
+
+
+def check_device(name: str | None) -> torch.device:
+    """Return the device called ``name``; ``None`` means the accelerator if there is one, the CPU otherwise."""
+    # Without check_available torch names what it was built for: CUDA, in its default wheel for Linux, on any machine.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is None:
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        known = "cpu" if accelerator is None else f"{accelerator.type}, cpu"
+        raise UsageError(f"Device {name!r} cannot be used here. Known: {known}.") from error
+    return device

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, newest_intact
+from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
 from ..errors import (
     LoopscopeError,
     ReloadedHookError,
@@ -67,7 +67,7 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
     Bytes that are damaged are found by their digests; this is about what is written otherwise.
     """
     checked(found.manifest, get_type_hints(Manifest), found.folder / MANIFEST)
-    path, content = found.folder / STATE, content_for(manager, found)
+    path, content = found.folder / STATE, content_of(found, manager.state.model, manager.task.ranks)
     kept = {name: of for name, of in get_type_hints(LoopState).items() if name in manager.state.loop.state_dict()}
     checked(content, get_type_hints(Beside), path)
     loop = content["state"].get("loop")
@@ -79,23 +79,6 @@ def go_on(manager: HookManager, found: Checkpoint) -> None:
     if (loop["epoch"], loop["step"]) != (found.manifest["epoch"], found.manifest["step"]):
         raise UsageError(f"{path} cannot be used: its epoch and step are not those in {MANIFEST}.")
     RunState(manager).put_back(content, found.folder)
-
-
-def content_for(manager: HookManager, found: Checkpoint) -> dict[str, Any]:
-    """Return the content of a checkpoint for this process, of one or of several that train together.
-
-    Raises :class:`UsageError` where the number of processes does not allow it.
-    """
-    ranks, model = manager.task.ranks, manager.state.model
-    if not found.is_of_ranks:
-        require(
-            not ranks.are_many,
-            f"{found.folder} was written by one process; go on with one, without torchrun and --parallel.",
-        )
-        return found.content()
-    from ..checkpoints.parts import read_parts  # which takes a second to import
-
-    return read_parts(found, model, ranks)
 
 
 @contextmanager

@@ -41,12 +41,12 @@ from ..training import (
     split_groups,
     spread,
 )
-from .checks import asked, check_experiment, plain
-from .config import ExperimentConfig, RunOptions
+from .checks import asked, check_device, check_experiment, plain
+from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import newest_of, tell_of_environment
+from .resuming import MAY_DIFFER, newest_of, tell_of_environment
 from .run_folder import OVERWRITING, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import StrategyRun
@@ -98,6 +98,7 @@ class Session:
                 folder = Path(held.enter_context(TemporaryDirectory()))
                 session = replace(self, display=Display(), _elsewhere=folder)
             setups = ranks.together(session._checked)
+            ranks.check_equal(session._decisive(setups))
             if self.options.resume:  # the first rank has found and checked from where
                 found = ranks.gather([(setup.resumed and setup.resumed.folder, setup.summary) for setup in setups])[0]
                 setups = [
@@ -108,6 +109,15 @@ class Session:
             summaries = [setup.summary or next(runs).run() for setup in setups]
         session.display.ended(summaries)
         return summaries
+
+    def _decisive(self, setups: Sequence[Setup]) -> dict[str, Any]:
+        """Return what decides the numbers of all runs, by names for a sentence."""
+        found: dict[str, Any] = {"What is trained": [(setup.folder.strategy, setup.seed) for setup in setups]}
+        for record in [setup.record for setup in setups]:
+            entries = {**record.config, **record.versions, **record.run, "hooks": {**record.hooks}}
+            found |= {name: value for name, value in entries.items() if name not in MAY_DIFFER}
+        checkpoints = {name: getattr(self.options, name) for name in (*CHECKPOINTS, "parallel", "resume")}
+        return found | checkpoints
 
     def planned(self) -> list[Setup]:
         """Check all that :meth:`run` checks before it writes, and return what it would do; notices are left to it."""
@@ -133,7 +143,11 @@ class Session:
         Nothing is written. Raises :class:`UsageError` where there is nothing to compare with, and
         :class:`LoopscopeError` that names the first step and tensor where the runs part.
         """
-        with deterministic(on=not self.options.no_determinism), quiet_graph_breaks(), TemporaryDirectory() as elsewhere:
+        with ExitStack() as held:
+            held.enter_context(deterministic(on=not self.options.no_determinism))
+            held.enter_context(quiet_graph_breaks())
+            held.enter_context(joined(self.options.parallel))
+            elsewhere = held.enter_context(TemporaryDirectory())
             setups = self._setups()
             earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
             setups = [
@@ -339,9 +353,9 @@ def build_run(
         trained = spread(model, parallel, plan)
         ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
     optimizer = asked(runner, "build_optimizer", model)
-    if parallel is not None:
-        split_groups(optimizer)
     scheduler = asked(runner, "build_scheduler", optimizer)
+    if parallel is not None:
+        split_groups(optimizer, scheduler)
     loader = asked(runner, "build_loader", strategy)
     if ranks.size > 1:
         loader = RowsOfRank(loader, ranks.index, ranks.size)
@@ -379,18 +393,3 @@ def build_run(
 
 def _notice(sentence: str) -> None:
     warnings.warn(sentence, RunNotice, stacklevel=3)
-
-
-def check_device(name: str | None) -> torch.device:
-    """Return the device called ``name``; ``None`` means the accelerator if there is one, the CPU otherwise."""
-    # Without check_available torch names what it was built for: CUDA, in its default wheel for Linux, on any machine.
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name is None:
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        known = "cpu" if accelerator is None else f"{accelerator.type}, cpu"
-        raise UsageError(f"Device {name!r} cannot be used here. Known: {known}.") from error
-    return device

@@ -1,5 +1,6 @@
 """One strategy from the start of its hooks to its summary, however it ends."""
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -68,7 +69,7 @@ class StrategyRun:
     def __post_init__(self) -> None:
         """Make what writes the checkpoints: into the folder of the first of several processes."""
         ranks = self.task.ranks
-        folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
+        self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
         self._checkpointing = Checkpointing(
             self.manager,
@@ -124,6 +125,7 @@ class StrategyRun:
         """Lock the folder, and start the hooks or go on with them."""
         try:
             self.task.ranks.together(partial(self._enter_folder, held))
+            self.task.ranks.together(self._refuse_unshared)
             with first_step_after(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
@@ -138,6 +140,15 @@ class StrategyRun:
         self.folder.make()
         held.enter_context(run_lock(self.folder.path))
         self.folder.refuse_what_came_meanwhile()  # until now another process may have run here
+
+    def _refuse_unshared(self) -> None:
+        """Raise :class:`UsageError` where checkpoints are to be written into a folder that not all ranks can write."""
+        folder = self._shared.parent
+        if self.plan.writes and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise UsageError(
+                f"Process {self.task.ranks.place[0]} cannot write to {folder}, the first one's folder; checkpoints of "
+                "several processes need an --output-dir that all of them share."
+            )
 
     def _start_hooks(self) -> None:
         """Start the hooks of a run that begins; of one that goes on, put back the state before, and the sinks after."""
@@ -164,7 +175,7 @@ class StrategyRun:
     def _refuse_what_no_checkpoint_holds(self) -> None:
         """Raise :class:`UsageError` if checkpoints are to be written; say it where only a signal may ask for one."""
         sentences = RunState(self.manager).refusals()
-        if sentences and (self.plan.every or self.plan.every_steps):
+        if sentences and self.plan.writes:
             raise UsageError(sentences[0])
         if sentences:
             sentence = f"No checkpoint is written where a signal or a failing hook asks for one. {sentences[0]}"
@@ -184,7 +195,8 @@ class StrategyRun:
 
     def _describe(self) -> dict[str, Any]:
         """Return what a checkpoint that is written now says of itself."""
-        _attempt(lambda: self.folder.write_missing_record(self.record))
+        if self.task.ranks.is_main:
+            _attempt(lambda: self.folder.write_missing_record(self.record))
         loop = self.state.loop
         return {
             **vars(self.record),

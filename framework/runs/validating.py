@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Moment, Parting, RunState, differing, moments_of, open_checkpoint
+from ..checkpoints import Moment, Parting, RunState, content_of, differing, moments_of, open_checkpoint
 from ..errors import LoopscopeError, UsageError
 from ..firing import HookManager
 from ..loops import epoch_loop, step_loop
@@ -35,8 +36,10 @@ class Validation:
         path = self.moments.get((loop.epoch, loop.step))
         if path is None:
             return
-        names = differing(open_checkpoint(path).content(), RunState(self.manager).take())
-        if names:
+        manager, ranks = self.manager, self.manager.task.ranks
+        content = content_of(open_checkpoint(path), manager.state.model, ranks)
+        names = differing(content, RunState(manager).take())
+        if names := [*dict.fromkeys(chain.from_iterable(ranks.gather(names)))]:
             hooks = [
                 ", ".join(sorted(run)) or "none" for run in (self.before, [hook.name for hook in self.manager.hooks])
             ]

@@ -10,7 +10,7 @@ from .sharding import fully_sharded_modules, gathered_for_a_while
 from .structure import Structure
 from .tensor_identity import BriefIdentities, TensorIdentities, addresses, byte_tensors
 from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
-from .update_parts import SPLIT_FROM, hanging_on_modules, optimizers_of
+from .update_parts import BY_GROUP, SPLIT_FROM, hanging_on_modules, optimizers_of
 from .vectors import (
     WIDE, Vector, accumulate, axpy, completed, copied, cosine, dot, gradients, groups_of, is_partial, is_sharded,
     joint_norm, laid_out_like, live_gradients, local_shards, max_abs, minus, norm, norm_of_each, norms, over_shards,
@@ -18,8 +18,8 @@ from .vectors import (
 )
 
 __all__ = [
-    "ATOMS", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE", "BriefIdentities", "Guarded",
-    "LoopState", "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure",
+    "ATOMS", "BY_GROUP", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE", "BriefIdentities",
+    "Guarded", "LoopState", "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure",
     "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy",
     "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "deterministic", "differing", "digest_of",
     "dot", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while", "gradients", "groups_of",

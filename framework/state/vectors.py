@@ -166,9 +166,16 @@ def accumulate(total: Mapping[str, Tensor] | None, vector: Vector, weight: float
     shared = [name for name in vector if name in grown]
     if shared:
         sums, terms = [grown[name] for name in shared], [vector[name] for name in shared]
+        terms = [_as_laid_out(term, total) for term, total in zip(terms, sums, strict=True)]
         torch._foreach_add_(local_shards(sums), local_shards(terms), alpha=weight)
     grown |= {name: _wide(value) * weight for name, value in vector.items() if name not in grown}
     return grown
+
+
+def _as_laid_out(tensor: Any, like: Any) -> Any:
+    """Return a DTensor as another one lies: what a checkpoint gave back may lie otherwise than what backward gives."""
+    same = not is_sharded(like) or not is_sharded(tensor) or tensor.placements == like.placements
+    return tensor if same else tensor.redistribute(like.device_mesh, like.placements)
 
 
 @torch.no_grad()

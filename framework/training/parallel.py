@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import listed, require
-from ..state import SPLIT_FROM
+from ..state import BY_GROUP, SPLIT_FROM
 
 Parallel = Literal["ddp", "fsdp", "tp", "fsdp+tp"]
 TENSOR_RANKS = 2
@@ -20,6 +22,11 @@ TENSOR_RANKS = 2
 def started_together() -> int:
     """Return how many processes torchrun started, 0 where it did not."""
     return int(os.environ.get("WORLD_SIZE", 0))
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun started this process in the place of one that failed (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def speaks() -> bool:
@@ -65,7 +72,7 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
     :class:`UsageError` where it is empty.
     """
     if kind == "ddp":
-        return DistributedDataParallel(model)
+        return with_settled_buckets(DistributedDataParallel(model))
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -88,15 +95,40 @@ def spread(model: nn.Module, kind: Parallel, plan: Mapping[str, Any]) -> nn.Modu
     return model
 
 
-def split_groups(optimizer: Optimizer) -> None:
+def with_settled_buckets(replica: DistributedDataParallel) -> DistributedDataParallel:
+    """Let a replica order its gradients now, by a backward pass of zeros.
+
+    torch does so after the first step, by the order in which gradients came, and with it the order of sums over three
+    ranks or more: a run that goes on would part from the one that did not stop.
+    """
+    trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    reducer = replica.reducer  # private: only a whole forward pass does this otherwise
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    nothing: Any = [parameter.flatten()[:0].sum().double() for parameter in trained]
+    torch.autograd.backward(nothing)
+    reducer._rebuild_buckets()
+    for parameter in trained:
+        parameter.grad = None
+    return replica
+
+
+def split_groups(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
     """Give parameters of different meshes groups of their own: one fused kernel updates no two kinds of tensors.
 
-    Each says from which group it comes, so that checkpoints know it as one.
+    Each says from which group it comes, so that checkpoints know it as one. What a scheduler has for each group it has
+    for the parts from now on.
     """
     found: list[dict[str, Any]] = []
+    count = len(optimizer.param_groups)
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, list[Any]] = {}
         for parameter in group["params"]:
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         found += [{**group, "params": parameters, SPLIT_FROM: index} for parameters in kinds.values()]
     optimizer.param_groups[:] = found
+    schedulers = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
+    for each in schedulers:
+        for name in BY_GROUP & vars(each).keys():
+            if isinstance(items := getattr(each, name), list) and len(items) == count:
+                setattr(each, name, [items[group[SPLIT_FROM]] for group in found])

@@ -140,9 +140,10 @@ class Ranks:
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace gradients by their means; a parameter that no rank has a gradient of is left without."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        shares = torch.tensor([float(parameter.grad is not None) for parameter in trained])
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained]
-        *means, has_any = self.means([*gradients, shares.to(gradients[0].device)]) if trained else [shares]
+        has_any = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+        if self.are_many:
+            self._reduce(has_any)  # on the host, where it is read
+        means = self.means([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
         for parameter, mean, has in zip(trained, means, has_any.tolist(), strict=True):
             parameter.grad = mean if has else None
 

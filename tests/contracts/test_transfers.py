@@ -1,14 +1,12 @@
 """However much an observer reports, a call of it waits for the device at most once."""
 
-from typing import Any
-
 import pytest
 from loopscope import training_hooks  # noqa: F401 - fills the registry
 from loopscope.hooks import HookRegistry, InterventionHook
 
 from tests.contracts.test_hooks import HEALTH, make, reference, refusal
 from tests.support import CASES, train
-from tests.support.transfers import TransferCount
+from tests.support.transfers import count_transfers
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{HEALTH}")
 OBSERVERS = [hook.name for hook in HookRegistry if not issubclass(hook, InterventionHook)]
@@ -18,19 +16,11 @@ MEASURED = {"train_loss": 1.0, "val_loss": 1.0, "train_acc": 0.5, "val_acc": 0.5
 
 @pytest.mark.parametrize("case", EPOCHS, ids=str)
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_call_reads_from_the_device_at_most_once(name, case, monkeypatch):
+def test_a_call_reads_from_the_device_at_most_once(name, case):
     if refusal(name, case):
         pytest.skip("the hook does not suit the model")
-    hook, counts = make(name), []
-    compute = hook.compute
-
-    def counted(ctx: Any) -> Any:
-        with TransferCount() as counter:
-            metrics = compute(ctx)
-        counts.append(counter.count)
-        return metrics
-
-    monkeypatch.setattr(hook, "compute", counted)
+    hook = make(name)
+    counts = count_transfers(hook)
     train(case, [hook], steps=6, audit=False, every_step=False, evaluate=lambda model: dict(MEASURED),
           reference_weights=reference(case))  # fmt: skip
     assert counts

@@ -1,11 +1,18 @@
 """Counts transfers to the host where there is no accelerator to make them."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
+from loopscope.hooks import TrainingHook
+from loopscope.training import Ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Scalars(TorchDispatchMode):
@@ -24,24 +31,47 @@ class Scalars(TorchDispatchMode):
 class TransferCount(TorchFunctionMode):
     """Counts what would be transfers if all tensors lay on an accelerator but those that came to the host in one.
 
-    Of ``to`` only ``to("cpu")`` is one, in these words: ``to(other.device)`` stays on the accelerator.
+    Of ``to`` only ``to("cpu")`` is one, in these words: ``to(other.device)`` stays on the accelerator. What ranks agree
+    on, and what each has gathered of the others, is on the host.
     """
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+    active: ClassVar[list["TransferCount"]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.on_host: list[Tensor] = []
-        self.scalars = Scalars(self.read)
+        self.undoing = ExitStack()
 
     def __enter__(self):
-        self.scalars.__enter__()
+        self.active.append(self)
+        self.undoing.callback(self.active.remove, self)
+        for function, replacement in ((Ranks._reduce, self.reducing), (Ranks.gather, self.gathering)):
+            self.undoing.enter_context(patch.object(Ranks, function.__name__, replacement(function)))
+        self.undoing.enter_context(Scalars(self.read))
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
-        self.scalars.__exit__(*exception)
+        self.undoing.close()
+
+    def reducing(self, reduce: Callable[[Ranks, Tensor], None]) -> Callable[[Ranks, Tensor], None]:
+        def reduced(ranks: Ranks, value: Tensor) -> None:
+            self.on_host.append(value)
+            reduce(ranks, value)
+
+        return reduced
+
+    def gathering(self, gather: Callable[[Ranks, Any], Any]) -> Callable[[Ranks, Any], Any]:
+        def gathered(ranks: Ranks, value: Any) -> Any:
+            for tensor in filter(torch.is_tensor, tree_leaves(value)):
+                self.read(tensor)
+            found = uncounted(gather)(ranks, value)
+            self.on_host += filter(torch.is_tensor, tree_leaves(found))
+            return found
+
+        return gathered
 
     def read(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage().data_ptr()
@@ -57,3 +87,32 @@ class TransferCount(TorchFunctionMode):
             result = result.clone()
             self.on_host.append(result)
         return result
+
+
+def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out of every count what a function takes."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        before = [(each, each.count) for each in TransferCount.active]
+        result = function(*args, **kwargs)
+        for each, count in before:
+            each.count = count
+        return result
+
+    return called
+
+
+def count_transfers(hook: TrainingHook) -> list[int]:
+    """Return a list that grows by the number of transfers of each call of a hook."""
+    counts: list[int] = []
+    compute = hook.compute
+
+    def counted(ctx: Any) -> Any:
+        with TransferCount() as counter:
+            metrics = compute(ctx)
+        counts.append(counter.count)
+        return metrics
+
+    hook.compute = counted  # type: ignore[method-assign]
+    return counts

@@ -283,8 +283,9 @@ class Attention(TrainingHook):
         }
         if ctx.ranks.data:
             ctx.ranks.join()
-            of_ranks = ctx.ranks.gather({name: each.on("cpu") for name, each in found.items()})
-            found = {name: RowStatistics.joined([each[name] for each in of_ranks]) for name in found}
+            of_ranks = ctx.ranks.gather(_on_host({name: each.table for name, each in found.items()}))
+            tables = {name: torch.cat([each[name] for each in of_ranks], dim=1) for name in found}
+            found = {name: RowStatistics(table[:-1], table[-1]) for name, table in tables.items()}
         self._calls = {name: replace(passes[0].calls[name], statistics=each) for name, each in found.items()}
         self._read_at = ctx.step
         self._miss({name for name in self._layers if name not in self._calls}, "make no call of attention")
@@ -306,6 +307,16 @@ class Attention(TrainingHook):
                 f"Hook 'attention' leaves out what it cannot see: {', '.join(fresh)} {reason} that it can read.",
                 stacklevel=2,
             )
+
+
+def _on_host(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring tensors to the host in one transfer."""
+    if not tables:
+        return {}
+    device = next(iter(tables.values())).device
+    flat = torch.cat([table.flatten().to(device) for table in tables.values()]).cpu()  # in the widest dtype
+    parts = torch.split(flat, [table.numel() for table in tables.values()])
+    return {name: part.view(tables[name].shape) for name, part in zip(tables, parts, strict=True)}
 
 
 def _by_head(column: str, layer: str, values: Tensor) -> dict[str, Any]:

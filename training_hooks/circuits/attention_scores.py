@@ -36,9 +36,10 @@ class RowStatistics:
         """Join the samples of several forward passes."""
         return cls(torch.cat([part.sums for part in parts], dim=1), torch.cat([part.maxima for part in parts]))
 
-    def on(self, device: torch.device | str) -> "RowStatistics":
-        """Return the statistics on a device."""
-        return RowStatistics(self.sums.to(device), self.maxima.to(device))
+    @property
+    def table(self) -> Tensor:
+        """The sums, and below them the largest scores, shape (5, samples, heads)."""
+        return torch.cat([self.sums, self.maxima[None]])
 
     @property
     def entropy(self) -> Tensor:

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import torch
 from loopscope import HookPoint, HookRegistry, Remembered, RunDataContext, TrainingHook
+from loopscope.data import held
 from loopscope.errors import UnsuitableError, listed, require
 from loopscope.hooks import Metrics, RunInfo
 from loopscope.state import whole
+from loopscope.training import Ranks
 from torch import Tensor, nn
 
 from ..measures import entropy_of_shares, gini, notice, splitmix64
@@ -216,6 +218,8 @@ class Fourier(TrainingHook):
                 "most that."
             )
         self._check_losses(run, length)
+        with held(run.task.loader):
+            self._adds = self._adds_up(next(iter(run.task.loader.batches(0)), None), length, run.ranks)
 
     def _check_losses(self, run: RunInfo, length: int) -> None:
         if self.frequencies == "reference" and run.reference_weights is None:
@@ -288,18 +292,22 @@ class Fourier(TrainingHook):
 
     def _of_pairs(self, ctx: RunDataContext, power: Tensor, p: int) -> dict[str, Any]:
         """Return what is measured on pairs of tokens, nothing if the training inputs are none."""
-        first_batch = token_pairs(next(ctx.loader.batches(ctx.epoch), None))
-        if first_batch is None:
+        first_batch = next(ctx.loader.batches(ctx.epoch), None)
+        if token_pairs(first_batch) is None:
             return {}
         if self._adds is None:
-            pairs, targets = first_batch
-            adds = bool((pairs.sum(dim=1) % p == targets).all())
-            ctx.ranks.join()
-            self._adds = all(ctx.ranks.gather(adds))
+            self._adds = self._adds_up(first_batch, p, ctx.ranks)
         metrics = self._of_the_neurons(ctx, p, power.device)
         if self._adds and self.rows != 0:
             metrics |= self._losses(ctx, power, p)
         return metrics
+
+    def _adds_up(self, batch: Any, p: int, ranks: Ranks) -> bool:
+        """Tell whether the targets of each rank's batch are the sums of its pairs modulo p."""
+        found = token_pairs(batch)
+        adds = found is not None and bool((found[0].sum(dim=1) % p == found[1]).all())
+        ranks.join()
+        return all(ranks.gather(adds))
 
     def _of_the_neurons(self, ctx: RunDataContext, p: int, device: torch.device) -> dict[str, Any]:
         layers = feed_forward_inputs(ctx.model)
@@ -331,8 +339,9 @@ class Fourier(TrainingHook):
                 yield piece, ctx.forward(piece).output.to(dtype)
 
         training = [found[0] for batch in ctx.loader.batches(ctx.epoch) if (found := token_pairs(batch)) is not None]
-        ctx.ranks.join()
-        training = ctx.ranks.gather(torch.cat(training).cpu())
+        if ctx.ranks.data:
+            ctx.ranks.join()
+            training = ctx.ranks.gather(torch.cat(training).cpu())
         frequencies = self._kept_frequencies(ctx, power)
         losses = ablated_losses(sweep, p, frequencies, torch.cat(training).to(power.device), groups)
         return losses | {"loss_frequencies": list(frequencies), "loss_rows": count}

@@ -112,7 +112,9 @@ def ablated_losses(
     into them: those of the jackknife that leaves out a group at a time, times √(1 − R/p) and 1 − R/p, since the rows
     are drawn without replacement.
     """
-    member = torch.stack([torch.isin(torch.arange(p), a.cpu()) for a in groups] or [torch.ones(p, dtype=torch.bool)])
+    member = torch.stack(
+        [torch.isin(torch.arange(p, device=a.device), a) for a in groups] or [torch.ones(p, dtype=torch.bool)]
+    )
     member = member.to(frequencies.device)
     taking = torch.cat([member.any(dim=0)[None], member.any(dim=0) & ~member]) if len(groups) > 1 else member
     means, inner, basis = _projections(sweep, p, waves(p, frequencies), member, taking)
@@ -158,7 +160,7 @@ def _projections(sweep: Sweep, p: int, basis: Tensor, member: Tensor, taking: Te
     for pairs, logits in sweep():
         basis = basis.to(logits.dtype)
         rows = torch.cat([torch.ones_like(basis[:, :1]), basis], dim=1)[pairs.sum(dim=1) % p]
-        mine = member[:, pairs[0, 0], None, None].to(logits.dtype)
+        mine = member[:, pairs[:1, 0], None].to(logits.dtype)
         sums = mine * (rows.T @ logits) + sums.to(logits.device)
         counts = mine * len(pairs) + counts.to(logits.device)
     whole_groups = (taking.double() @ member.double().T > 0).to(sums.dtype)

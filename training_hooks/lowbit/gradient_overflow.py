@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..measures import notice
 from .hypothetical_casts import OUTPUT, HypotheticalCasts, label, linear_layers, tensors_of
-from .overflow_ledger import Alarm, Ledger, Values, infos, values_by_role, values_together
+from .overflow_ledger import Alarm, Ledger, Page, Values, infos, turn, values_by_role, values_together
 from .product_errors import LAYERS, PRODUCTS, oriented
 
 QUANTIZERS = "quantizers"
@@ -232,25 +232,26 @@ class GradientOverflow(TrainingHook):
             for ledger in self._ledgers.values():
                 ledger.clear()
             return {}
-        metrics: dict[str, Any] = {}
-        if self._counts:
-            metrics |= self._turn(QUANTIZERS, ctx)
+        due = [QUANTIZERS] if self._counts else []
         if self._asks_at(ctx.step):
             for subject in self._casts.subjects:
                 if subject == OUTPUT:
                     self._ask_about_seen()
                 elif subject != "activations":  # those were asked about while they passed
                     self._casts.ask(subject, tensors_of(ctx.model, subject).items(), self._ledgers[subject])
-                metrics |= self._turn(subject, ctx)
+            due += self._casts.subjects
+        beside = {subject: self._casts.beside(subject) for subject in due if subject != QUANTIZERS}
+        ledgers = {subject: self._ledgers[subject] for subject in due}
+        pages = turn(ledgers, next(ctx.model.parameters()).device, beside, ctx.ranks)
+        metrics: dict[str, Any] = {}
+        for subject, page in pages.items():
+            if page.heard():
+                metrics |= self._told(subject, page, ctx.step)
         return metrics
 
-    def _turn(self, subject: str, ctx: RunDataContext) -> dict[str, Any]:
-        beside = None if subject == QUANTIZERS else self._casts.beside(subject)
-        page = self._ledgers[subject].turn(next(ctx.model.parameters()).device, beside, ctx.ranks)
-        if page is None or not page.heard():
-            return {}
+    def _told(self, subject: str, page: Page, step: int) -> dict[str, Any]:
         if subject == QUANTIZERS or self._asks_always:  # nobody is warned of what nobody asked
-            self._alarms[subject].see(page, ctx.step)
+            self._alarms[subject].see(page, step)
         more = values_together(page) if subject == QUANTIZERS else self._casts.values(subject, page)
         return more | values_by_role(page, self.top_k)
 

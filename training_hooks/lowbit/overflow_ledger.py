@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ class Page:
 
 
 class Ledger:
-    """Adds up counts on their device, and hands out pages of them, each with one transfer to the host.
+    """Adds up counts on their device, of which :func:`turn` makes pages.
 
     Args:
         layers: the names of the layers or tensors.
@@ -207,14 +208,12 @@ class Ledger:
             tables = self._run.sums, self._run.maxima
             self._run = Counts(*(torch.cat([table, torch.zeros_like(table[:1])]) for table in tables))
 
-    def turn(self, device: torch.device, beside: Tensor | None = None, ranks: Ranks | None = None) -> Page | None:
-        """Close the step and return its page, made on ``device``; nothing without layers.
+    def close(self, device: torch.device, beside: Tensor | None = None, ranks: Ranks | None = None) -> list[Tensor]:
+        """Close the step and return the tables of its page, made on ``device``.
 
         Numbers of the step ``beside`` the counts, float64, go along. Among ranks it is one reduction of the sums and
         these, and one of the maxima.
         """
-        if not self.layers:
-            return None
         extra = torch.zeros(0, dtype=torch.float64) if beside is None else beside
         step, extra = self._gathered(device), extra.to(device)
         if self._shared and ranks is not None and ranks.data:
@@ -225,11 +224,7 @@ class Ledger:
         self.steps += 1
         before = self._run and Counts(self._run.sums.to(device), self._run.maxima.to(device))
         self._run = step if before is None else joined(before, step)
-        parts = [step.sums, step.maxima, self._run.sums, extra]
-        flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
-        pieces = np.split(flat, np.cumsum([part.numel() for part in parts])[:-1])
-        sums, maxima, run_sums = (piece.reshape(len(self.layers), len(self.roles), -1) for piece in pieces[:3])
-        return Page(self.layers, self.roles, sums, maxima, run_sums, pieces[3])
+        return [step.sums, step.maxima, self._run.sums, extra]
 
     def _gathered(self, device: torch.device) -> Counts:
         """Return the step's counts, of shape (layers, roles)."""
@@ -271,6 +266,25 @@ class Ledger:
         self._run = Counts(run["sums"], run["maxima"]) if run else None
         for layer in new:
             self._join(layer)
+
+
+def turn(
+    ledgers: Mapping[str, Ledger],
+    device: torch.device,
+    beside: Mapping[str, Tensor] = MappingProxyType({}),
+    ranks: Ranks | None = None,
+) -> dict[str, Page]:
+    """Close the step of ledgers and return the page of each that has layers, with one transfer to the host for all."""
+    tables = {name: each.close(device, beside.get(name), ranks) for name, each in ledgers.items() if each.layers}
+    if not tables:
+        return {}
+    parts = [part for each in tables.values() for part in each]
+    flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
+    split = iter(np.split(flat, np.cumsum([part.numel() for part in parts])[:-1]))
+    return {
+        name: Page(ledgers[name].layers, ledgers[name].roles, *(next(split).reshape(part.shape) for part in each))
+        for name, each in tables.items()
+    }
 
 
 def joined(one: Counts, other: Counts) -> Counts:

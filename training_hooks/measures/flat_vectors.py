@@ -10,6 +10,7 @@ import torch
 from loopscope.hooks import Remembered, Remembering
 from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, whole
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,8 @@ def sharded_like(shard: Tensor, owner: Any) -> Tensor:
     """
     if not is_sharded(owner):
         return shard
+    if shard.storage_offset():  # torch cannot save a DTensor of a part of a larger memory
+        shard = from_dlpack(shard)
     # A parameter's own class is nn.Parameter; that of its data is DTensor, wherever this version of torch has it.
     return type(owner.data).from_local(  # type: ignore[no-any-return]
         shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()

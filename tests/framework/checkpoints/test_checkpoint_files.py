@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from loopscope.checkpoints import MANIFEST, Checkpoint, CheckpointWriter, checkpoints_in, newest_intact, open_checkpoint
-from loopscope.checkpoints.format import STATE, DamagedCheckpointError, checkpoint_name, set_aside, write_checkpoint
+from loopscope.checkpoints.format import (
+    FORMAT,
+    STATE,
+    DamagedCheckpointError,
+    checkpoint_name,
+    set_aside,
+    write_checkpoint,
+)
 from loopscope.checkpoints.writer import Kept, Staging
 from loopscope.errors import LoopscopeError
 
@@ -70,7 +77,7 @@ def test_a_checkpoint_of_the_format_before_is_named_as_that(tmp_path: Path, monk
     monkeypatch.setattr("loopscope.checkpoints.format.FORMAT", 2)
     folder = written(tmp_path).folder
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpointError, match=r"of format 2, .* older loopscope; this one reads format 3"):
+    with pytest.raises(DamagedCheckpointError, match=r"of format 2, .* older loopscope; this one reads format 4"):
         open_checkpoint(folder)
 
 

@@ -52,7 +52,7 @@ def flip_weight(content: Content) -> None:
 
 
 def flip_optimizer(content: Content) -> None:
-    content["state"]["optimizer"]["state"][1]["exp_avg_sq"].view(torch.int32)[0] ^= 1
+    content["state"]["optimizer"]["state"]["0.bias"]["exp_avg_sq"].view(torch.int32)[0] ^= 1
 
 
 def draw(content: Content) -> None:
@@ -65,7 +65,7 @@ def count(content: Content) -> None:
 
 PLANTED: dict[Callable[[Content], None], str] = {
     flip_weight: "parameters/0.weight",
-    flip_optimizer: "optimizer/state/1/exp_avg_sq",
+    flip_optimizer: "optimizer/state/0.bias/exp_avg_sq",
     draw: "generators/torch",
     count: "loop/skipped_steps",
 }

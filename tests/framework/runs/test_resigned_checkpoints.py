@@ -150,8 +150,8 @@ def test_whatever_a_signed_checkpoint_holds(whole, capfd, data, command, of_stat
 
 
 KNOWN = {
-    "state/optimizer/state/0/exp_avg": (torch.tensor(1.5), "exp_avg of parameter 0 has not its shape"),
-    "state/optimizer/state/1/exp_avg": (MISSING, "could not go on from .*: KeyError"),
+    "state/optimizer/state/0.weight/exp_avg": (torch.tensor(1.5), "exp_avg of 0.weight has not its shape"),
+    "state/optimizer/state/0.bias/exp_avg": (MISSING, "could not go on from .*: KeyError"),
     "state/loop/epoch": (None, "its field 'epoch' must be an integer"),
     "state/loop/step": (5, "its epoch and step are not those in manifest.json"),
     "state/loop/accumulated_grads": ({"0.weight": -1}, "its field 'accumulated_grads' must be"),

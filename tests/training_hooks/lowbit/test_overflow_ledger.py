@@ -10,7 +10,7 @@ import torch
 from loopscope.lowbit.casts import MAXIMA, SUMS, Cast, Counts
 from loopscope.training import Ranks
 from loopscope.training_hooks.lowbit import GradientOverflow
-from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings
+from loopscope.training_hooks.lowbit.overflow_ledger import READINGS, Alarm, Ledger, Page, readings, turn
 
 from tests.support.ranks import on_two_ranks
 from tests.training_hooks.lowbit.low_bit_runs import LowBitRun, network
@@ -30,6 +30,10 @@ def counts_of(*values: torch.Tensor, cast: Cast = CAST) -> Counts:
 
 def read(counts: Counts) -> dict[str, float]:
     return {name: float(value) for name, value in readings(counts.sums.numpy(), counts.maxima.numpy()).items()}
+
+
+def turned(ledger: Ledger) -> Page:
+    return turn({"": ledger}, CPU)[""]
 
 
 def test_readings_are_the_formulas_that_are_described():
@@ -97,10 +101,10 @@ def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
     ledger, tensors = Ledger(["a", "b"], ["in", "out"]), [torch.randn(8, 32) * 10**n for n in range(4)]
     for tensor in tensors[:2]:
         ledger.add("a", "out", counts_of(tensor))
-    first = ledger.turn(CPU)
+    first = turned(ledger)
     ledger.add("b", "out", counts_of(tensors[2]))
     ledger.add("a", "in", counts_of(tensors[3]))
-    second = ledger.turn(CPU)
+    second = turned(ledger)
     assert (first.heard(), second.heard()) == ([1], [0, 1])
     assert first.sums[0, 1].tolist() == counts_of(*tensors[:2]).sums.tolist()
     assert not first.sums[1].any()
@@ -114,13 +118,13 @@ def test_a_page_holds_the_step_and_the_run_by_layer_and_role():
 def test_a_ledger_goes_on_from_its_state_but_not_from_that_of_other_layers():
     ledger = Ledger(["a"], ["in"])
     ledger.add("a", "in", counts_of(torch.randn(4, 16)))
-    ledger.turn(CPU)
+    turned(ledger)
     state = through_a_file(ledger.state_dict())
     for layers, expected in ((["a"], 128), (["other"], 64)):
         resumed = Ledger(layers, ["in"])
         resumed.load_state_dict(state)
         resumed.add(layers[0], "in", counts_of(torch.randn(4, 16)))
-        page = resumed.turn(CPU)
+        page = turned(resumed)
         assert page.over((0, 1))[1]["total_elements"] == expected
 
 
@@ -128,7 +132,7 @@ def test_what_a_page_was_made_of_is_not_written_to_afterwards():
     ledger = Ledger(["a"], ["in"])
     for _ in range(2):
         ledger.add("a", "in", counts_of(torch.randn(4, 16)))
-        ledger.turn(CPU)
+        turned(ledger)
         if ledger.steps == 1:
             kept = ledger.state_dict()["run"]["sums"]
             before = kept.clone()

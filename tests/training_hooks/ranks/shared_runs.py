@@ -9,7 +9,7 @@ import torch.distributed
 from loopscope.data import TensorLoader, fixed_order, random_order
 from loopscope.errors import UnsuitableError
 from loopscope.firing import HookManager
-from loopscope.hooks import TrainingHook
+from loopscope.hooks import InterventionHook, TrainingHook
 from loopscope.loops import epoch_loop
 from loopscope.lowbit import Recipe, quantize_model
 from loopscope.state import RandomStreams, TrainingState, local_shards, whole
@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import TOKENS, RecordingSink, TokenConfig, mean_loss, run_info
+from tests.support.transfers import count_transfers, uncounted
 from tests.training_hooks.ranks.states import MIDDLE, Middle, Results, put_back, tensors
 
 HEADS, WIDTH, ROWS, BATCH, EPOCHS = 6, 12, 48, 24, 2
@@ -104,6 +105,7 @@ def build(kind: str, *, tied: bool = False, recipe: Recipe | None = None) -> tup
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loader = Shared((data, targets), fixed_order(torch.arange(ROWS)), part, parts)
 
+    @uncounted
     def evaluate(model: nn.Module) -> dict[str, float]:
         right = (model(data[part::parts]).argmax(-1) == targets[part::parts]).double()
         return {
@@ -192,11 +194,14 @@ def trained(
 ) -> Results:
     """Train with hooks, from the beginning or from what another run was in its ``middle``.
 
-    Returns their metrics, the weights, the digests of this rank's bytes of them, and what :class:`Middle` found.
+    Returns their metrics, the weights, the digests of this rank's bytes of them, what :class:`Middle` found, and the
+    most transfers to the host that a call of each observer takes, where they are counted.
     """
     task, state = build(kind, tied=tied, recipe=recipe)
     reference = {name: value.detach() * 1.1 for name, value in task.model.named_parameters()}
     sink = RecordingSink()
+    counted = hooks if audit or kind == "DDP" else ()  # elsewhere it takes too long for what is always on
+    transfers = {hook.name: count_transfers(hook) for hook in counted if not isinstance(hook, InterventionHook)}
     manager = HookManager(hooks, task, state, sinks=[sink], audit=audit, reference_weights=reference)
     if middle is not None:
         put_back(middle, manager, [hook.name for hook in hooks])
@@ -211,6 +216,7 @@ def trained(
         "bytes": [digest(value) for value in local_shards(named.values())],
         "remembered": halfway.remembered,
         "middle": halfway.content,
+        "transfers": {name: max(counts) for name, counts in transfers.items()},
     }
 
 

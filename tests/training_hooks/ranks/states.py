@@ -11,6 +11,8 @@ from loopscope.state import LoopState, is_sharded, whole
 from loopscope.state.digest import digest
 from torch import Tensor, nn
 
+from tests.training_hooks.reloading import through_a_file
+
 MIDDLE = 3
 """The step after which it is looked at: within an epoch, and of windows of two steps."""
 AS_ITS_PARAMETER = "as its parameter"
@@ -54,6 +56,7 @@ class Middle(NoPauses):
         with self._manager.between_steps():
             optimizer, hooks = self._manager.task.optimizer, self._manager.hooks.state_dict()
             each_tensor(self._note, hooks)
+            through_a_file(hooks)  # as a loop of one's own does
             if not self._keeps:
                 return
             content = {

@@ -68,6 +68,8 @@ CHOSEN = [
     Subject("grad_clip", {"max_norm": 0.5}),
     Subject("grad_clip", {"method": "adagc", "warmup": 2}),
     Subject("grad_clip", {"method": "value", "max_value": 0.01}),
+    Subject("grad_clip", {"method": "parameter", "max_norm": 0.1}),
+    Subject("grad_clip", {"method": "zclip", "warmup": 2, "alpha": 0.5, "z_threshold": 0.5}),
     Subject("gradient_overflow", {"of": "gradients,weights"}),
     Subject(
         "gradient_overflow",
@@ -269,6 +271,13 @@ def a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kin
         assert any(remedy in sentence for remedy in subject.remedy.split("|"))
 
 
+def a_call_of_an_observer_reads_from_the_device_at_most_once(kind, count, of_ranks):
+    for result in of_ranks(kind, count):
+        transfers = [item for run in result["runs"].values() for item in run["transfers"].items()]
+        assert bool(transfers) == (kind == "DDP" or count not in (3, 4))
+        assert [item for item in transfers if item[1] > 1] == []
+
+
 def the_norms_of_all_parameters_take_one_reduction_for_each_dimension_that_they_are_sharded_over(kind, count, of_ranks):
     dimensions = {"DDP": 0, "FSDP2 x TP": 2}.get(kind, 1)
     assert [result["reductions"] for result in of_ranks(kind, count)] == [dimensions] * count
@@ -283,6 +292,7 @@ def test_every_rank_measures_what_one_process_measures(kinds, count, of_ranks):
         what_a_hook_remembers_lies_as_the_parameter_of_its_name_or_is_the_same_on_all_ranks(kind, count, of_ranks)
         hooks_go_on_from_what_they_remembered_on_as_many_ranks_and_in_one_process(kind, count, of_ranks)
         a_hook_that_does_not_suit_says_on_all_ranks_which_one_why_and_what_to_do(kind, count, of_ranks)
+        a_call_of_an_observer_reads_from_the_device_at_most_once(kind, count, of_ranks)
         the_norms_of_all_parameters_take_one_reduction_for_each_dimension_that_they_are_sharded_over(
             kind, count, of_ranks
         )

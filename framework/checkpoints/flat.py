@@ -1,23 +1,86 @@
-"""The state of hooks on several ranks: as tensors by name for DCP, as whole ones, or as files; and back again."""
+"""What ranks hold, as tensors by name that any other ranks can use: in checkpoints of ours, in torch's, in others'."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BytesIO
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 
-from ..checkpoints import STATE, open_checkpoint
-from ..checkpoints.content import AFRESH
-from ..checkpoints.format import load_plainly, write_checkpoint
-from ..checkpoints.parts import OWN, Keys, Separated, owner_of, read_parts, replaced, room_for, write_parts
 from ..errors import UsageError, listed, require
 from ..state import is_sharded, laid_out_like, whole
 from ..training import Ranks
+
+Keys = tuple[str, ...]
+"""Where in nested content something lies; as JSON the name of a tensor."""
+OWN = "rank {}: {}"
+"""The name of a tensor that a rank has for itself."""
+
+
+class Separated(NamedTuple):
+    """Nested content with tensors on the meta device in the place of tensors, and these by their paths."""
+
+    plain: Any
+    tensors: dict[str, Tensor]
+    replicated: list[str]
+    """The paths of tensors that ranks hold whole, though they may lie otherwise than the parameters they belong to."""
+
+    @classmethod
+    def of(cls, content: Any) -> "Separated":
+        """Take out the tensors, but for single numbers and what is no array of numbers in memory."""
+        tensors, replicated = dict[str, Tensor](), list[str]()
+
+        def take(path: Keys, tensor: Tensor) -> Tensor:
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            if not is_sharded(tensor) and (not is_plain or tensor.ndim == 0):
+                return tensor
+            tensors[json.dumps(path)] = tensor
+            if is_sharded(tensor) and all(each.is_replicate() for each in tensor.placements):  # type: ignore[attr-defined]
+                replicated.append(json.dumps(path))
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+        return cls(replaced(content, take), tensors, replicated)
+
+    def named(self, ranks: Ranks, purpose: str = "") -> tuple[dict[str, Tensor], list[str]]:
+        """Return the tensors by names that all ranks can use, and the paths of those that this rank has for itself."""
+        found = {path: _bytes(tensor) for path, tensor in self.tensors.items() if not is_sharded(tensor)}
+        each = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in found.items()}, purpose)
+        own = {path for path in found if any(digests.get(path) != each[0].get(path) for digests in each)}
+        number = ranks.place[0]
+        named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in self.tensors.items()}
+        return named, sorted(own)
+
+
+def replaced(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys = ()) -> Any:
+    """Return nested content with other tensors."""
+    if isinstance(value, Tensor):
+        return replace(path, value)
+    if isinstance(value, Mapping):
+        return {key: replaced(item, replace, (*path, str(key))) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(replaced(item, replace, (*path, str(index))) for index, item in enumerate(value))
+    return value
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor to read into, laid out as the parameter that is named in the path, if there is one."""
+    if (owner := owner_of(path, tensor, parameters)) is not None:
+        return torch.empty_like(owner, dtype=tensor.dtype, requires_grad=False)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def owner_of(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the parameter that is named in the path of a tensor of its shape, if there is one."""
+    named = (parameters[name] for name in reversed(path) if name in parameters)
+    return next((each for each in named if each.shape == tensor.shape), None)
+
 
 PLAIN = "rank {}"
 """Under which a rank has its plain values, as bytes; what it has for itself is named with this, too."""
@@ -32,7 +95,8 @@ def flattened(content: Any, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]
     separated = Separated.of(content)
     named, own = separated.named(ranks)
     file = BytesIO()
-    torch.save({"plain": separated.plain, "own": own, "ranks": ranks.arrangement(model)}, file)
+    rest = {"own": own, "ranks": ranks.arrangement(model)}
+    torch.save({**separated._asdict(), "tensors": None, **rest}, file)
     return {**named, PLAIN.format(ranks.place[0]): torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
 
 
@@ -47,7 +111,7 @@ def gathered(flat: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     return {name: tensor for each in (found, *own) for name, tensor in each.items()}
 
 
-def room_of(metadata: Metadata, key: str, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+def room_of(metadata: Any, key: str, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """Return tensors for ``torch.distributed.checkpoint.load`` to fill with what was saved from :func:`flattened`.
 
     Raises :class:`UsageError` where nothing was saved under the ``key``.
@@ -78,22 +142,26 @@ def for_rank(state: Any, model: nn.Module, ranks: Ranks) -> Any:
     name and the shape of a parameter is laid out as this. All ranks call it; raises :class:`UsageError`, the same on
     all, where something is missing.
     """
-    arrangement, parameters = ranks.arrangement(model), dict(model.named_parameters())
+    arrangement, parameters, held = ranks.arrangement(model), dict(model.named_parameters()), list[str]()
     if isinstance(state, Mapping) and any(_rank(name) == name for name in state):
-        state = ranks.together(partial(_nested, state, arrangement, ranks.place[0]))
+        state, held = ranks.together(partial(_nested, state, arrangement, ranks.place[0]))
 
-    def lay_out(path: Keys, tensor: Tensor) -> Tensor:
-        owner = None if is_sharded(tensor) else owner_of(path, tensor, parameters)
+    def lay_out(path: Keys, tensor: Tensor) -> Any:
+        owner: Any = tensor if is_sharded(tensor) else owner_of(path, tensor, parameters)
         if owner is None or not is_sharded(owner):
             return tensor
-        moved: Tensor = laid_out_like(tensor.to(owner.device), owner)
-        return moved
+        found: Any = tensor if is_sharded(tensor) else laid_out_like(tensor.to(owner.device), owner)
+        if json.dumps(path) not in held:
+            return found
+        from torch.distributed.tensor import Replicate  # which is there where DTensors are
+
+        return found.redistribute(placements=[Replicate()] * len(found.placements))
 
     return replaced(state, lay_out)
 
 
-def _nested(flat: Mapping[str, Tensor], arrangement: Mapping[str, Any], place: int) -> Any:
-    """Put the tensors back into the plain values."""
+def _nested(flat: Mapping[str, Tensor], arrangement: Mapping[str, Any], place: int) -> tuple[Any, list[str]]:
+    """Return the plain values with the tensors in them, and the paths of those that this rank held whole."""
     number, stored = place, _plain(flat, place)
     if stored is None or stored["ranks"] != arrangement:
         number, stored = 0, _plain(flat, 0)
@@ -115,7 +183,7 @@ def _nested(flat: Mapping[str, Tensor], arrangement: Mapping[str, Any], place: i
             return found
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(found)
 
-    return replaced(stored["plain"], find)
+    return replaced(stored["plain"], find), stored["replicated"] if stored["ranks"] == arrangement else []
 
 
 def _plain(flat: Mapping[str, Tensor], number: int) -> Any:
@@ -134,23 +202,3 @@ def _plain(flat: Mapping[str, Tensor], number: int) -> Any:
 def _rank(name: Any) -> str:
     """Return the name of the rank that has a tensor for itself, or its plain values; of what is shared an empty one."""
     return name.partition(": ")[0] if str(name).startswith("rank ") else ""
-
-
-def write_state(folder: Path, content: Mapping[str, Any], step: int, model: nn.Module, ranks: Ranks) -> None:
-    """Write the content of all ranks into a folder; all of them call it."""
-    manifest: dict[str, Any] = {"step": step, "score": None}
-    if ranks.are_many:
-        write_parts(folder, content, manifest | {"ranks": ranks.arrangement(model)}, (), None, ranks)
-    else:
-        write_checkpoint(folder, content, manifest)
-
-
-def read_state(folder: Path, model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Check what :func:`write_state` wrote, and return the content for this rank; all ranks call it.
-
-    Raises :class:`UsageError`, the same on all ranks, for damaged files.
-    """
-    found = ranks.together(partial(open_checkpoint, folder))
-    ranks.together(found.check)
-    content = read_parts(found, model, ranks) if found.is_of_ranks else load_plainly(found.folder / STATE)
-    return {name: value for name, value in content.items() if name != AFRESH}

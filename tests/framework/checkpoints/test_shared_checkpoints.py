@@ -1,0 +1,212 @@
+"""Checkpoints that several processes write: bit for bit on as many, right on any number, whole or not at all."""
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope.checkpoints import MANIFEST, checkpoints_in, content_of, differing, newest_intact, open_checkpoint
+from loopscope.checkpoints.format import DamagedCheckpointError, _digest_of_manifest
+from loopscope.errors import UsageError
+
+from tests.framework.checkpoints.killed_sessions import flipped
+from tests.framework.checkpoints.shared_sessions import STOPPED_AT, go_on, stop, train
+from tests.support.ranks import on_ranks
+
+RUN = "shared/plain"
+
+
+def by_two(folder: Path) -> None:
+    stop(folder / "begun by 2, fsdp", "fsdp")
+    if (folder / "begun by 3, fsdp").exists():
+        for kind in ("fsdp", "tp", "ddp"):
+            go_on(folder / "begun by 3, fsdp", folder / f"3, fsdp, then 2, {kind}", kind)
+
+
+def by_three(folder: Path) -> None:
+    for kind in ("fsdp", "ddp", "tp"):
+        train(folder / f"3, {kind}", kind)
+        stop(folder / f"begun by 3, {kind}", kind)
+        go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
+    go_on(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
+    go_on(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train in all ways, and return the folder of the runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(folder / "one", None)
+        for compute, count in ((by_two, 2), (by_three, 3), (by_two, 2)):
+            shutil.rmtree(folder / "begun by 2, fsdp" if count == 2 else folder / "none", ignore_errors=True)
+            (folder / f"ranks {len([*folder.glob('ranks*')])}").mkdir()
+            on_ranks(partial(compute, folder), max(folder.glob("ranks*")), count)
+        for kind in ("fsdp", "ddp", "tp"):
+            go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then alone", None)
+    return folder
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / RUN / "plain_final.pt")
+
+
+def rows(run: Path) -> list[str]:
+    return (run / RUN / "plain.jsonl").read_text().splitlines()
+
+
+def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from numbers(part, f"{name}/{key}")
+    if isinstance(value, (int, float)):
+        yield name, value
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "tp"])
+def test_as_many_processes_go_on_bit_for_bit(kind, runs):
+    whole, resumed = runs / f"3, {kind}", runs / f"3, {kind}, then 3, {kind}"
+    assert rows(resumed) == rows(whole)
+    assert len(rows(whole)) > STOPPED_AT
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(resumed)[name], value), name
+    ends = [next(checkpoints_in(run / RUN / "checkpoints")) for run in (whole, resumed)]
+    contents = [content_of(open_checkpoint(end)) for end in ends]
+    assert ends[0].name == ends[1].name
+    assert differing(*contents) == []
+    assert differing(contents[0], {"state": {}}) != []
+
+
+@pytest.mark.parametrize(
+    "resumed",
+    [
+        *(f"3, fsdp, then 2, {kind}" for kind in ("fsdp", "tp", "ddp")),
+        *("2, fsdp, then 3, fsdp", "3, tp, then 3, fsdp"),
+        *(f"3, {kind}, then alone" for kind in ("fsdp", "ddp", "tp")),
+    ],
+)
+def test_others_go_on_up_to_the_order_of_sums(resumed, runs):
+    for name, value in weights(runs / "one").items():
+        torch.testing.assert_close(weights(runs / resumed)[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    assert len(rows(runs / resumed)) == len(rows(runs / "one"))
+    for ours, expected in zip(rows(runs / resumed), rows(runs / "one"), strict=True):
+        found, wanted = (dict(numbers(json.loads(line))) for line in (ours, expected))
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-10, nan_ok=True)
+
+
+# Damage
+
+
+@pytest.fixture
+def begun(runs: Path, tmp_path: Path) -> Path:
+    """Return a copy of the folder of the checkpoints of a run of three processes that was stopped."""
+    return Path(shutil.copytree(runs / "begun by 3, fsdp" / RUN / "checkpoints", tmp_path / "checkpoints"))
+
+
+FILES = (MANIFEST, "rank_0.pt", "rank_1.pt", "rank_2.pt")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(name, begun):
+    newest, before = [*checkpoints_in(begun)][:2]
+    whole, told = (newest / name).read_bytes(), list[str]()
+    other = FILES[FILES.index(name) % 3 + 1] if name != MANIFEST else "rank_0.pt"
+    damages = {
+        "flipped": flipped(0.5)(whole),
+        "truncated": whole[: len(whole) // 2],
+        "empty": b"",
+        "another rank's": (newest / other).read_bytes(),
+        "of another step": (before / name).read_bytes(),
+        "missing": None,
+    }
+    for damage, content in damages.items():
+        if content is None:
+            (newest / name).unlink()
+        else:
+            (newest / name).write_bytes(content)
+        found = newest_intact(begun, told.append)
+        assert found is not None, damage
+        if (damage, name) == ("of another step", MANIFEST):
+            assert any("rank_" in sentence for sentence in told)
+        assert found.folder == before, damage
+        assert str(newest) in told[-1], damage
+        (newest / name).write_bytes(whole)
+    found = newest_intact(begun, told.append)
+    assert found is not None
+    assert found.folder == newest
+
+
+class Planted:
+    """What a pickle executes."""
+
+    ran: list[str] = []
+
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('tests.framework.checkpoints.test_shared_checkpoints', fromlist=['x']).ran()",)
+
+
+def ran() -> None:
+    Planted.ran.append("executed")
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_pickle_that_is_planted_in_a_file_is_never_executed(name, begun):
+    newest = next(checkpoints_in(begun))
+    for data in (pickle.dumps(Planted()), as_torch_file(begun / "planted.pt")):
+        (newest / name).write_bytes(data)
+        with pytest.raises(DamagedCheckpointError, match=name):
+            content_of(open_checkpoint(newest))
+        sign(newest, name)  # even with the right digests
+        with pytest.raises(DamagedCheckpointError, match=f"{name} cannot be loaded"):
+            content_of(open_checkpoint(newest))
+    pickle.loads(pickle.dumps(Planted()))
+    assert Planted.ran.pop() == "executed"
+    assert not Planted.ran
+
+
+def as_torch_file(path: Path) -> bytes:
+    torch.save({"plain": Planted(), "own": [], "pieces": {}}, path)
+    return path.read_bytes()
+
+
+def sign(folder: Path, name: str) -> None:
+    """Write into the manifest the digests of a file as it is now."""
+    import xxhash
+
+    manifest = json.loads((folder / MANIFEST).read_text())
+    data = (folder / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    del manifest["digest"]
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "digest": _digest_of_manifest(manifest)}))
+
+
+# Refusals
+
+
+def test_exactly_as_it_was_is_refused_on_another_number_of_processes(runs, tmp_path):
+    with pytest.raises(UsageError, match=r"--exact: .* processes: 3 before, 1 now"):
+        go_on(runs / "begun by 3, ddp", tmp_path / "run", None, exact=True)
+    assert not list((tmp_path / "run" / RUN).glob("*_final.pt"))
+
+
+def refused(folder: Path) -> str:
+    try:
+        go_on(folder / "alone", folder / "on ranks", "ddp")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_is_refused_on_several(tmp_path):
+    stop(tmp_path / "alone", None)
+    (tmp_path / "ranks").mkdir()
+    for sentence in on_ranks(partial(refused, tmp_path), tmp_path / "ranks", 2):
+        assert "was written by one process; go on with one, without torchrun and --parallel" in sentence
