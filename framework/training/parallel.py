@@ -26,7 +26,11 @@ def started_together() -> int:
 
 def is_restarted() -> bool:
     """Return whether torchrun started this process in the place of one that failed (``--max-restarts``)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return _attempt() > 0
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def speaks() -> bool:
@@ -58,7 +62,10 @@ def joined(kind: Parallel | None) -> Iterator[None]:
     if kind == "fsdp+tp":
         fits = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
         require(fits, f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, and torchrun started {count}.")
-    distributed.init_process_group()
+    # torchrun gives the processes that it starts anew the store of the ones before, with addresses that are gone.
+    store, rank, count = next(distributed.rendezvous("env://"))
+    attempt = distributed.PrefixStore(f"attempt {_attempt()}", store)
+    distributed.init_process_group(store=attempt, rank=rank, world_size=count)
     try:
         yield
     finally:
