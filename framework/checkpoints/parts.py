@@ -10,10 +10,9 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -33,48 +32,8 @@ from torch.futures import Future
 from ..errors import LoopscopeError
 from ..state import is_sharded
 from ..training import Ranks
+from .flat import OWN, Keys, Separated, replaced, room_for
 from .format import AFRESH, RANK, Checkpoint, DamagedCheckpointError, GrowingCheckpoint, load_plainly
-
-Keys = tuple[str, ...]
-"""Where in nested content something lies; as JSON the name of a tensor."""
-OWN = "rank {}: {}"
-"""The name of a tensor that a rank has for itself."""
-
-
-class Separated(NamedTuple):
-    """Nested content with tensors on the meta device in the place of tensors, and these by their paths."""
-
-    plain: Any
-    tensors: dict[str, Tensor]
-    replicated: list[str]
-    """The paths of tensors that ranks hold whole, though they may lie otherwise than the parameters they belong to."""
-
-    @classmethod
-    def of(cls, content: Any) -> "Separated":
-        """Take out the tensors, but for single numbers and what is no array of numbers in memory."""
-        tensors, replicated = dict[str, Tensor](), list[str]()
-
-        def take(path: Keys, tensor: Tensor) -> Tensor:
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if not is_sharded(tensor) and (not is_plain or tensor.ndim == 0):
-                return tensor
-            tensors[json.dumps(path)] = tensor
-            if is_sharded(tensor) and all(each.is_replicate() for each in tensor.placements):  # type: ignore[attr-defined]
-                replicated.append(json.dumps(path))
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-        return cls(_replaced(content, take), tensors, replicated)
-
-
-def _replaced(value: Any, replace: Callable[[Keys, Tensor], Any], path: Keys = ()) -> Any:
-    """Return nested content with other tensors."""
-    if isinstance(value, Tensor):
-        return replace(path, value)
-    if isinstance(value, Mapping):
-        return {key: _replaced(item, replace, (*path, str(key))) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, replace, (*path, str(index))) for index, item in enumerate(value))
-    return value
 
 
 def write_parts(
@@ -85,13 +44,9 @@ def write_parts(
     Raises :class:`LoopscopeError` on all ranks where one cannot write.
     """
     separated = Separated.of(content)
-    found = {path: _bytes(tensor) for path, tensor in separated.tensors.items() if not is_sharded(tensor)}
-    each = ranks.gather({path: xxhash.xxh3_128_hexdigest(data) for path, data in found.items()}, "checkpoints")
-    own = {path for path in found if any(digests.get(path) != each[0].get(path) for digests in each)}
-    number = ranks.place[0]
-    named = {OWN.format(number, path) if path in own else path: tensor for path, tensor in separated.tensors.items()}
+    named, own = separated.named(ranks, "checkpoints")
     growing = GrowingCheckpoint(folder, spare)
-    writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": sorted(own)}, manifest, before)
+    writer = _Writer(growing, {**separated._asdict(), "tensors": None, "own": own}, manifest, before)
     try:
         save(
             named,
@@ -107,10 +62,6 @@ def write_parts(
         if ranks.is_main:
             growing.remove()
     return Checkpoint(folder, manifest)
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 class _Writer(StorageWriter):
@@ -246,7 +197,7 @@ def read_parts(checkpoint: Checkpoint, model: nn.Module | None = None, ranks: Ra
         number = ranks.place[0] if same else 0
         streams = indices.index(ranks.index) if ranks.index in indices else 0
     content: dict[str, Any] = _filled(reader, number, parameters, same=same)
-    for other in range(1, len(manifest["ranks"]["indices"])) if model is None else ():
+    for other in range(1, len(manifest["ranks"]["indices"])) if model is None and "state" in content else ():
         kept = _filled(reader, other, {}, only=lambda path, own: own and path[0] == "state").get("state", {})
         content["state"] = {**content["state"], f"rank {other}": kept}
     if ranks is not None and ranks.index not in manifest["ranks"]["indices"]:
@@ -280,13 +231,13 @@ def _filled(
         if not only(path, own):
             return None
         name = OWN.format(number, name) if own else name
-        targets[name] = _room_for(path, tensor, parameters)
+        targets[name] = room_for(path, tensor, parameters)
         if same and json.dumps(path) in stored["replicated"] and is_sharded(targets[name]):
             targets[name] = _held_whole(targets[name])
         return targets[name]
 
     try:
-        content = _replaced(stored["plain"], room)
+        content = replaced(stored["plain"], room)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # DCP warns that nothing goes between ranks, as is meant
             load(
@@ -301,15 +252,6 @@ def _filled(
             raise reason from None
         raise DamagedCheckpointError(f"{reader.folder / file} cannot be loaded: {type(reason).__name__}.") from error
     return content
-
-
-def _room_for(path: Keys, tensor: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor to read into, laid out as the parameter that is named in the path, if there is one."""
-    for name in reversed(path):
-        like = parameters.get(name)
-        if like is not None and like.shape == tensor.shape:
-            return torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _held_whole(tensor: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..checkpoints import run_lock, sync_path
+from ..checkpoints import for_rank, run_lock, sync_path
 from ..console import RunConsole
 from ..data import Batch
 from ..durable_files import plain_json
@@ -29,12 +29,12 @@ from ..hooks import ENDLESS, RunInfo, StatePart, treatments
 from ..isolation import borrowed_modes
 from ..loops import NoProgress, Progress
 from ..runs import ATTACHED, RunFolder, RunRecord, environment, load_reference, summary_of, versions
-from ..state import RandomStreams, TrainingState, gathered_for_a_while
+from ..state import RandomStreams, TrainingState, copy_of_batch, gathered_for_a_while
 from ..training import Ranks, TrainingTask
 from .choices import Choices, GivenLoader, Loss, no_loss
 from .wrapped import check_trained, kept, past, trainers_of
 
-STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place", "rank"}
+STATE = {"loop", "hooks", "metrics", "errors", "left_out", "sinks", "place"}
 _TRAINED: "WeakSet[Optimizer]" = WeakSet()
 """Optimizers to which a run is attached."""
 _OPEN: "dict[Path, AttachedRun]" = {}
@@ -186,13 +186,6 @@ class AttachedRun:
         atexit.register(self._forgotten)
 
     def _take_folder(self) -> None:
-        mine = self._ranks.place
-        theirs = mine if self._stored is None else tuple(self._stored["rank"])
-        require(
-            theirs == mine,
-            f"The state that was loaded is that of rank {theirs[0]} of {theirs[1]}, and this is rank {mine[0]} of "
-            f"{mine[1]}: start as many ranks as there were, and let each load its own.",
-        )
         if self._ranks.is_main:
             remedy = "give attach another folder, out=, or overwrite=True"
             self.folder.refuse_to_overwrite(allowed=self.choices.overwrite or self._stored is not None, remedy=remedy)
@@ -324,15 +317,20 @@ class AttachedRun:
                 "left_out": manager.hooks.failures.left_out,
                 "sinks": positions,
                 "place": self.place,
-                "rank": self._ranks.place,
             }
         for path in files:
             sync_path(path)
-        return deepcopy(content)
+        copied: dict[str, Any] = copy_of_batch(content)
+        return copied
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, at the first step, from what :meth:`state_dict` returned."""
+        """Go on, at the first step, from what :meth:`state_dict` returned, or what was made of that for several ranks.
+
+        All ranks call it, once the run is built.
+        """
         require(not self.is_started, "The state of a scope is loaded before its first step: right after attach.")
+        if self._ranks.are_many or (isinstance(state, Mapping) and "rank 0" in state):
+            state = for_rank(state, self.driver.task.model, self._ranks)
         if not isinstance(state, Mapping) or state.keys() != STATE:
             raise UsageError("This is not what scope.state_dict() returned, so no run can go on from it.")
         self._stored, self.place = state, dict(state["place"])

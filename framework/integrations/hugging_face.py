@@ -4,6 +4,7 @@ Tested with transformers 5.23 and accelerate 1.15. The trainer has no event befo
 batches of a step, so a few of its methods are wrapped while a run is attached.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -11,14 +12,14 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from ..checkpoints import AFRESH, CheckpointWriter, checkpoints_in, content_of, open_checkpoint
 from ..data import Batch
-from ..errors import UsageError, require
+from ..errors import RunNotice, UsageError, require
 from ..state import Transient
 from ..training import takes_closure
 from .attached_run import AttachedRun
@@ -29,7 +30,8 @@ from .scope import AttachedScope
 from .wrapped import unwrapped
 
 TESTED = "transformers 5.23"
-STATE = "loopscope.pt"
+STATE = "loopscope"
+"""The folder of the hooks' state in a checkpoint."""
 RELIED_ON = (
     *("train", "training_step", "get_batch_samples", "evaluate", "predict", "compute_loss", "add_callback"),
     *("compute_loss_context_manager", "_prepare_inputs", "_get_num_items_in_batch", "_load_optimizer_and_scheduler"),
@@ -77,6 +79,7 @@ class TrainerEvents(TrainerCallback):
         self._parts: list[Batch] = []
         self._items: Any = None
         self._steps: int | None = None
+        self._stored: Path | None = None
 
     # The life of a run
 
@@ -142,6 +145,10 @@ class TrainerEvents(TrainerCallback):
             length=int(state.num_train_epochs if run.choices.loop == "epoch" else state.max_steps),
             scheduler_interval="step",
         )
+        for path in [*checkpoints_in(self._stored)][:1] if self._stored is not None else ():
+            task, found = run.driver.task, open_checkpoint(path)
+            content = content_of(found, task.model, task.ranks) if found.is_of_ranks else found.content()
+            run.load_state_dict({name: value for name, value in content.items() if name != AFRESH})
         self._steps = steps_in(trainer.callback_handler.train_dataloader, args.gradient_accumulation_steps)
         self._loop = OwnLoop(run, args.gradient_accumulation_steps, None)
 
@@ -155,18 +162,22 @@ class TrainerEvents(TrainerCallback):
             self._own.end_epoch({})
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Write the state that the hooks have on this rank into the checkpoint."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if folder.is_dir():
-            torch.save(self._own.state_dict(), folder / self._file)
+        """Write the state that the hooks have on all ranks into the checkpoint, in a folder that all ranks see."""
+        folder, task = Path(args.output_dir) / f"checkpoint-{state.global_step}", self.run.driver.task
+        if task.ranks.agree(not folder.is_dir()):
+            return
+        writer, manifest = CheckpointWriter(folder / STATE, 1, task.ranks), {"step": state.global_step, "score": None}
+        arrangement = {"ranks": task.ranks.arrangement(task.model)} if task.ranks.are_many else {}
+        writer.write(state.global_step, self._own.state_dict(), manifest | arrangement, ())
+        writer.finish()
+        for sentence in writer.failures():
+            warnings.warn(f"{sentence} Training goes on.", RunNotice, stacklevel=2)
 
     # The wrapped methods
 
     def _loading(self, load: Callable[..., Any], checkpoint: Any) -> Any:
-        """Take the hooks' state of the checkpoint from which the Trainer goes on."""
-        path = Path(checkpoint or "") / self._file
-        if checkpoint is not None and path.is_file():
-            self.run.load_state_dict(torch.load(path, weights_only=True))
+        """Note the checkpoint from which the Trainer goes on."""
+        self._stored = None if checkpoint is None else Path(checkpoint) / STATE
         return load(checkpoint)
 
     def _getting(self, get: Callable[..., Any], *inputs: Any) -> Any:
@@ -190,11 +201,6 @@ class TrainerEvents(TrainerCallback):
             numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
             run.driver.evaluated({name: value for name, value in numbers.items() if not name.endswith(OF_THE_COST)})
         return found
-
-    @property
-    def _file(self) -> str:
-        rank = self._trainer.args.process_index
-        return f"{rank}-{STATE}" if rank else STATE
 
     @property
     def _own(self) -> OwnLoop:

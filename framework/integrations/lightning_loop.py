@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints import flattened, gathered
 from ..data import Batch, MicroBatches
 from ..errors import LoopscopeError, UsageError, require
 from ..state import Transient
@@ -39,6 +40,7 @@ class LightningLoop(Transient):
         self._index = 0
         self._is_on = self._is_in_epoch = False
         self._numbers: dict[str, float] = {}
+        self._stored: dict[str, Any] = {}  # of the checkpoint from which the fit goes on
         self._state: dict[str, Any] = {}  # what checkpoints get before the run, after it, and within a validation
 
     @property
@@ -87,6 +89,8 @@ class LightningLoop(Transient):
             compiled=module._compiler_ctx is not None,
             scheduler_interval=schedulers[0].interval if schedulers else "epoch",
         )
+        if self._stored:
+            run.load_state_dict(self._stored)
         batches = trainer.num_training_batches
         run.start(batch, ceil(batches / per_step) if isfinite(batches) else None, self._leave)
         self._is_in_epoch, self._index, within, evaluation = run.place.get("loop", (False, 0, False, {}))
@@ -99,8 +103,10 @@ class LightningLoop(Transient):
         """Return what hooks, sinks and the loop know, of each rank, for Lightning's checkpoint, which one writes."""
         if not self._run.is_started:
             return self._state
-        state, ranks = self._own_state(), self._run.driver.task.ranks
-        return {"ranks": ranks.gather(state)} if ranks.are_many else state
+        state, task = self._own_state(), self._run.driver.task
+        if not task.ranks.are_many:
+            return state
+        return gathered(flattened(state, task.model, task.ranks), task.ranks)
 
     def _own_state(self) -> dict[str, Any]:
         if self._state or not self._run.is_started:
@@ -115,9 +121,7 @@ class LightningLoop(Transient):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint with the fit that comes; a test or a validation takes nothing of it."""
         if self._trainer.state.fn == "fit" and not self.is_over:
-            states = state_dict.get("ranks", [state_dict])
-            self._run.load_state_dict(states[min(self._trainer.global_rank, len(states) - 1)])
-            self._state = state_dict
+            self._stored = self._state = state_dict
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """End the run while the model lies where it was trained."""

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from ..checkpoints import flattened, room_of
 from ..console import number_text, printable
 from ..data import Loader
 from ..errors import UsageError, require
@@ -130,12 +131,25 @@ class Scope(AttachedScope):
             numbers[name] = number
         self._loop.end_epoch(numbers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what hooks and sinks know, between two steps, for the loop's own checkpoint."""
-        return self._loop.state_dict()
+    def state_dict(self, of: Any = None, key: str = "scope") -> dict[str, Any]:
+        """Return what hooks and sinks know, between two steps, for the loop's own checkpoint.
+
+        On several ranks it consists of tensors alone, for ``torch.distributed.checkpoint.save``, and all ranks call it.
+        With ``of``, the metadata of such a checkpoint, it is the room into which to load what was saved under ``key``.
+        """
+        task = self._run.driver.task
+        if of is None and not task.ranks.are_many:
+            return self._loop.state_dict()
+        if of is not None:
+            return room_of(of, key, task.model, task.ranks)
+        return flattened(self._loop.state_dict(), task.model, task.ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; called before the first step, in the folder of that run."""
+        """Go on from what :meth:`state_dict` returned; called before the first step, in the folder of that run.
+
+        On another number of ranks each goes on from what the first one had, with what belongs to parameters laid out
+        as these are now.
+        """
         self._run.load_state_dict(state)
 
     def close(self, status: str = "completed", error: BaseException | None = None) -> None:

@@ -13,8 +13,8 @@ from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState,
 from .update_parts import BY_GROUP, SPLIT_FROM, hanging_on_modules, optimizers_of
 from .vectors import (
     WIDE, Vector, accumulate, axpy, completed, copied, cosine, dot, gradients, groups_of, is_partial, is_sharded,
-    joint_norm, live_gradients, local_shards, max_abs, minus, norm, norm_of_each, norms, over_shards, overwrite,
-    scaled, trainable, whole, widened,
+    joint_norm, laid_out_like, live_gradients, local_shards, max_abs, minus, norm, norm_of_each, norms, over_shards,
+    overwrite, scaled, trainable, whole, widened,
 )
 
 __all__ = [
@@ -23,7 +23,8 @@ __all__ = [
     "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy",
     "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "deterministic", "differing", "digest_of",
     "dot", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while", "gradients", "groups_of",
-    "hanging_on_modules", "is_partial", "is_sharded", "joint_norm", "leave_modes", "live_gradients", "local_shards",
-    "max_abs", "minus", "nested", "norm", "norm_of_each", "norms", "of_the_run", "optimizers_of", "over_shards",
-    "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole", "widened",
+    "hanging_on_modules", "is_partial", "is_sharded", "joint_norm", "laid_out_like", "leave_modes", "live_gradients",
+    "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "norms", "of_the_run", "optimizers_of",
+    "over_shards", "overwrite", "scaled", "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole",
+    "widened",
 ]

@@ -52,6 +52,17 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
+def laid_out_like(tensor: Any, owner: Any) -> Any:
+    """Return a DTensor, or a tensor that every rank has whole, in the layout of the parameter that it belongs to."""
+    if not is_sharded(owner):
+        return tensor
+    mesh = owner.device_mesh
+    if not is_sharded(tensor):
+        module: Any = sys.modules["torch.distributed.tensor"]
+        tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    return tensor.redistribute(mesh, owner.placements)
+
+
 def completed(tensor: Any) -> Tensor:
     """Return a DTensor whose value is no sum over ranks that is still to be taken; any other tensor itself."""
     return tensor.redistribute(tensor.device_mesh, _complete(tensor)) if is_partial(tensor) else tensor  # type: ignore[no-any-return]

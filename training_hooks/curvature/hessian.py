@@ -8,12 +8,11 @@ from typing import Any
 from loopscope import HookPoint, HookRegistry, InterventionHook, Remembered, RunDataContext, StepSchedule
 from loopscope.errors import require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import Vector, accumulate, copied, cosine, dot, minus, norm, overwrite, trainable
+from loopscope.state import Vector, accumulate, copied, cosine, dot, laid_out_like, minus, norm, overwrite, trainable
 from loopscope.training import METHODS, Method
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from ..measures import laid_out_like
 from .stability import adam_preconditioner, refuse_exact_on_shards, stability_threshold, steps_taken
 
 

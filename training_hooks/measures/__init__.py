@@ -2,7 +2,7 @@
 
 from .alerts import Alerts, notice
 from .drawn_rows import drawn_loader
-from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, laid_out_like, sharded_like, stacked
+from .flat_vectors import FlatLayout, FlatMemory, FlatSpace, FlatVector, sharded_like, stacked
 from .jackknife import jackknife_variance
 from .spectra import (
     effective_rank, entropy_of_shares, gini, leading_share, participation_ratio, singular_values, smaller_gram,
@@ -12,6 +12,6 @@ from .splitmix import splitmix64
 
 __all__ = [
     "Alerts", "FlatLayout", "FlatMemory", "FlatSpace", "FlatVector", "drawn_loader", "effective_rank",
-    "entropy_of_shares", "gini", "jackknife_variance", "laid_out_like", "leading_share", "notice",
+    "entropy_of_shares", "gini", "jackknife_variance", "leading_share", "notice",
     "participation_ratio", "sharded_like", "singular_values", "smaller_gram", "splitmix64", "stable_rank", "stacked",
 ]

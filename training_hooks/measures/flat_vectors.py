@@ -1,6 +1,5 @@
 """Parameters of a model, or their gradients, end to end in one vector: a few operations for all of them."""
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from loopscope.hooks import Remembered, Remembering
-from loopscope.state import WIDE, Vector, groups_of, is_sharded, local_shards, over_shards, whole
+from loopscope.state import WIDE, Vector, groups_of, is_sharded, laid_out_like, local_shards, over_shards, whole
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
@@ -238,14 +237,3 @@ def sharded_like(shard: Tensor, owner: Any) -> Tensor:
     return type(owner.data).from_local(  # type: ignore[no-any-return]
         shard, owner.device_mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride()
     )
-
-
-def laid_out_like(tensor: Any, owner: Any) -> Any:
-    """Return a DTensor, or a tensor that every rank has whole, in the layout of the parameter that it belongs to."""
-    if not is_sharded(owner):
-        return tensor
-    mesh = owner.device_mesh
-    if not is_sharded(tensor):
-        module: Any = sys.modules["torch.distributed.tensor"]
-        tensor = module.DTensor.from_local(tensor, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
-    return tensor.redistribute(mesh, owner.placements)

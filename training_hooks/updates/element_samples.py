@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from loopscope.state import local_shards
+from loopscope.state import laid_out_like, local_shards
 from torch import Tensor
 
-from ..measures import laid_out_like, splitmix64
+from ..measures import splitmix64
 
 FNV_OFFSET, FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 LARGEST_INT32 = 2**31 - 1

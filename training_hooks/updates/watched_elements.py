@@ -8,10 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from loopscope.state import WIDE, is_sharded, local_shards
+from loopscope.state import WIDE, is_sharded, laid_out_like, local_shards
 from torch import Tensor, nn
 
-from ..measures import laid_out_like
 from .element_samples import held_here, sample_indices
 
 AT_ONCE = 2**17

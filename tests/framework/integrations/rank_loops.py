@@ -38,7 +38,7 @@ class Loop:
         self.model: Any = nn.Sequential(*layers).double()
         self.trained = self.model
         inputs, labels = torch.randn(STEPS, BATCH, 5, dtype=torch.float64), torch.randint(3, (STEPS, BATCH))
-        rank, count = (0, 1) if kind == "alone" else (distributed.get_rank(), RANKS)
+        rank, count = (0, 1) if kind == "alone" else (distributed.get_rank(), distributed.get_world_size())
         self.batches = [(x[rank::count], y[rank::count]) for x, y in zip(inputs, labels, strict=True)]
         torch.manual_seed(100 + rank)
         if kind in KINDS:
@@ -83,7 +83,7 @@ class Loop:
         if self.kind == "by hand":
             for parameter in self.model.parameters():
                 distributed.all_reduce(parameter.grad)
-                parameter.grad /= RANKS
+                parameter.grad /= distributed.get_world_size()
         self.optimizer.step()
         self.optimizer.zero_grad()
         held = [value for entry in self.optimizer.state.values() for value in entry.values()]

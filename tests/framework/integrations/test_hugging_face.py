@@ -127,6 +127,12 @@ def test_a_trainer_that_goes_on_records_what_one_does_that_was_not_stopped(tmp_p
     made.train(resume_from_checkpoint=str(tmp_path / f"parts/checkpoint-{step}"))
     whole, parts = (tmp_path / f"{name}/loopscope/{name}.jsonl" for name in ("whole", "parts"))
     assert whole.read_text() == parts.read_text()
+    (state,) = tmp_path.glob(f"parts/checkpoint-{step}/loopscope/*/state.pt")
+    state.write_bytes(state.read_bytes()[:-1])
+    made = trainer(tmp_path / "parts", **saving)
+    attached(made, WATCHING)
+    with pytest.raises(UsageError, match=r"state\.pt has \d+ bytes instead of \d+: it is damaged"):
+        made.train(resume_from_checkpoint=str(tmp_path / f"parts/checkpoint-{step}"))
 
 
 def test_metrics_go_through_the_loggers_of_the_trainer(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as distributed
-from loopscope.errors import LoopscopeError
+from loopscope.errors import LoopscopeError, UsageError
 from loopscope.hooks import HookPoint
 from loopscope.training import Ranks
+from torch.distributed import checkpoint
 
 from tests.docs.markdown import ROOT, blocks
-from tests.framework.integrations.rank_loops import KINDS, RANKS, Loop, everything, neutral
+from tests.framework.integrations.rank_loops import KINDS, RANKS, STEPS, Loop, everything, neutral
+from tests.framework.integrations.stored_loops import gone_on, remembered, stored
 from tests.support import SpyHook, at
 from tests.support.ranks import on_ranks
 
@@ -49,6 +52,7 @@ def all_of_it() -> dict[str, Any]:
         "measured": numbers("DDP", out / "numbers"),
         "said": said(out),
         **state(out),
+        "stored": {kind: (stored(kind, out / kind), gone_on(kind, out / kind)) for kind in ("FSDP2", "by hand")},
         **deserted(out),
     }
 
@@ -183,7 +187,43 @@ def test_mistakes_are_told_on_all_ranks_in_one_sentence(ranks):
 
 def test_a_rank_goes_on_from_its_own_state_and_from_no_other(ranks):
     assert [result["gone on"]["its own"] for result in ranks] == [""] * RANKS
-    assert all("is that of rank 0 of 3, and this is rank" in result["gone on"]["another's"] for result in ranks)
+    assert all("is that of rank 0, and this is rank" in result["gone on"]["another's"] for result in ranks)
+
+
+def test_what_torch_stores_of_hooks_with_the_loop_goes_on_bit_for_bit_on_as_many_ranks(ranks, out):
+    for kind in ("FSDP2", "by hand"):
+        for number, result in enumerate(ranks):
+            whole, parts = result["stored"][kind]
+            assert whole.pop("in shards") == (kind == "FSDP2")
+            torch.testing.assert_close(parts.pop("loaded"), remembered(number), rtol=0, atol=0)
+            assert len(whole["trace"]) == STEPS
+            assert parts == whole
+        whole_run, parts_run = (out / kind / name / "run/run.jsonl" for name in ("whole", "three"))
+        assert whole_run.read_bytes() == parts_run.read_bytes()
+
+
+def test_it_goes_on_in_one_process_with_all_rows(ranks, out):
+    shown = gone_on("alone", out / "FSDP2", "one")
+    torch.testing.assert_close(shown["loaded"], remembered(0), rtol=0, atol=0)
+    assert shown["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.slow
+def test_it_goes_on_on_two_ranks_in_their_shards(ranks, out, tmp_path):
+    for rank in on_ranks(partial(gone_on, "FSDP2", out / "FSDP2", "two"), tmp_path, 2):
+        torch.testing.assert_close(rank["loaded"], remembered(0), rtol=0, atol=0)
+        assert rank["numbers"] == pytest.approx(ranks[0]["stored"]["FSDP2"][0]["numbers"], rel=1e-9, abs=1e-11)
+
+
+def test_a_state_that_is_not_there_or_not_read_yet_is_refused(ranks, out):
+    metadata = checkpoint.FileSystemReader(out / "FSDP2/stored").read_metadata()
+    with Loop("alone").attach(["norms"], out / "refused") as scope:
+        with pytest.raises(
+            UsageError, match="no state of a scope on several ranks under 'hooks', but model, optimizer,"
+        ):
+            scope.state_dict(of=metadata, key="hooks")
+        with pytest.raises(UsageError, match=r"is to be filled by torch\.distributed\.checkpoint\.load first"):
+            scope.load_state_dict(scope.state_dict(of=metadata))
 
 
 def test_a_rank_whose_script_fails_closes_its_part_and_the_others_end_as_it_leaves(ranks, out):

@@ -18,17 +18,24 @@ from tests.support.ranks import on_ranks
 pytestmark = pytest.mark.slow
 RANKS = 3
 OBSERVERS = ["norms", "training_metrics", "gradient_flow", "weight_updates"]
+REMEMBERING = [*OBSERVERS, "consecutive", "weight_average"]
 FSDP2 = {
     "fsdp_version": 2,
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "transformer_layer_cls_to_wrap": ["GPT2Block"],
 }
+SHARDED: dict[str, Any] = {"fsdp": True, "fsdp_config": FSDP2}
 Same = dict[tuple[str, int], bool]
 
 
 def as_under_torchrun() -> Path:
     rank = str(distributed.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": str(distributed.get_world_size()),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ["MASTER_PORT"] = "29400"  # never opened: the process group is there
     warnings.simplefilter("ignore")
     return Path(os.environ["OUT"])
@@ -65,40 +72,67 @@ def hugging_face_replicas() -> Any:
     return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]))}
 
 
-def goes_on(out: Path) -> bool:
-    """Return whether a Trainer that was stopped and goes on records what one does that was not."""
+def goes_on(out: Path, **options: Any) -> bool:
+    """Return whether a Trainer that was stopped and goes on ends with the bytes and numbers of one that was not."""
+    from loopscope.checkpoints import content_of, differing, open_checkpoint
     from transformers import TrainerCallback
-
-    from tests.framework.integrations.hf_trainers import attached, trainer
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop = state.global_step == 2
 
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    for name, callbacks, checkpoint in (("whole", [], None), ("parts", [Stop()], None), ("parts", [], "checkpoint-2")):
-        made = trainer(out / name, *callbacks, **saving)
-        attached(made, [*OBSERVERS, "consecutive"])
-        made.train(resume_from_checkpoint=checkpoint and str(out / name / checkpoint))
+    whole = ended(out / "whole", **options)
+    ended(out / "parts", Stop(), **options)
+    if distributed.get_rank() == 0:
+        shutil.copytree(out / "parts", out / "two")
+    parts = ended(out / "parts", checkpoint="checkpoint-2", **options)
+    texts = [(out / name / "hooks/run/run.jsonl").read_text() for name in ("whole", "parts")]
+    stored = [out / name / "checkpoint-6/loopscope/step_000000006" for name in ("whole", "parts")]
+    states = [content_of(open_checkpoint(folder)) for folder in stored]
+    return whole == parts and texts[0] == texts[1] and not differing(*states)
+
+
+def ended(folder: Path, *callbacks: Any, checkpoint: str = "", **options: Any) -> list[list[int]]:
+    """Train with hooks that remember, from a checkpoint in the folder; return the bytes that this rank ends with."""
+    from loopscope.state.digest import digest
+
+    from tests.framework.integrations.hf_trainers import attached, trainer
+
+    made = trainer(folder, *callbacks, save_strategy="steps", save_steps=2, **options)
+    attached(made, REMEMBERING, out=folder / "hooks/run")
+    made.train(resume_from_checkpoint=str(folder / checkpoint) if checkpoint else None)
     distributed.barrier()
-    files = {path.name for path in (out / "parts/checkpoint-2").glob("*loopscope.pt")}
-    whole, parts = ((out / name / f"loopscope/{name}.jsonl").read_text() for name in ("whole", "parts"))
-    return whole == parts and files == {"loopscope.pt", "1-loopscope.pt", "2-loopscope.pt"}
+    held = [value for entry in made.optimizer.state.values() for value in entry.values()]
+    return [digest(part_of(each.detach())) for each in (*made.model.parameters(), *held)]
 
 
-def hugging_face_shards() -> Any:
+def as_on_devices() -> None:
+    """Let accelerate shard models on CPUs, as torch does."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     begin = PartialState.__init__
 
     def begin_as_on_devices(self: Any, *inputs: Any, **options: Any) -> None:
-        begin(self, *inputs, **options)  # which shards nothing on CPUs, while torch does
+        begin(self, *inputs, **options)
         if self.distributed_type is DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_XPU
 
     PartialState.__init__ = begin_as_on_devices  # type: ignore[method-assign]
-    return hugging_face({1: OBSERVERS, 2: OBSERVERS}, fsdp=True, fsdp_config=FSDP2)
+
+
+def hugging_face_shards() -> Any:
+    as_on_devices()
+    found = hugging_face({1: OBSERVERS, 2: OBSERVERS}, **SHARDED)
+    return found | {("gone on", 1): goes_on(Path(os.environ["OUT"]), dropout=0.0, **SHARDED)}
+
+
+def hugging_face_on_two() -> dict[Any, float]:
+    """Go on in two processes with the rows of three, and return all numbers of the record."""
+    out = as_under_torchrun()
+    as_on_devices()
+    ended(out / "two", checkpoint="checkpoint-2", dropout=0.0, per_device_train_batch_size=3, **SHARDED)
+    return numbers_in(out / "two/hooks/run/run.jsonl")
 
 
 # Lightning
@@ -132,8 +166,8 @@ def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
             held = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
-            tensors = [*module.parameters(), *module.buffers(), *held, torch.get_rng_state()]
-            self.rows.append([part_of(each.detach()).tolist() for each in tensors])
+            tensors = [*module.parameters(), *held, torch.get_rng_state()], [*module.buffers()]
+            self.rows.append([[part_of(tensor.detach()).tolist() for tensor in each] for each in tensors])
 
     def train(folder: str, hooks: Any, accumulate: int, *savers: Any, kept: Path | None = None, often: int = 2) -> Any:
         torch.manual_seed(1)
@@ -145,7 +179,7 @@ def lightning_training(strategy: Callable[[], Any]) -> Callable[..., Any]:
             max_epochs=2,
             enable_checkpointing=bool(savers),
             accelerator="cpu",
-            devices=RANKS,
+            devices=distributed.get_world_size(),
             strategy=strategy(),
             default_root_dir=out / folder,
             callbacks=[trace, *savers],
@@ -166,7 +200,7 @@ def replicating() -> str:
 def sharding() -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    return ModelParallelStrategy(data_parallel_size=distributed.get_world_size(), tensor_parallel_size=1)
 
 
 def some_and_equal(ours: Any, theirs: Any) -> bool:
@@ -176,10 +210,10 @@ def some_and_equal(ours: Any, theirs: Any) -> bool:
 def lightning_replicas() -> Any:
     train = lightning_training(replicating)
     found: Any = compared(train, some_and_equal, {1: [*OBSERVERS, "hessian"], 2: OBSERVERS})
-    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]))}
+    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]), exactly=False)}
 
 
-def fit_goes_on(train: Callable[..., Any], out: Path) -> bool:
+def fit_goes_on(train: Callable[..., Any], out: Path, *, exactly: bool) -> bool:
     """Return whether a fit from a checkpoint records what the whole one does, but for DDP's rounding.
 
     The first step after a start sums gradients in buckets of another order, also without hooks.
@@ -187,12 +221,16 @@ def fit_goes_on(train: Callable[..., Any], out: Path) -> bool:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     saver = ModelCheckpoint(out / "kept", "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
-    train("whole", [*OBSERVERS, "consecutive"], 1, saver, often=0)
+    rows = {"whole": train("whole", REMEMBERING, 1, saver, often=0)}
     if distributed.get_rank() == 0:
-        shutil.copytree(out / "whole/run", out / "parts/run")
-    train("parts", [*OBSERVERS, "consecutive"], 1, kept=out / "kept/epoch=0.ckpt", often=0)
+        for name in ("parts", "two"):
+            shutil.copytree(out / "whole/run", out / name / "run")
+    rows["parts"] = train("parts", REMEMBERING, 1, kept=out / "kept/epoch=0.ckpt", often=0)
     distributed.barrier()
     whole, parts = (numbers_in(out / name / "run/run.jsonl") for name in ("whole", "parts"))
+    if exactly:  # but for the buffers, of which Lightning keeps those of one rank
+        ours, theirs = ([row for row, _ in rows[name][-2:]] for name in rows)
+        return len(whole) > 50 and repr(parts) == repr(whole) and ours == theirs
     return len(whole) > 50 and parts == pytest.approx(whole, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
@@ -204,7 +242,15 @@ def numbers_in(path: Path) -> dict[Any, float]:
 
 
 def lightning_shards() -> Any:
-    return compared(lightning_training(sharding), some_and_equal, {1: OBSERVERS, 2: OBSERVERS})
+    train = lightning_training(sharding)
+    found: Any = compared(train, some_and_equal, {1: OBSERVERS, 2: OBSERVERS})
+    return found | {("gone on", 1): fit_goes_on(train, Path(os.environ["OUT"]), exactly=True)}
+
+
+def lightning_on_two() -> int:
+    """Go on in two processes with what three have kept; return how many batches were trained on."""
+    train = lightning_training(sharding)
+    return len(train("two", REMEMBERING, 1, kept=Path(os.environ["OUT"]) / "kept/epoch=0.ckpt", often=0))
 
 
 def accelerate_replicas() -> Any:
@@ -229,3 +275,10 @@ def test_a_trainer_with_hooks_trains_on_every_rank_what_it_does_without(train, t
     for result in on_ranks(train, tmp_path / "ranks", RANKS):
         assert [way for way, holds in result.items() if not holds] == []
         assert len(result) >= (2 if train is accelerate_replicas else 4)
+    (tmp_path / "two").mkdir()
+    if train is lightning_shards:
+        assert min(on_ranks(lightning_on_two, tmp_path / "two", 2)) > 0
+    if train is hugging_face_shards:
+        whole = numbers_in(tmp_path / "out/whole/hooks/run/run.jsonl")
+        for result in on_ranks(hugging_face_on_two, tmp_path / "two", 2):
+            assert result == pytest.approx(whole, rel=1e-4, abs=1e-6, nan_ok=True)
