@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import distributed, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,8 +64,8 @@ def joined(kind: Parallel | None) -> Iterator[None]:
         fits = count >= TENSOR_RANKS and count % TENSOR_RANKS == 0
         require(fits, f"--parallel fsdp+tp needs a multiple of {TENSOR_RANKS} processes, and torchrun started {count}.")
     # torchrun gives the processes that it starts anew the store of the ones before, with addresses that are gone.
-    store, rank, count = next(distributed.rendezvous("env://"))
-    attempt = distributed.PrefixStore(f"attempt {_attempt()}", store)
+    store, rank, count = next(rendezvous("env://"))
+    attempt = distributed.PrefixStore(f"attempt {_attempt()}", store)  # type: ignore[attr-defined]
     distributed.init_process_group(store=attempt, rank=rank, world_size=count)
     try:
         yield

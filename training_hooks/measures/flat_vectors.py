@@ -221,7 +221,7 @@ class FlatMemory(Remembering):
         """Resume from what :meth:`state_dict` returned."""
         self.reset()
         super().load_state_dict(state)
-        self._loaded = dict(state["vectors"])
+        self._loaded = {name: dict(vector) for name, vector in state["vectors"].items()}
 
 
 def sharded_like(shard: Tensor, owner: Any) -> Tensor:

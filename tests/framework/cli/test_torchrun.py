@@ -124,7 +124,6 @@ def test_two_nodes_train_together(tmp_path):
 def test_what_is_refused_is_said_once_with_status_2_and_leaves_nothing(tmp_path):
     for words, sentence in (
         (SMALL, "torchrun started 2 processes, but nothing says how they train one model: add --parallel"),
-        ((*SMALL, "--parallel", "fsdp", "--save-checkpoints", "1"), "several processes have no checkpoints yet"),
         ((*NARROW[:2], "fp8", *NARROW[3:], "--parallel", "tp"), "--parallel tp cuts layers up, and for this model"),
     ):
         process = torchrun(tmp_path / "run", 2, *words)
@@ -144,8 +143,8 @@ def test_kinds_and_processes_that_do_not_fit_are_refused_with_the_remedy(monkeyp
         joined(None).__enter__()
     with pytest.raises(UsageError, match=r"needs a multiple of 2 processes, and torchrun started 3"):
         joined("fsdp+tp").__enter__()
-    with pytest.raises(UsageError, match=r"--resume: runs of several processes have no checkpoints yet"):
-        RunOptions(parallel="ddp", resume=True)
+    with pytest.raises(UsageError, match=r"--exact is about a run that goes on; add --resume"):
+        RunOptions(exact=True)
 
 
 def test_the_shares_of_all_ranks_are_the_batches_of_one_process_in_its_order():
