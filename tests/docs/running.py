@@ -63,7 +63,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
     They are parsed as the page has them first: what makes them small would hide a value that is refused.
     """
     program, *words = shlex.split(command)
-    after = words[words.index("run") + 1 :] if "run" in words[:2] or program == "torchrun" else []
+    after = words[words.index("run") + 1 :] if "run" in (words if program == "torchrun" else words[:2]) else []
     if after and after[0] in ExperimentRegistry.names():
         if program == "loopscope" and "--help" not in after:
             options = parse_run(ExperimentRegistry.get(after[0]), after[1:])
