@@ -12,9 +12,8 @@ import torch
 from loopscope.training import Ranks
 
 from tests.benchmarks.checkpoint_cost import INTERVAL, WINDOW, Measured
-from tests.benchmarks.guardian_cost import on_a_shard, sharded
+from tests.benchmarks.guardian_cost import large_shards, on_a_shard
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
-from tests.benchmarks.subjects import mod_arithmetic
 from tests.benchmarks.timing import Spread, Turns, ratio
 from tests.support.ranks import on_ranks
 
@@ -44,9 +43,9 @@ def agreements_and_copies(effort: Effort) -> Iterator[Row]:
 
 
 def _measured(effort: Effort) -> dict[str, Any]:
-    found = Measured(sharded(mod_arithmetic(effort.paper)))
+    found = Measured(large_shards(effort))
     agreements, copies = _agreements(effort.times(60)), on_a_shard(effort)
-    found.train(effort.times(12))
+    found.train(effort.times(6))
     checkpoints = found.blocked, found.copied, found.beside, found.alone
     return {"agreements": agreements, "copies": copies, "checkpoints": checkpoints}
 
