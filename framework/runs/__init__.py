@@ -3,7 +3,6 @@
 from ..errors import require
 from .checks import check_device
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
-from .display import Display
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
     run_folders, seed_name, versions,
@@ -12,7 +11,9 @@ from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
-from .session import Session, Setup, build_run
+from .building import build_run
+from .session import Session, Setup
+from .strategy_run import Display
 from .summaries import summary_of
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,13 +26,12 @@ from ..data import Batch, first_batch
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
-from ..hooks import RunInfo
+from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
-from ..loops import epoch_loop, step_loop
+from ..loops import NoProgress, Progress, epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
-from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on
 from .run_folder import RunFolder
@@ -40,6 +39,20 @@ from .runner import ExperimentRunner
 from .summaries import summary_of
 
 Result = TypeVar("Result")
+
+
+class Display:
+    """The display of a session; this one shows nothing."""
+
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
+        """Announce a strategy and return the display of its progress."""
+        return NoProgress()
+
+    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
+        """Show how a strategy ended."""
+
+    def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the strategies."""
 
 
 @dataclass
