@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, moments_of, open_checkpoint
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require
 from ..firing import HookManager
@@ -34,11 +34,11 @@ from .checks import asked, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import MAY_DIFFER, newest_of, tell_of_environment
-from .run_folder import OVERWRITING, RunFolder
+from .resuming import MAY_DIFFER, newest_of, refuse_another_run, tell_of_environment
+from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import Display, StrategyRun
-from .validating import checkpoints_to_compare, validate
+from .validating import Stretch, checkpoints_to_compare, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
 
@@ -147,6 +147,31 @@ class Session:
             ]
             runs = replace(self, make_sinks=list)._runs(setups)
             return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
+
+    def rewind(self, stretch: Stretch) -> tuple[Path, int, Sequence[int]]:
+        """Train a stretch of a run again, from its nearest checkpoint before, with the hooks of this session.
+
+        The run lies where this session would write it; its files stay as they are. Returns the folder of the metrics,
+        the step after which the training began, and the steps at which it was compared, bit for bit. Raises
+        :class:`UsageError` for what cannot be, :class:`LoopscopeError` where the run is not what it was.
+        """
+        with ExitStack() as held:
+            held.enter_context(deterministic(on=not self.options.no_determinism))
+            held.enter_context(quiet_graph_breaks())
+            held.enter_context(joined(self.options.parallel))
+            (setup,) = self._with_references(self._setups())
+            before = setup.folder.record()
+            require(before is not None, f"{setup.folder.path} holds no run.")
+            refuse_another_run(setup.folder.path, before, setup.record)  # type: ignore[arg-type]
+            moments = moments_of(setup.folder.checkpoints)
+            path = setup.folder.path / REWINDS / stretch.name
+            if not Ranks.everyone(self.options.parallel).is_main:  # whose metrics are the first one's
+                path = Path(held.enter_context(TemporaryDirectory())) / stretch.name
+            folder = replace(setup.folder, path=path)
+            folder.refuse_to_overwrite(allowed=True)  # an earlier one of the same steps
+            (run,) = self._runs([replace(setup, folder=folder)])
+            compared = rewind(run, stretch, moments, before)  # type: ignore[arg-type]
+            return path, run.resumed.step if run.resumed else 0, compared
 
     def _setups(self) -> list[Setup]:
         """Check the experiment, seeds, strategies, hooks and devices."""
