@@ -38,7 +38,7 @@ class Validation:
         if path := self.moments.get((loop.epoch, loop.step)):
             self._compare(path, loop)
         done = len(self.compared) == len(self.moments) if self.until is None else loop.step >= self.until
-        loop.stopped = loop.stopped or done
+        loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
 
     def _compare(self, path: Path, loop: LoopState) -> None:
         manager, ranks = self.manager, self.manager.task.ranks
