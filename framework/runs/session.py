@@ -148,10 +148,11 @@ class Session:
             runs = replace(self, make_sinks=list)._runs(setups)
             return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
 
-    def rewind(self, stretch: Stretch) -> tuple[Path, int, Sequence[int]]:
+    def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
         """Train a stretch of a run again, from its nearest checkpoint before, with the hooks of this session.
 
-        The run lies where this session would write it; its files stay as they are. Returns the folder of the metrics,
+        The run lies where this session would write it; its files stay as they are. Where it is not ``recorded``,
+        nothing is written beside them either. Returns the folder of the metrics,
         the step after which the training began, and the steps at which it was compared, bit for bit. Raises
         :class:`UsageError` for what cannot be, :class:`LoopscopeError` where the run is not what it was.
         """
@@ -162,10 +163,10 @@ class Session:
             (setup,) = self._with_references(self._setups())
             before = setup.folder.record()
             require(before is not None, f"{setup.folder.path} holds no run.")
-            refuse_another_run(setup.folder.path, before, setup.record)  # type: ignore[arg-type]
+            refuse_another_run(setup.folder.path, before, setup.record, tell=False)  # type: ignore[arg-type]
             moments = moments_of(setup.folder.checkpoints)
             path = setup.folder.path / REWINDS / stretch.name
-            if not Ranks.everyone(self.options.parallel).is_main:  # whose metrics are the first one's
+            if not (recorded and Ranks.everyone(self.options.parallel).is_main):
                 path = Path(held.enter_context(TemporaryDirectory())) / stretch.name
             folder = replace(setup.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier one of the same steps

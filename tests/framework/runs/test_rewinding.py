@@ -149,5 +149,22 @@ def test_the_command_takes_other_hooks_keeps_committing_ones_and_says_what_is_sh
     assert record["hooks"]["variance"]["window"] == 2
     assert main(["rewind", str(run), "--step", "7"]) == 0
     assert main(["rewind", str(run)]) == 2
-    assert "loopscope rewind needs the step to go back to: --step N" in capfd.readouterr().err
+    assert "loopscope rewind needs the step to go back to, --step N, or --verify N" in capfd.readouterr().err
+
+
+def test_stretches_drawn_at_random_are_compared_and_the_first_that_differs_is_named(finished, tmp_path, capfd):
+    words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints", "--keep-checkpoints", "9"]
+    assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
+    run, before = tmp_path / "small/plain", contents(tmp_path)
+    assert main(["rewind", str(run), "--verify", "9"]) == 0
+    told = [f"Steps {first} to {first + 2}: the same, bit for bit." for first in (1, 4, 7)]
+    assert capfd.readouterr().out.splitlines() == told
+    assert contents(tmp_path) == before
+    plant(run, 6, next(iter(PLANTED)))
+    assert main(["rewind", str(run), "--verify", "9"]) == 1
+    assert "at step 6 (epoch 2), first in parameters" in capfd.readouterr().err
+    assert main(["rewind", str(run), "--verify", "0"]) == 2
+
+
+def test_what_is_no_run_is_refused(tmp_path):
     assert main(["rewind", str(tmp_path / "none"), "--step", "3"]) == 2
