@@ -57,17 +57,21 @@ def _pieces(leaf: Any) -> Iterator[tuple[str, Tensor | None]]:
     if not isinstance(leaf, Tensor):
         yield described(leaf), None
         return
-    text = f"{leaf.dtype} {tuple(leaf.shape)}"
     if is_sharded(leaf):
-        yield text, completed(leaf)
+        yield _text(leaf), completed(leaf)
         return
     inner = inner_tensors(leaf)
-    yield f"{text} {leaf.layout} of {len(inner)}", None
+    if inner or leaf.layout is not torch.strided:
+        yield f"{_text(leaf)} {leaf.layout} of {len(inner)}", None
     for part in byte_tensors(leaf.detach()):
         has_bytes = not part.is_meta and not is_cut_off(part)
-        yield f"{part.dtype} {tuple(part.shape)}" + " without memory" * (not has_bytes), part if has_bytes else None
+        yield (_text(part), part) if has_bytes else (f"{_text(part)} without memory", None)
     for part in inner:
         yield from _pieces(part)
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _sums(tensors: list[Tensor]) -> list[list[int]]:

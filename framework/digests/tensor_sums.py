@@ -11,8 +11,8 @@ that training could share. Most of the work, the product with ``R``, is one that
 it is exact in float32, too: no ``y`` is beyond 2**24. A byte that is zero adds nothing, so that a part of a tensor is
 the whole with zeros elsewhere.
 
-A change of a tensor leaves a column as it was for at most one in 256 choices of ``R``, so all 16 for one in 2**128. Else
-some ``y`` changes by a number that 2**t divides and 2**(t + 1) does not, and a sum stays for one choice of ``P`` in
+A change of a tensor leaves a column as it was for at most one in 256 choices of ``R``, so all 16 for one in 2**128.
+Else some ``y`` changes by a number that 2**t divides and 2**(t + 1) does not, and a sum stays for one choice of ``P`` in
 2**(64 - t): t is at most 7 where bits flip, and more only if all 16 columns agree on each further power. Both sums stay
 for less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). That holds for changes that
 do not aim at these constants, which everybody can read: faults are seen, forgeries need not be.
@@ -48,6 +48,7 @@ def sums(
         at_once: how many chunks to take in one piece: by default one on a CPU, where it stays in the cache, or 64.
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain.int_repr() if plain.is_quantized else plain
     plain = plain if plain.device.type in ("cpu", "cuda") else plain.cpu()
     total = torch.zeros(2, dtype=torch.int64, device=plain.device)
     at_once = at_once or (1 if plain.device.type == "cpu" else 64)
