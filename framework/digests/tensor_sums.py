@@ -11,11 +11,11 @@ that training could share. Most of the work, the product with ``R``, is one that
 it is exact in float32, too: no ``y`` is beyond 2**24. A byte that is zero adds nothing, so that a part of a tensor is
 the whole with zeros elsewhere.
 
-A change of a tensor leaves a column as it was for at most one in 256 choices of ``R``, so all 16 for one in 2**128.
-Else some ``y`` changes by a number that 2**t divides and 2**(t + 1) does not, and a sum stays for one choice of ``P`` in
-2**(64 - t): t is at most 7 where bits flip, and more only if all 16 columns agree on each further power. Both sums stay
-for less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). That holds for changes that
-do not aim at these constants, which everybody can read: faults are seen, forgeries need not be.
+A change of a tensor leaves a column as it was for at most one in 256 choices of ``R``, all 16 for one in 2**128. Else
+some ``y`` changes by a number that 2**t divides and 2**(t + 1) does not, and a sum stays for one choice of ``P`` in
+2**(64 - t). Where bits flip t is at most 7, or more if all 16 columns agree on each further power. Both sums stay for
+less than one choice in 2**100 (multilinear hashing: Lemire and Kaser, arXiv:1202.4961). That holds for changes that do
+not aim at these constants, which everybody can read: faults are seen, forgeries need not be.
 """
 
 from collections.abc import Iterator, Sequence
