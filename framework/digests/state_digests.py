@@ -28,7 +28,8 @@ def state_digests(state: TrainingState) -> dict[str, str]:
     """Return a digest of 128 bits, in hexadecimal digits, of each entry of the state by its name.
 
     What the loop keeps only because a hook asked for it is left out. All ranks call it together where parameters lie
-    in parts on them: entries that are sharded have the digests of whole tensors, on every rank.
+    in parts on them: entries that are sharded have the digests of whole tensors, on every rank. Other entries are each
+    rank's own, and some differ, such as the batch.
     """
     leaves = dict(chain.from_iterable(part.leaves(state) for part in state.parts))
     return digests(of_the_run(leaves))
