@@ -102,20 +102,29 @@ def _can_be_read(value: Any) -> bool:
     return True
 
 
-def save_checkpoint(folder: Path, state: TrainingState, hooks: Mapping[str, Any], streams: StreamState) -> None:
+def save_checkpoint(
+    folder: Path, state: TrainingState, hooks: Mapping[str, Any], streams: StreamState, ranks: Ranks | None = None
+) -> None:
     """Write training state, random streams and the states of hooks at once: for loops of one's own, and for tests.
 
-    Raises :class:`UsageError` for a value that a checkpoint cannot hold.
+    Several ``ranks`` that train the model, ``task.ranks``, write it together. Raises :class:`UsageError` for a value
+    that a checkpoint cannot hold.
     """
     content = Staging().copy({"state": captured(state, streams), "hooks": dict(hooks)})
     if sentences := refusals(content):
         raise UsageError(sentences[0])
-    write_checkpoint(folder, content, {"step": state.loop.step, "score": None})
+    manifest = {"step": state.loop.step, "score": None}
+    if ranks is None or not ranks.are_many:
+        write_checkpoint(folder, content, manifest)
+        return
+    from .parts import write_parts  # which takes a second to import
+
+    write_parts(folder, content, {**manifest, "ranks": ranks.arrangement(state.model)}, (), None, ranks)
 
 
-def load_checkpoint(folder: Path, state: TrainingState) -> dict[str, Any]:
-    """Put back what :func:`save_checkpoint` wrote, and return the states of the hooks."""
-    content = content_of(open_checkpoint(folder))
+def load_checkpoint(folder: Path, state: TrainingState, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Put back what :func:`save_checkpoint` wrote, on as many ranks or others, and return the states of the hooks."""
+    content = content_of(open_checkpoint(folder), state.model, ranks)
     put_back(content["state"], state, folder)
     return dict(content["hooks"])
 

@@ -184,9 +184,10 @@ class Checkpointing:
             return
         self.writer.wait()
         content = self._run_state.take()
-        if sentences := [*chain.from_iterable(ranks.gather(self._run_state.refusals_of_the_last()))]:
-            sentence = f"The checkpoint of step {step} is left out. {sentences[0]}"
-            warnings.warn(sentence, RunNotice, stacklevel=3)
+        sentences = self._run_state.refusals_of_the_last()
+        if ranks.agree(bool(sentences)):
+            told = [*chain.from_iterable(ranks.gather(sentences))]
+            warnings.warn(f"The checkpoint of step {step} is left out. {told[0]}", RunNotice, stacklevel=3)
             return
         with self._manager.between_steps():
             dispatch = self._manager.dispatch

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state import ATOMS, completed, is_sharded
+from ..state import ATOMS, completed, dtensor_class, is_sharded, local_shards
 from ..training import Ranks
 from .format import (
     Checkpoint,
@@ -51,29 +51,33 @@ class Staging:
 
     def _copied(self, value: Any) -> Any:
         """Copy the containers, and note which tensor is to be copied into which buffer."""
-        if isinstance(value, Tensor):
-            value = value.detach()
-            if is_sharded(value):
-                value = completed(value)
-                local = self._copied(value.to_local())
-                # Private: the public way would move the copy to the devices of the mesh.
-                return type(value)(local, value._spec, requires_grad=False)  # type: ignore[attr-defined,call-arg]
-            if value.layout is not torch.strided:  # the compressed ones have neither strides nor foreach kernels
-                return value.clone().cpu()
-            # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
-            key = (value.shape, value.stride(), value.dtype)
-            spare = self._spare.get(key)
-            buffer = spare.pop() if spare else torch.empty_like(value, device="cpu")
-            self._used.setdefault(key, []).append(buffer)
-            self._pairs.append((buffer, value))
-            return buffer
-        if isinstance(value, Mapping):
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        if kind is dict or isinstance(value, Mapping):
             return {name: self._copied(item) for name, item in value.items()}
-        if type(value) in (list, tuple, set):
-            return type(value)(self._copied(item) for item in value)
-        if type(value) not in ATOMS:
-            self.foreign.add(type(value))
-        return value
+        if kind in (list, tuple, set):
+            return kind([self._copied(item) for item in value])
+        if not isinstance(value, Tensor):
+            self.foreign.add(kind)
+            return value
+        if is_sharded(value):
+            whole: Any = completed(value)
+            (local,) = local_shards([whole])
+            # Private: the public way would move the copy to the devices of the mesh.
+            return dtensor_class()(self._buffer_for(local), whole._spec, requires_grad=False)
+        if value.layout is not torch.strided:  # the compressed ones have neither strides nor foreach kernels
+            return value.detach().clone().cpu()
+        return self._buffer_for(value)
+
+    def _buffer_for(self, tensor: Tensor) -> Tensor:
+        # With strides, which decide in which order a later sum over the tensor is taken, and so its last bits.
+        key = (tensor.shape, tensor.stride(), tensor.dtype)
+        spare = self._spare.get(key)
+        buffer = spare.pop() if spare else torch.empty_like(tensor, device="cpu", requires_grad=False)
+        self._used.setdefault(key, []).append(buffer)
+        self._pairs.append((buffer, tensor))
+        return buffer
 
 
 @dataclass

@@ -24,6 +24,7 @@ from .options import Experiment, Options, config_of, parse_recorded, parse_run, 
 from .parser import CommandParser, dashed, write_line
 from .plot import plot
 from .report import report
+from .rewind import rewind
 
 # The displays of a run by the flags that ask for them.
 MODES: dict[str, Mode] = {"live": "live", "silent": "silent", "no_console_output": "none"}
@@ -73,7 +74,7 @@ def _dispatch(command: str, *words: str) -> None:
         return
     commands: dict[str, Callable[[Sequence[str]], None]] = dict(ls=ls, show=show, diff=diff, new=new, plot=plot)
     own = dict(run=_run, resume=_resume, replay=_replay, list=_list, hooks=_hooks)
-    commands |= dict(compare=compare, report=report) | own
+    commands |= dict(compare=compare, report=report, rewind=rewind) | own
     if command.startswith("-"):
         raise UsageError(f"Unknown option {command!r}; the options of a run come after loopscope run EXPERIMENT.")
     if command not in commands:

@@ -26,6 +26,7 @@ USAGE = """usage: loopscope COMMAND ...
   loopscope hooks NAME       every metric and option of a hook
   loopscope list             the experiments, their strategies and presets
   loopscope resume RUN       go on with a run that was interrupted
+  loopscope rewind RUN       train a stretch of a run again, with other hooks, bit for bit
   loopscope diff RUN RUN     say at which step and in which tensor two runs part
   loopscope replay RUN       send the metrics of a finished run to W&B or TensorBoard
   loopscope --version        the versions of loopscope, Python, torch and NumPy

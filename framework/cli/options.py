@@ -48,7 +48,7 @@ def parse_run(experiment: Experiment, words: Sequence[str]) -> Options:
     Flags win over config files wherever they stand, later files over earlier ones, and files over the preset. Raises
     :class:`UsageError` with one sentence for what cannot be meant.
     """
-    words = _without_dots(words)
+    words = without_dots(words)
     files, preset = _files_and_preset(words)
     contents = {file: read_config(Path(file)) for file in files}
     for content in contents.values() if preset is None else ():
@@ -90,10 +90,10 @@ def read_config(path: Path) -> dict[Any, Any]:
     return options
 
 
-def _without_dots(words: Iterable[str]) -> list[str]:
+def without_dots(words: Iterable[str]) -> list[str]:
     """Spell ``--hook.option value`` as ``--hook-config=hook.option=value``, as it is recorded.
 
-    >>> _without_dots(["--norms.k", "-1", "--hook_config.norms.k=2", "--seed", "3"])
+    >>> without_dots(["--norms.k", "-1", "--hook_config.norms.k=2", "--seed", "3"])
     ['--hook-config=norms.k=-1', '--hook-config=norms.k=2', '--seed', '3']
     """
     found, rest = [], iter(words)

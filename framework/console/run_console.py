@@ -204,8 +204,8 @@ class RunConsole(Display):
                 self._tell(notice.text(f" ({count} times)" if count > 1 else ""))
 
 
-def watch(session: Session, mode: Mode = "normal") -> list[dict[str, Any]]:
-    """Run a session, show it, and return its summaries.
+def watch(session: Session, mode: Mode = "normal", run: Callable[[Session], Any] = Session.run) -> Any:
+    """Run a session, show it, and return its summaries, or what ``run`` returns of it.
 
     The display and its sinks take the place of the session's display, and stand beside its sinks.
     """
@@ -218,7 +218,7 @@ def watch(session: Session, mode: Mode = "normal") -> list[dict[str, Any]]:
         recorded=any(isinstance(sink, RecordSink) or sink.includes for sink in make_sinks()),
     )
     with display:
-        return replace(session, make_sinks=lambda: [*display.sinks(), *make_sinks()], display=display).run()
+        return run(replace(session, make_sinks=lambda: [*display.sinks(), *make_sinks()], display=display))
 
 
 class Watch(MetricSink):

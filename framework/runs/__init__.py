@@ -3,7 +3,6 @@
 from ..errors import require
 from .checks import check_device
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
-from .display import Display
 from .records import (
     ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
     run_folders, seed_name, versions,
@@ -12,13 +11,16 @@ from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
 from .run_folder import RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
-from .session import Session, Setup, build_run
+from .building import build_run
+from .session import Session, Setup
+from .strategy_run import Display
 from .summaries import summary_of
+from .validating import Stretch
 
 __all__ = [
     "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner",
     "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "Record", "RecordSink", "ReplaySink", "RunFlags",
-    "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "alternatives", "build_run", "check_device",
-    "checked", "choices", "differences", "environment", "field_names", "in_words", "load_reference", "pass_on",
-    "read_initial", "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
+    "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives", "build_run",
+    "check_device", "checked", "choices", "differences", "environment", "field_names", "in_words", "load_reference",
+    "pass_on", "read_initial", "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
 ]

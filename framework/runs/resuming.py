@@ -104,8 +104,8 @@ def first_step_after(found: Checkpoint | None, loop: LoopState) -> Iterator[None
         ) from error
 
 
-def refuse_another_run(where: Path, before: RunRecord, now: RunRecord) -> None:
-    """Raise :class:`UsageError` if two runs differ in what decides their numbers; a notice tells of other hooks."""
+def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, tell: bool = True) -> None:
+    """Raise :class:`UsageError` if two runs differ in what decides their numbers, and ``tell`` of other hooks."""
     old, new = ({"experiment": run.experiment, "strategy": run.strategy, **run.config} for run in (before, now))
     if unlike := differences(old, new, MAY_DIFFER):
         told = [f"{name} was {was!r} and is {value!r}" for name, was, value in unlike]
@@ -113,7 +113,7 @@ def refuse_another_run(where: Path, before: RunRecord, now: RunRecord) -> None:
     if before.treatments != now.treatments:
         names = [", ".join(run.treatments) or "none" for run in (before, now)]
         raise UsageError(f"{where} was treated by other hooks: {names[0]}; now {names[1]}. They change the run.")
-    if others := differences(before.hooks, now.hooks):
+    if (others := differences(before.hooks, now.hooks)) and tell:
         _notice(
             f"Hooks are not as they were in {where}: {listed(sorted(item.name for item in others), 5)}. The run is the "
             "same, what they report may not be."

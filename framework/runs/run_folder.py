@@ -21,6 +21,8 @@ from ..state import whole
 from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, seed_name
 
 CHECKPOINTS = "checkpoints"
+REWINDS = "rewinds"
+"""The folder of what was trained again."""
 
 OVERWRITING = "choose another --output-dir, or write over it with --overwrite"
 
@@ -167,6 +169,7 @@ class RunFolder:
             yield from (self.path / name for name in names)
         yield self.weights
         yield self.checkpoints
+        yield self.path / REWINDS
         yield self.path / SUMMARY
         yield self.path / CONFIG
 

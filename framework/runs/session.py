@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals, open_checkpoint
-from ..data import RowsOfRank, derived_seed
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, moments_of, open_checkpoint
 from ..durable_files import plain_json
-from ..errors import RunNotice, UsageError, require, unknown
+from ..errors import RunNotice, UsageError, require
 from ..firing import HookManager
 from ..hooks import (
     ConfiguredHook,
@@ -29,28 +27,18 @@ from ..hooks import (
     select_hooks,
     treatments,
 )
-from ..state import RandomStreams, TrainingState, deterministic, seed_everything
-from ..training import (
-    Parallel,
-    Precision,
-    Ranks,
-    TrainingTask,
-    compile_model,
-    joined,
-    quiet_graph_breaks,
-    split_groups,
-    spread,
-)
-from .checks import asked, check_device, check_experiment, plain
+from ..state import deterministic, seed_everything
+from ..training import Ranks, joined, quiet_graph_breaks
+from .building import build_run, chosen_strategies
+from .checks import asked, check_device, check_experiment
 from .config import CHECKPOINTS, ExperimentConfig, RunOptions
-from .display import Display
 from .records import RunRecord, environment, seed_name, versions
 from .reference import Reference, find_reference, load_reference, unlike
-from .resuming import MAY_DIFFER, newest_of, tell_of_environment
-from .run_folder import OVERWRITING, RunFolder
+from .resuming import MAY_DIFFER, newest_of, refuse_another_run, tell_of_environment
+from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
-from .strategy_run import StrategyRun
-from .validating import checkpoints_to_compare, validate
+from .strategy_run import Display, StrategyRun
+from .validating import Stretch, checkpoints_to_compare, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
 
@@ -159,6 +147,32 @@ class Session:
             ]
             runs = replace(self, make_sinks=list)._runs(setups)
             return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
+
+    def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
+        """Train a stretch of a run again, from its nearest checkpoint before, with the hooks of this session.
+
+        The run lies where this session would write it; its files stay as they are. Where it is not ``recorded``,
+        nothing is written beside them either. Returns the folder of the metrics,
+        the step after which the training began, and the steps at which it was compared, bit for bit. Raises
+        :class:`UsageError` for what cannot be, :class:`LoopscopeError` where the run is not what it was.
+        """
+        with ExitStack() as held:
+            held.enter_context(deterministic(on=not self.options.no_determinism))
+            held.enter_context(quiet_graph_breaks())
+            held.enter_context(joined(self.options.parallel))
+            (setup,) = self._with_references(self._setups())
+            before = setup.folder.record()
+            require(before is not None, f"{setup.folder.path} holds no run.")
+            refuse_another_run(setup.folder.path, before, setup.record, tell=False)  # type: ignore[arg-type]
+            moments = moments_of(setup.folder.checkpoints)
+            path = setup.folder.path / REWINDS / stretch.name
+            if not (recorded and Ranks.everyone(self.options.parallel).is_main):
+                path = Path(held.enter_context(TemporaryDirectory())) / stretch.name
+            folder = replace(setup.folder, path=path)
+            folder.refuse_to_overwrite(allowed=True)  # an earlier one of the same steps
+            (run,) = self._runs([replace(setup, folder=folder)])
+            compared = rewind(run, stretch, moments, before)  # type: ignore[arg-type]
+            return path, run.resumed.step if run.resumed else 0, compared
 
     def _setups(self) -> list[Setup]:
         """Check the experiment, seeds, strategies, hooks and devices."""
@@ -319,76 +333,6 @@ class Session:
 def asks_for_reference(hook: TrainingHook | type[TrainingHook]) -> bool:
     """Return whether a hook measures against a reference solution."""
     return hook.needs_reference_weights or hook.uses_reference_weights
-
-
-def chosen_strategies(runner: ExperimentRunner[Any], wanted: Sequence[str]) -> list[str]:
-    """Expand the strategies that the user asked for: none or ``all`` means every one.
-
-    Dashes and underscores are the same. Raises :class:`UsageError` for a name that is none.
-    """
-    if not wanted:
-        return list(runner.strategies)
-    known = {strategy.replace("-", "_"): strategy for strategy in runner.strategies}
-    chosen: list[str] = []
-    for name in wanted:
-        if name != "all" and name.replace("-", "_") not in known:
-            raise unknown(f"strategy of {runner.name}:", name, [*runner.strategies, "all"])
-        chosen += runner.strategies if name == "all" else [known[name.replace("-", "_")]]
-    return list(dict.fromkeys(chosen))
-
-
-def build_run(
-    runner: ExperimentRunner[Any], strategy: str, parallel: Parallel | None = None
-) -> tuple[TrainingTask, TrainingState]:
-    """Seed, then build what one strategy trains; the same weights for every strategy of a seed, and on every rank.
-
-    Ranks that train in ``parallel`` share the rows of each batch, so that they train what one process does.
-    """
-    config = runner.config
-    seed_everything(config.seed)
-    model = asked(runner, "prepare_model", asked(runner, "build_model").to(runner.device), strategy)
-    trained, ranks = model, Ranks()
-    if parallel is not None:
-        plan = asked(runner, "tensor_parallel_plan", model) if "tp" in parallel else {}
-        trained = spread(model, parallel, plan)
-        ranks = Ranks.of(model, trained if trained is not model else None, uneven=True)  # type: ignore[arg-type]
-    optimizer = asked(runner, "build_optimizer", model)
-    scheduler = asked(runner, "build_scheduler", optimizer)
-    if parallel is not None:
-        split_groups(optimizer, scheduler)
-    loader = asked(runner, "build_loader", strategy)
-    if ranks.size > 1:
-        loader = RowsOfRank(loader, ranks.index, ranks.size)
-    if ranks.index:  # or all ranks would draw one dropout mask
-        seed_everything(derived_seed(config.seed, "rank", ranks.index))
-    if config.with_compile:
-        compile_model(model)
-    precision = Precision.of(config.amp, runner.device)
-    task = TrainingTask(
-        trained,
-        optimizer,
-        loader,
-        precision.autocast(partial(asked, runner, "compute_loss")),
-        evaluate=precision.autocast(lambda model: plain(asked(runner, "evaluate", model))),
-        scaler=precision.scaler(),
-        should_stop=lambda numbers: plain(asked(runner, "should_stop", numbers)),
-        target_grad=runner.target_grad,
-        scheduler=scheduler,
-        scheduler_interval=runner.scheduler_interval,
-        scheduler_metric=runner.best_metric,
-        length=runner.length,
-        log_every=config.log_every,
-        eval_every=config.eval_every,
-        snapshot_every=config.snapshot_every,
-        accumulation_steps=config.accumulation_steps,
-        config=config,
-        ranks=ranks,
-    )
-    streams = RandomStreams(config.seed, loader.generators())
-    state = TrainingState(
-        model, optimizer, streams, scheduler=scheduler, scaler=task.scaler, extras={"experiment": runner}
-    )
-    return task, state
 
 
 def _notice(sentence: str) -> None:

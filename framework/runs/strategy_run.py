@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,13 +26,12 @@ from ..data import Batch, first_batch
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
-from ..hooks import RunInfo
+from ..hooks import RunInfo, TrainingHook
 from ..isolation import borrowed_extras
-from ..loops import epoch_loop, step_loop
+from ..loops import NoProgress, Pauses, Progress, epoch_loop, step_loop
 from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
-from .display import Display
 from .records import RunRecord
 from .resuming import first_step_after, go_on
 from .run_folder import RunFolder
@@ -40,6 +39,20 @@ from .runner import ExperimentRunner
 from .summaries import summary_of
 
 Result = TypeVar("Result")
+
+
+class Display:
+    """The display of a session; this one shows nothing."""
+
+    def strategy_started(self, run: RunInfo, task: TrainingTask, hooks: Sequence[TrainingHook]) -> Progress:
+        """Announce a strategy and return the display of its progress."""
+        return NoProgress()
+
+    def strategy_ended(self, summary: Mapping[str, Any]) -> None:
+        """Show how a strategy ended."""
+
+    def ended(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the strategies."""
 
 
 @dataclass
@@ -136,6 +149,29 @@ class StrategyRun:
         if self.resumed is None:
             self._claim()
 
+    def enter_anew(self, held: ExitStack) -> None:
+        """Make and lock the folder, whatever checkpoint the run goes on from, and write there what is run."""
+        self._enter_folder(held)
+        self._claim()
+
+    def again(self, pauses: Pauses, *, recorded: bool = False) -> None:
+        """Train what was trained before, from the start or a checkpoint, and write none; sinks get it if wanted."""
+        manager = self.manager
+        if self.resumed is not None:
+            go_on(manager, self.resumed)
+        manager.start_hooks(self.run_info)
+        info = replace(self.run_info, metric_infos=manager.hooks.metric_infos())
+        if recorded:
+            manager.dispatch.start(info)
+        status = "failed"
+        try:
+            self._loop(pauses)
+            status = "completed"
+        finally:
+            manager.end(status)
+            if recorded:
+                self._summarise(status, None, dict(self.state.loop.evaluation))
+
     def _enter_folder(self, held: ExitStack) -> None:
         self.folder.make()
         held.enter_context(run_lock(self.folder.path))
@@ -182,16 +218,19 @@ class StrategyRun:
             warnings.warn(sentence, RunNotice, stacklevel=3)
 
     def _train(self) -> None:
-        progress = self.display.strategy_started(self.run_info, self.task, [*self.manager.hooks])
-        loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
         begin = perf_counter()
         try:
             with self.signals.caught(), first_step_after(self.resumed, self.state.loop):
-                loop(self.task, self.manager, progress=progress, pauses=self._checkpointing)
+                self._loop(self._checkpointing)
                 self._is_trained = True
         finally:
             self._trained = perf_counter() - begin
             self._checkpointing.finish()
+
+    def _loop(self, pauses: Pauses) -> None:
+        progress = self.display.strategy_started(self.run_info, self.task, [*self.manager.hooks])
+        loop = epoch_loop if self.run_info.loop == "epoch" else step_loop
+        loop(self.task, self.manager, progress=progress, pauses=pauses)
 
     def _describe(self) -> dict[str, Any]:
         """Return what a checkpoint that is written now says of itself."""

@@ -1,18 +1,17 @@
-"""``--validate-checkpoints``: trains again, and compares the state bit for bit with a run's checkpoints."""
+"""Runs trained again, whole or a stretch of them, and compared bit for bit with the checkpoints of the first time."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ..checkpoints import Moment, Parting, RunState, content_of, differing, moments_of, open_checkpoint
-from ..errors import LoopscopeError, UsageError
+from ..errors import LoopscopeError, UsageError, listed, require
 from ..firing import HookManager
-from ..loops import epoch_loop, step_loop
 from ..state import LoopState
-from .records import RunRecord
-from .resuming import refuse_another_run
+from .records import RunRecord, differences
+from .resuming import refuse_another_run, tell_of_environment
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
@@ -23,36 +22,42 @@ class PartedError(LoopscopeError):
 
 @dataclass
 class Validation:
-    """Compares at every moment of which there is a checkpoint, and ends the run after the last one."""
+    """Compares at every moment of which there is a checkpoint, and ends the run after ``until``, or the last one."""
 
     manager: HookManager
     moments: Mapping[Moment, Path]
-    before: Mapping[str, Any]
-    """The hooks of the first run, by name."""
+    before: RunRecord
+    """Of the first run."""
+    now: RunRecord
+    until: int | None = None
+    """The last step to train."""
     compared: list[int] = field(default_factory=list)
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
-        """Compare; raises :class:`PartedError` that names the first step and tensor, and the hooks of both runs."""
-        path = self.moments.get((loop.epoch, loop.step))
-        if path is None:
-            return
+        """Compare; raises :class:`PartedError` that names the first step and tensor, and what else differs."""
+        if path := self.moments.get((loop.epoch, loop.step)):
+            self._compare(path, loop)
+        done = len(self.compared) == len(self.moments) if self.until is None else loop.step >= self.until
+        loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
+
+    def _compare(self, path: Path, loop: LoopState) -> None:
         manager, ranks = self.manager, self.manager.task.ranks
         content = content_of(open_checkpoint(path), manager.state.model, ranks)
         names = differing(content, RunState(manager).take())
         if names := [*dict.fromkeys(chain.from_iterable(ranks.gather(names)))]:
-            hooks = [
-                ", ".join(sorted(run)) or "none" for run in (self.before, [hook.name for hook in self.manager.hooks])
-            ]
+            hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.before, self.now)]
+            unlike = differences(self.before.surroundings, self.now.surroundings, {"command"})
+            elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in unlike]
             raise PartedError(
                 f"This run parts from the one in {path.parent.parent} {Parting(loop.epoch, loop.step, names)}. Its "
                 f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
+                + (f" Its environment is another one: {listed(elsewhere, 5)}." if elsewhere else "")
             )
         self.compared.append(loop.step)
-        loop.stopped = len(self.compared) == len(self.moments)
 
 
-def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[Moment, Path], Mapping[str, Any]]:
-    """Return the intact checkpoints of an earlier run and its hooks.
+def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[Moment, Path], RunRecord]:
+    """Return the intact checkpoints of an earlier run and what was run.
 
     Raises :class:`UsageError` where there are none, or where the run that is compared with them is another one.
     """
@@ -60,22 +65,67 @@ def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[M
     if before is None or not moments:
         raise UsageError(f"{folder.path} holds no intact checkpoints to compare with.")
     refuse_another_run(folder.path, before, now)
-    return moments, before.hooks
+    return moments, before
 
 
-def validate(run: StrategyRun, moments: Mapping[Moment, Path], before: Mapping[str, Any]) -> Sequence[int]:
+def validate(run: StrategyRun, moments: Mapping[Moment, Path], before: RunRecord) -> Sequence[int]:
     """Train a strategy that was just prepared and return the steps at which it is the same as the checkpoints."""
-    manager = run.manager
-    validation = Validation(manager, moments, before)
-    loop = epoch_loop if run.run_info.loop == "epoch" else step_loop
+    validation = Validation(run.manager, moments, before, run.record)
     run.folder.make()
-    manager.start_hooks(run.run_info)
-    try:
-        loop(run.task, manager, pauses=validation)
-    finally:
-        manager.end("completed")
+    run.again(validation)
     if len(validation.compared) < len(moments):
         raise PartedError(
             f"The run ended before it reached the checkpoints {sorted(moments)[len(validation.compared) :]}."
         )
+    return validation.compared
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of a run that are to be trained again."""
+
+    step: int
+    until: int
+    from_start: bool = False
+    """Train again from the first step on, so that hooks remember what they would have remembered."""
+
+    def __post_init__(self) -> None:
+        """Raise :class:`UsageError` for steps that cannot be."""
+        require(self.step >= 1, f"--step is {self.step}; steps are counted from 1.")
+        require(self.until >= self.step, f"--until is {self.until}, before --step {self.step}.")
+
+    @property
+    def name(self) -> str:
+        """The name of the folder for what is recorded."""
+        return f"steps_{self.step}_to_{self.until}"
+
+    def beginning(self, moments: Mapping[Moment, Path], per_epoch: int | None) -> Path | None:
+        """Return the nearest checkpoint before the stretch, if there is one to begin from.
+
+        With ``per_epoch``, steps in an epoch, it lies between two epochs, for hooks that look at whole ones.
+        """
+        earlier = [(epoch, step) for epoch, step in moments if step < self.step and not self.from_start]
+        between = [(epoch, step) for epoch, step in earlier if per_epoch is None or step == epoch * per_epoch]
+        return moments[max(between)] if between else None
+
+
+def rewind(run: StrategyRun, stretch: Stretch, moments: Mapping[Moment, Path], before: RunRecord) -> Sequence[int]:
+    """Train a stretch again, and return at which steps it was compared.
+
+    Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
+    """
+    manager, since = run.manager, 0
+    others = {hook.name for hook in manager.hooks} - before.hooks.keys()
+    per_epoch = len(manager.task.loader) if others and manager.counts_epochs else None
+    if start := stretch.beginning(moments, per_epoch):
+        run.resumed = open_checkpoint(start)
+        since = run.resumed.step
+        tell_of_environment(run.resumed, run.record)
+    ahead = {moment: path for moment, path in moments.items() if since < moment[1] <= stretch.until}
+    validation = Validation(run.manager, ahead, before, run.record, stretch.until)
+    with ExitStack() as held:
+        run.enter_anew(held)
+        run.again(validation, recorded=True)
+    last = run.manager.state.loop.step
+    require(last >= stretch.step, f"The run ended after step {last:,}; it never reached step {stretch.step:,}.")
     return validation.compared

@@ -15,9 +15,9 @@ from .tensor_identity import (
 from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .update_parts import BY_GROUP, SPLIT_FROM, hanging_on_modules, optimizers_of
 from .vectors import (
-    WIDE, Vector, accumulate, axpy, completed, copied, cosine, dot, gradients, groups_of, is_partial, is_sharded,
-    joint_norm, laid_out_like, live_gradients, local_shards, max_abs, minus, norm, norm_of_each, norms, over_shards,
-    overwrite, scaled, trainable, whole, widened,
+    WIDE, Vector, accumulate, axpy, completed, copied, cosine, dot, dtensor_class, gradients, groups_of, is_partial,
+    is_sharded, joint_norm, laid_out_like, live_gradients, local_shards, max_abs, minus, norm, norm_of_each, norms,
+    over_shards, overwrite, scaled, trainable, whole, widened,
 )
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "Guarded", "LoopState", "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure",
     "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy",
     "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described", "deterministic", "differing",
-    "digest_of", "dot", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while", "gradients",
-    "groups_of", "hanging_on_modules", "inner_tensors", "is_cut_off", "is_partial", "is_sharded", "joint_norm",
-    "laid_out_like", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm",
-    "norm_of_each", "norms", "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled", "seed_everything",
-    "settings", "tensors_of", "trainable", "visited", "whole", "widened",
+    "digest_of", "dot", "dtensor_class", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while",
+    "gradients", "groups_of", "hanging_on_modules", "inner_tensors", "is_cut_off", "is_partial", "is_sharded",
+    "joint_norm", "laid_out_like", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested",
+    "norm", "norm_of_each", "norms", "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled",
+    "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole", "widened",
 ]

@@ -203,8 +203,11 @@ def _hook_leaves(state: StateObjects) -> Leaves:
 
 def _hook_forms(state: StateObjects, _: Any = None) -> dict[str, list[Any]]:
     """Return the forms of the hooks that hold something; building the model makes the others again."""
+    present = [(name, hooks) for name, hooks in _hooks(state) if hooks]
+    if not present:
+        return {}
     forms = plain_forms(state)
-    found = {name: [forms.of(hook) for hook in hooks] for name, hooks in _hooks(state)}
+    found = {name: [forms.of(hook) for hook in hooks] for name, hooks in present}
     return {name: held for name, held in found.items() if any(map(_holds_something, held))}
 
 

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from loopscope.checkpoints import Checkpointing, CheckpointPlan, CheckpointWriter, Signals
 from loopscope.firing import HookManager
+from loopscope.state import local_shards
 from torch import Tensor
 
 from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
@@ -25,7 +26,7 @@ FIRST_STEP = Path(__file__).with_name("first_step.py")
 def checkpoints(effort: Effort) -> Iterator[Row]:
     """Measure a checkpoint in the thread that trains and in that which writes, against steps and plain copies."""
     subject = mod_arithmetic(effort.paper)
-    found = _Measured(subject)
+    found = Measured(subject)
     found.train(effort.times(30))
     size = sum(tensor.nbytes for tensor in subject.tensors) / 1e6
     against = f"a copy of the same {size:.0f} MB, {1e3 * Spread.of(found.copied).median:.1f} ms"
@@ -39,7 +40,7 @@ def checkpoints(effort: Effort) -> Iterator[Row]:
     yield Row(label, f"{INTERVAL} steps, {interval:.1f} s", PERCENT, Spread.of(both))
 
 
-class _Measured:
+class Measured:
     """Trains in windows of steps: in turn alone, and with a checkpoint at the beginning and its writing beside."""
 
     def __init__(self, subject: Subject) -> None:
@@ -54,15 +55,17 @@ class _Measured:
 
     def train(self, rounds: int) -> None:
         """Train so many pairs of windows, after one to warm up."""
-        subject = self._subject
-        describe = lambda: {"step": subject.state.loop.step, "score": None}
+        subject, ranks = self._subject, self._subject.task.ranks
+        shared = {"ranks": ranks.arrangement(subject.task.model)} if ranks.are_many else {}
+        describe = lambda: {"step": subject.state.loop.step, "score": None, **shared}
         with TemporaryDirectory() as folder:
-            self._writer = CheckpointWriter(Path(folder), keep=2)
+            self._writer = CheckpointWriter(Path(ranks.gather(folder)[0]), 2, ranks)
             manager = HookManager((), subject.task, subject.state)
             self._checkpointing = Checkpointing(manager, self._writer, CheckpointPlan(), Signals(), describe=describe)
             self._begin = time.perf_counter()
             subject.train((rounds + 2) * 2 * WINDOW, self._after_step)
             self._writer.finish()
+            ranks.join()
         count = min(map(len, (self.beside, self.alone, self.copied)))
         for values in (self.blocked, self.copied, self.beside, self.alone, self.both):
             values[:] = values[2:count]
@@ -94,7 +97,7 @@ class _Measured:
 
 def _copy(subject: Subject, buffers: list[Tensor]) -> float:
     """Copy every tensor of the training state, and nothing else."""
-    tensors = [tensor.detach() for tensor in subject.tensors]
+    tensors = local_shards([tensor.detach() for tensor in subject.tensors])
     if len(buffers) != len(tensors):
         buffers[:] = [torch.empty_like(tensor) for tensor in tensors]
     begin = time.thread_time()

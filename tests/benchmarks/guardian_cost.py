@@ -40,12 +40,16 @@ def save_and_restore(effort: Effort) -> Iterator[Row]:
 
 def on_a_shard(effort: Effort) -> tuple[Seconds, Seconds, float]:
     """Time the guardian and plain copies of this rank's shards under FSDP2; the last number is their megabytes."""
-    preset = ModArithmeticConfig(**effort.paper)
-    # four times the parameters, so that a shard is as large as the other rows' whole state
-    larger = {"embed_dim": 2 * preset.embed_dim, "ff_dim": 2 * preset.ff_dim}
-    subject = sharded(mod_arithmetic(effort.paper | larger))
+    subject = large_shards(effort)
     seconds = _pairs(subject, PlainCopy(subject), partial(_guard, subject, Snapshot()), effort.times(40))
     return *seconds, sum(tensor.nbytes for tensor in local_shards(subject.tensors)) / 1e6
+
+
+def large_shards(effort: Effort) -> Subject:
+    """Return the paper's run with four times the parameters: a shard is as large as the other rows' whole state."""
+    preset = ModArithmeticConfig(**effort.paper)
+    larger = {"embed_dim": 2 * preset.embed_dim, "ff_dim": 2 * preset.ff_dim}
+    return sharded(mod_arithmetic(effort.paper | larger))
 
 
 def sharded(subject: Subject) -> Subject:

@@ -1,4 +1,4 @@
-"""What ranks that train together pay: to agree, against a bare all-reduce; to roll back, against copies of a shard."""
+"""What ranks that train together pay: to agree, against a bare all-reduce; to roll back and to keep, against copies."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from loopscope.training import Ranks
 
-from tests.benchmarks.guardian_cost import on_a_shard
-from tests.benchmarks.rows import TIMES, Effort, Row
+from tests.benchmarks.checkpoint_cost import INTERVAL, WINDOW, Measured
+from tests.benchmarks.guardian_cost import large_shards, on_a_shard
+from tests.benchmarks.rows import PERCENT, TIMES, Effort, Row
 from tests.benchmarks.timing import Spread, Turns, ratio
 from tests.support.ranks import on_ranks
 
@@ -30,10 +31,23 @@ def agreements_and_copies(effort: Effort) -> Iterator[Row]:
     size = measured[0]["copies"][2]
     against = f"plain copies of a shard, {RANKS} processes, {size:.1f} MB, {1e3 * Spread.of(plain).median:.2f} ms"
     yield Row("Guardian save + restore, FSDP2", against, TIMES, ratio(ours, plain), 1.1)
+    blocked, copied, beside, alone = (
+        [*chain.from_iterable(each["checkpoints"][index] for each in measured)] for index in range(4)
+    )
+    against = f"a copy of a shard, {RANKS} processes, {1e3 * Spread.of(copied).median:.1f} ms"
+    yield Row("Loop blocked by a checkpoint, FSDP2", against, TIMES, ratio(blocked, copied), 1.2)
+    interval = INTERVAL / WINDOW * Spread.of(alone).median
+    slower = [(one - other) / interval for one, other in zip(beside, alone, strict=True)]
+    against = f"{INTERVAL} steps, {RANKS} processes on the cores of this machine, {interval:.1f} s, wall clock"
+    yield Row(f"A checkpoint every {INTERVAL} steps, FSDP2", against, PERCENT, Spread.of(slower), 0.01)
 
 
 def _measured(effort: Effort) -> dict[str, Any]:
-    return {"agreements": _agreements(effort.times(60)), "copies": on_a_shard(effort)}
+    found = Measured(large_shards(effort))
+    agreements, copies = _agreements(effort.times(60)), on_a_shard(effort)
+    found.train(effort.times(6))
+    checkpoints = found.blocked, found.copied, found.beside, found.alone
+    return {"agreements": agreements, "copies": copies, "checkpoints": checkpoints}
 
 
 def _agreements(blocks: int) -> dict[str, object]:

@@ -18,15 +18,22 @@ from loopscope.checkpoints import (
     checkpoints_in,
     content_of,
     differing,
+    load_checkpoint,
     newest_intact,
     open_checkpoint,
     run_lock,
+    save_checkpoint,
 )
 from loopscope.checkpoints.format import DamagedCheckpointError, GrowingCheckpoint, _digest_of_manifest
 from loopscope.errors import LoopscopeError, UsageError
+from loopscope.firing import HookManager
+from loopscope.loops import epoch_loop
+from loopscope.state import differing as differing_digests
+from loopscope.state import of_the_run
 
 from tests.framework.checkpoints.killed_sessions import flipped
 from tests.framework.checkpoints.shared_sessions import HOOKS, STOPPED_AT, go_on, stop, train
+from tests.framework.training.test_fully_sharded import build
 from tests.support.ranks import on_ranks
 
 RUN = "shared/plain"
@@ -65,14 +72,25 @@ def refused(start: Callable[[], None], *, without_access: bool = False) -> str:
     return str(caught.value)
 
 
-def by_three(folder: Path) -> list[str]:
+def by_three(folder: Path) -> dict[str, Any]:
     for kind in ("fsdp", "ddp", "tp"):
         train(folder / f"3, {kind}", kind)
         stop(folder / f"begun by 3, {kind}", kind)
         go_on(folder / f"begun by 3, {kind}", folder / f"3, {kind}, then 3, {kind}", kind, exact=True)
     go_on(folder / "begun by 2, fsdp", folder / "2, fsdp, then 3, fsdp", "fsdp")
     go_on(folder / "begun by 3, tp", folder / "3, tp, then 3, fsdp", "fsdp")
-    return with_a_full_disk(folder / "full disk")
+    return {"disk": with_a_full_disk(folder / "full disk"), "own loop": in_an_own_loop(folder / "own loop")}
+
+
+def in_an_own_loop(folder: Path) -> list[list[str]]:
+    """Save and load with functions for loops of one's own; return the parts in which the states differ, twice."""
+    (task, state), (other, fresh) = build("fsdp"), build("fsdp", length=1)
+    epoch_loop(task, HookManager((), task, state))
+    epoch_loop(other, HookManager((), other, fresh))
+    save_checkpoint(folder, state, {"a": {"n": 1}}, state.streams.save(), task.ranks)
+    expected, before = of_the_run(state.digest()), of_the_run(fresh.digest())
+    assert load_checkpoint(folder, fresh, other.ranks) == {"a": {"n": 1}}
+    return [differing_digests(expected, found) for found in (before, of_the_run(fresh.digest()))]
 
 
 def with_a_full_disk(folder: Path) -> list[str]:
@@ -156,6 +174,13 @@ def test_others_go_on_up_to_the_order_of_sums(resumed, runs):
     for ours, expected in zip(rows(runs / resumed), rows(runs / "one"), strict=True):
         found, wanted = (dict(numbers(json.loads(line))) for line in (ours, expected))
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-10, nan_ok=True)
+
+
+def test_a_loop_of_ones_own_saves_and_loads_shards(runs):
+    for rank in range(3):
+        before, after = torch.load(runs / "said by_three" / f"{rank}.pt")["own loop"]
+        assert len(before) > 20
+        assert after == []
 
 
 # Damage
@@ -277,7 +302,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_by_the_same_sentence_and_nothing
 def test_a_full_disk_on_one_rank_costs_one_checkpoint_and_is_told_on_all(runs):
     sentence = r"step_000000002 could not be written: No space left on device. \[rank 1\] Training goes on"
     for rank in range(3):
-        (told,) = torch.load(runs / "said by_three" / f"{rank}.pt")
+        (told,) = torch.load(runs / "said by_three" / f"{rank}.pt")["disk"]
         assert re.search(sentence, told)
     steps = [int(path.name[5:]) for path in checkpoints_in(runs / "full disk" / RUN / "checkpoints")]
     assert min(steps) > 2

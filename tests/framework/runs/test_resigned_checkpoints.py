@@ -163,10 +163,7 @@ KNOWN = {
         "'weight_updates' cannot take its state back .UsageError: checks is no number",
     ),
     "hooks/weight_updates/conditions/counts": ([1], "cannot take its state back .UsageError: counts is no mapping"),
-    "hooks/consecutive/memory/vectors/before": (
-        "x",
-        "'consecutive' cannot take its state back",
-    ),
+    "hooks/consecutive/memory/vectors/before": ("x", "'consecutive' cannot take its state back"),
     "samples": ("x", "its field 'samples' must be an object"),
     "left_out": ("x", "its field 'left_out' must be an object"),
 }

@@ -1,0 +1,170 @@
+"""``loopscope rewind``: a stretch of a run trained again is the run, with whatever hooks, and leaves it as it was."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import Checkpointing
+from loopscope.cli import main
+from loopscope.errors import UsageError
+from loopscope.runs import Stretch
+from loopscope.runs.validating import PartedError
+
+from tests.framework.checkpoints.crash_runs import patiently
+from tests.framework.checkpoints.test_comparing import PLANTED, plant
+from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+
+FILLED = (sinks, training_hooks)
+EVERY = {"checkpoint_every_steps": 2, "save_checkpoints": 1, "keep_checkpoints": 20}
+OPTIONS: dict[str, Any] = {"strategies": ["plain"], "epochs": 4, **EVERY}
+KEPT = {Small: [2, 3, 4, 6, 8, 9, 10, 12], SmallSteps: [*range(1, 13)]}
+MANY = ["norms", "hessian", "variance", "path_length", "counterfactual", "weight_average", "lr_probe", "consecutive"]
+WINDOW = {"variance": {"window": 2, "every": 2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries():
+    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train bare runs, and ones that had many hooks from the start."""
+    folder = tmp_path_factory.mktemp("runs")
+    for runner, amp in ((Small, "none"), (SmallSteps, "bf16")):
+        own = {**OPTIONS, "amp": amp, "accumulation_steps": 2 if runner is SmallSteps else 1}
+        session(folder / "bare", runner, **own).run()
+        session(folder / "with hooks", runner, **own, hooks=hooks_of(runner), hook_options=WINDOW).run()
+    return folder
+
+
+def hooks_of(runner: type[Small]) -> list[str]:
+    return [hook for hook in MANY if runner is Small or hook not in ("norms", "counterfactual")]
+
+
+def rewind(folder: Path, stretch: Stretch, runner: type[Small] = Small, **options: Any) -> tuple[Path, int, list[int]]:
+    if runner is SmallSteps:
+        options = {"amp": "bf16", "accumulation_steps": 2} | options
+    path, since, compared = session(folder, runner, **{**OPTIONS, **options}).rewind(stretch)
+    return path, since, list(compared)
+
+
+def points(folder: Path) -> dict[tuple[str, str, int], Any]:
+    """Return every number of a record by metric, hook point and step, whenever it was written."""
+    found: dict[tuple[str, str, int], Any] = {}
+    for line in map(json.loads, (folder / "plain.jsonl").read_text().splitlines()):
+        del line["epoch"]
+        where = line.pop("hook_point"), line.pop("step")
+        for name, value in line.items():
+            is_series = isinstance(value, dict) and value.keys() == {"steps", "values"}
+            each = zip(value["steps"], value["values"], strict=True) if is_series else [(where[1], value)]
+            found |= {(name, where[0], step): one for step, one in each}
+    return found
+
+
+def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
+    """Compare what a run that was whole has of the steps; final weights, which it had not, give numbers more."""
+    ours, wanted = points(found), points(expected)
+    of_stretch = {key: value for key, value in wanted.items() if first <= key[2] <= last}
+    assert of_stretch
+    assert {key: ours.get(key) for key in of_stretch} == of_stretch
+    assert not [key for key in ours.keys() - wanted.keys() if "solution" not in key[0]]
+
+
+@pytest.mark.parametrize("runner", [Small, SmallSteps])
+@pytest.mark.parametrize("step", [1, 5, 8, 12])
+def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_is_left(runner, step, finished):
+    before = contents(finished / "bare")
+    options = {"hooks": hooks_of(runner), "hook_options": WINDOW}
+    path, since, compared = rewind(finished / "bare", Stretch(step, step + 1, from_start=True), runner, **options)
+    assert since == 0
+    assert compared == [each for each in KEPT[runner] if each <= step + 1]
+    assert_the_same(path, finished / "with hooks" / runner.name / "plain", 1, step + 1)
+    shutil.rmtree(path.parent)
+    assert contents(finished / "bare") == before
+
+
+@pytest.mark.parametrize(("step", "since"), [(1, 0), (2, 0), (3, 2), (4, 3), (12, 10)])
+def test_it_begins_at_the_nearest_checkpoint_before_and_hooks_that_were_on_go_on(step, since, finished, tmp_path):
+    runs = shutil.copytree(finished / "with hooks", tmp_path / "runs")
+    options = {"hooks": MANY, "hook_options": WINDOW}
+    path, began, compared = rewind(runs, Stretch(step, step + 1), **options)
+    assert began == since
+    assert compared == [each for each in KEPT[Small] if since < each <= step + 1]
+    assert_the_same(path, runs / "small/plain", since + 1, step + 1)
+
+
+def test_other_hooks_begin_between_two_epochs(finished, tmp_path):
+    runs = shutil.copytree(finished / "bare", tmp_path / "runs")
+    path, began, _ = rewind(runs, Stretch(8, 9), hooks=["counterfactual", "norms"])
+    assert began == 6
+    ours, expected = (
+        {key: value for key, value in points(folder).items() if key[0].startswith(("counterfactual", "norms"))}
+        for folder in (path, finished / "with hooks/small/plain")
+    )
+    assert {key[2] for key in ours} == {9}
+    assert {key: value for key, value in ours.items() if "solution" not in key[0]}.items() <= expected.items()
+
+
+def test_a_run_that_is_not_what_it_was_is_named_with_step_and_tensor(finished, tmp_path):
+    runs = shutil.copytree(finished / "bare", tmp_path / "runs")
+    plant(runs / "small/plain", 4, next(iter(PLANTED)))
+    with pytest.raises(PartedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
+        rewind(runs, Stretch(3, 5))
+
+
+def test_what_cannot_be_is_refused(finished, tmp_path):
+    for change, sentence in (
+        ({"hooks": ["grad_clip"]}, "was treated by other hooks: none; now grad_clip"),
+        ({"lr": 0.5}, "comes from another run: lr was 0.01 and is 0.5"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            rewind(finished / "bare", Stretch(3, 3), **change)
+    with pytest.raises(UsageError, match=r"The run ended after step 12; it never reached step 40\."):
+        rewind(finished / "bare", Stretch(40, 41))
+    shutil.rmtree(finished / "bare/small/plain/rewinds")
+    with pytest.raises(UsageError, match="holds no run"):
+        rewind(tmp_path, Stretch(3, 3))
+    with pytest.raises(UsageError, match=r"--step is 0; steps are counted from 1"):
+        Stretch(0, 3)
+    with pytest.raises(UsageError, match="--until is 2, before --step 3"):
+        Stretch(3, 2)
+
+
+def test_the_command_takes_other_hooks_keeps_committing_ones_and_says_what_is_shown(tmp_path, capfd):
+    words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints"]
+    words += ["--keep-checkpoints", "9", "--hooks", "grad_clip", "--grad_clip.max_norm", "0.1", "--no-console-output"]
+    assert main([*words, "--output-dir", str(tmp_path)]) == 0
+    run = tmp_path / "small/plain"
+    assert main(["rewind", str(run), "--step", "7", "--hooks", "norms", "variance", "--variance.window", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "Trained again from step 6 on" in out
+    record = json.loads((run / "rewinds/steps_7_to_7/experiment_config.json").read_text())
+    assert record["hooks"]["grad_clip"]["max_norm"] == 0.1
+    assert record["hooks"]["variance"]["window"] == 2
+    assert main(["rewind", str(run), "--step", "7"]) == 0
+    assert main(["rewind", str(run)]) == 2
+    assert "loopscope rewind needs the step to go back to, --step N, or --verify N" in capfd.readouterr().err
+
+
+def test_stretches_drawn_at_random_are_compared_and_the_first_that_differs_is_named(finished, tmp_path, capfd):
+    words = ["run", "small", "--strategy", "plain", "--epochs", "3", "--save-checkpoints", "--keep-checkpoints", "9"]
+    assert main([*words, "--no-console-output", "--output-dir", str(tmp_path)]) == 0
+    run, before = tmp_path / "small/plain", contents(tmp_path)
+    assert main(["rewind", str(run), "--verify", "9"]) == 0
+    told = [f"Steps {first} to {first + 2}: the same, bit for bit." for first in (1, 4, 7)]
+    assert capfd.readouterr().out.splitlines() == told
+    assert contents(tmp_path) == before
+    plant(run, 6, next(iter(PLANTED)))
+    assert main(["rewind", str(run), "--verify", "9"]) == 1
+    assert "at step 6 (epoch 2), first in parameters" in capfd.readouterr().err
+    assert main(["rewind", str(run), "--verify", "0"]) == 2
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    assert main(["rewind", str(tmp_path / "none"), "--step", "3"]) == 2
