@@ -22,7 +22,7 @@ FOLDERS = {
     "experiments": "loopscope.experiments",
 }
 ORDER = (
-    *("errors", "registry", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit"),
+    *("errors", "registry", "durable_files", "state", "digests", "isolation", "data", "lowbit.casts", "lowbit"),
     *("training", "hooks", "firing", "loops", "checkpoints", "runs", "report", "console", "integrations", "cli"),
 )
 """The rooms of ``framework/`` and the files on top of it, lowest first: imports only point down."""

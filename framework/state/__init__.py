@@ -1,5 +1,6 @@
 """What the rest of a run depends on: the one list, its tensors, generators and settings."""
 
+from .digest import described
 from .digest import digest as digest_of
 from .flags import deterministic, entered_modes, explained, leave_modes, settings
 from .model_parts import OwnFunction, OwnHook
@@ -8,7 +9,9 @@ from .parts import Guarded, LoopState, Part, Stored, Watched, copy_of_batch, nes
 from .random_streams import RandomStreams, StreamState, seed_everything
 from .sharding import fully_sharded_modules, gathered_for_a_while
 from .structure import Structure
-from .tensor_identity import BriefIdentities, TensorIdentities, addresses, byte_tensors
+from .tensor_identity import (
+    BriefIdentities, TensorIdentities, addresses, byte_tensors, inner_tensors, is_cut_off,
+)
 from .training_state import EXTRAS, GENERATORS, ON_DEMAND, PARTS, TrainingState, differing, of_the_run
 from .update_parts import BY_GROUP, SPLIT_FROM, hanging_on_modules, optimizers_of
 from .vectors import (
@@ -21,10 +24,10 @@ __all__ = [
     "ATOMS", "BY_GROUP", "EXTRAS", "GENERATORS", "ON_DEMAND", "PARTS", "SPLIT_FROM", "WIDE", "BriefIdentities",
     "Guarded", "LoopState", "OwnFunction", "OwnHook", "Part", "RandomStreams", "Stored", "StreamState", "Structure",
     "TensorIdentities", "TrainingState", "Transient", "Vector", "Watched", "accumulate", "addresses", "axpy",
-    "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "deterministic", "differing", "digest_of",
-    "dot", "dtensor_class", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while",
-    "gradients", "groups_of", "hanging_on_modules", "is_partial", "is_sharded", "joint_norm", "laid_out_like",
-    "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested", "norm", "norm_of_each", "norms",
-    "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled", "seed_everything", "settings",
-    "tensors_of", "trainable", "visited", "whole", "widened",
+    "byte_tensors", "completed", "copied", "copy_of_batch", "cosine", "described", "deterministic", "differing",
+    "digest_of", "dot", "dtensor_class", "entered_modes", "explained", "fully_sharded_modules", "gathered_for_a_while",
+    "gradients", "groups_of", "hanging_on_modules", "inner_tensors", "is_cut_off", "is_partial", "is_sharded",
+    "joint_norm", "laid_out_like", "leave_modes", "live_gradients", "local_shards", "max_abs", "minus", "nested",
+    "norm", "norm_of_each", "norms", "of_the_run", "optimizers_of", "over_shards", "overwrite", "scaled",
+    "seed_everything", "settings", "tensors_of", "trainable", "visited", "whole", "widened",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from .sharding import FullSharding
 from .structure import Structure
 from .tensor_identity import inner_tensors
 from .update_parts import UPDATE_PARTS, beside_tables, numbers_missing
+
+Item = TypeVar("Item")
 
 
 def _watch_flags(state: StateObjects) -> Watched:
@@ -294,7 +296,7 @@ ON_DEMAND = (
 )
 
 
-def of_the_run(digest: Mapping[str, int]) -> dict[str, int]:
-    """Leave out of a digest what the loop keeps only because a hook asked for it: the rest is equal in every run."""
+def of_the_run(entries: Mapping[str, Item]) -> dict[str, Item]:
+    """Leave out of entries what the loop keeps only because a hook asked for it: the rest is equal in every run."""
     wanted = tuple(f"loop/{name}" for name in ON_DEMAND)
-    return {name: value for name, value in digest.items() if not name.startswith(wanted)}
+    return {name: value for name, value in entries.items() if not name.startswith(wanted)}

@@ -11,6 +11,7 @@ import torch
 from tests.benchmarks.attach_cost import bare_attach, trainers
 from tests.benchmarks.checkpoint_cost import checkpoints, resuming
 from tests.benchmarks.console_cost import displays
+from tests.benchmarks.digest_cost import at_snapshots, digests
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
 from tests.benchmarks.guardian_cost import interventions, save_and_restore
 from tests.benchmarks.health_cost import against_full_clones, checked_every_other_step
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "health": ("Checks of gradients and updates", (checked_every_other_step, against_full_clones)),
     "tied": ("Tied embeddings", (hooks_on_the_tied_matrix, extra_memory, loop_without_hooks, start)),
     "checkpoints": ("Checkpoints", (checkpoints, resuming)),
+    "digests": ("Digests of the training state", (digests, at_snapshots)),
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),

@@ -1,0 +1,91 @@
+"""A digest of every entry of the training state, the same on every rank, and the chain that such digests form."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..state import (
+    TrainingState,
+    byte_tensors,
+    completed,
+    described,
+    groups_of,
+    inner_tensors,
+    is_cut_off,
+    is_sharded,
+    local_shards,
+    of_the_run,
+    over_shards,
+)
+from .tensor_sums import ALGORITHM, sums
+
+
+def state_digests(state: TrainingState) -> dict[str, str]:
+    """Return a digest of 128 bits, in hexadecimal digits, of each entry of the state by its name.
+
+    What the loop keeps only because a hook asked for it is left out. All ranks call it together where parameters lie
+    in parts on them: entries that are sharded have the digests of whole tensors, on every rank. Other entries are each
+    rank's own, and some differ, such as the batch.
+    """
+    leaves = dict(chain.from_iterable(part.leaves(state) for part in state.parts))
+    return digests(of_the_run(leaves))
+
+
+@torch.no_grad()
+def digests(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each tensor or plain value by its name, which is part of it, like dtype and shape."""
+    found = [(name, text, tensor) for name, leaf in leaves.items() for text, tensor in _pieces(leaf)]
+    numbers = iter(_sums([tensor for *_, tensor in found if tensor is not None]))
+    summaries: dict[str, xxhash.xxh3_128] = {}
+    for name, text, tensor in found:
+        summary = summaries.setdefault(name, xxhash.xxh3_128(f"{ALGORITHM}\0{name}".encode()))
+        summary.update(f"\0{text}\0{'' if tensor is None else next(numbers)}".encode())
+    return {name: summary.hexdigest() for name, summary in summaries.items()}
+
+
+def link(previous: str, step: int, entries: Mapping[str, str]) -> str:
+    """Return the next link of a chain of digests, 32 hexadecimal digits; ``previous`` is empty for the first one."""
+    told = [f"{ALGORITHM}\0{previous}\0{step}", *[f"{name}\0{value}" for name, value in sorted(entries.items())]]
+    return xxhash.xxh3_128_hexdigest("\0".join(told).encode())
+
+
+def _pieces(leaf: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield what makes up an entry: texts, most of them with the tensor that they describe."""
+    if not isinstance(leaf, Tensor):
+        yield described(leaf), None
+        return
+    if is_sharded(leaf):
+        yield _text(leaf), completed(leaf)
+        return
+    inner = inner_tensors(leaf)
+    if inner or leaf.layout is not torch.strided:
+        yield f"{_text(leaf)} {leaf.layout} of {len(inner)}", None
+    for part in byte_tensors(leaf.detach()):
+        has_bytes = not part.is_meta and not is_cut_off(part)
+        yield (_text(part), part) if has_bytes else (f"{_text(part)} without memory", None)
+    for part in inner:
+        yield from _pieces(part)
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _sums(tensors: list[Tensor]) -> list[list[int]]:
+    """Return both sums of each tensor, those of DTensors over all ranks that have parts of them."""
+    if not tensors:
+        return []
+    each = [_sums_of_shard(tensor) if is_sharded(tensor) else sums(tensor) for tensor in tensors]
+    device = next((found.device for found in each if found.device.type != "cpu"), each[0].device)
+    table = torch.stack([found.to(device) for found in each], 1)
+    return over_shards(table, groups_of(tensors)).t().tolist()  # type: ignore[no-any-return]
+
+
+def _sums_of_shard(tensor: Any) -> Tensor:
+    # The protocol by which torch.distributed.checkpoint asks a DTensor where its shard lies.
+    (place,) = tensor.__create_chunk_list__()
+    return sums(local_shards([tensor])[0], [*place.offsets], tensor.shape)

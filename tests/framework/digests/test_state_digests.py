@@ -1,0 +1,129 @@
+"""Digests of the training state: one for each entry, the same however tensors lie on ranks, in a chain."""
+
+from functools import partial
+
+import pytest
+import torch
+from loopscope.digests import link, state_digests
+from loopscope.digests.state_digests import digests
+from loopscope.state import of_the_run
+from torch import Tensor, nn
+
+from tests.support import Case, build, differences
+from tests.support.ranks import on_ranks
+from tests.support.vandals import Scene, train_one_step
+
+
+def test_two_builds_have_one_digest_and_a_step_changes_every_trained_parameter():
+    (task, state), (_, again) = build(Case()), build(Case())
+    before = state_digests(state)
+    assert before == state_digests(again)
+    assert before.keys() == of_the_run(state.digest()).keys()
+    assert {len(value) for value in before.values()} == {32}
+    train_one_step(Scene(task, state))
+    changed = differences(before, state_digests(state))
+    assert {f"parameters/{name}" for name, _ in task.model.named_parameters()} <= set(changed)
+
+
+def test_what_hooks_ask_the_loop_to_keep_is_left_out():
+    _, state = build(Case())
+    before = state_digests(state)
+    state.loop.current_grads = state.loop.accumulated_grads = {"0.weight": torch.ones(2)}
+    assert differences(before, state_digests(state)) == []
+    state.loop.step += 1
+    assert differences(before, state_digests(state)) == ["loop/step"]
+
+
+def test_a_digest_leaves_the_training_state_as_it_is():
+    _, state = build(Case())
+    before = state.digest()
+    state_digests(state)
+    assert differences(before, state.digest()) == []
+
+
+def test_plain_values_and_tensors_of_any_kind_have_digests_of_their_own():
+    sparse = partial(torch.sparse_coo_tensor, check_invariants=False)
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    values = [
+        *(0.1, 0.2, 1, True, "1", None, (1, 2), [1, 2], {"a": 1}),
+        *(torch.zeros(()), torch.zeros(1), torch.zeros(0), torch.zeros(0, 3), torch.zeros(1).double()),
+        *(torch.zeros(1, device="meta"), freed, nn.Parameter(torch.ones(3))),
+        *(sparse([[0, 1]], [1.0, 2.0], (3,)), sparse([[0, 2]], [1.0, 2.0], (3,)), sparse([[0, 1]], [1.0, 3.0], (3,))),
+        *(torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj()),
+    ]
+    assert len({digests({"a": value})["a"] for value in values}) == len(values)
+
+
+def test_every_link_of_a_chain_depends_on_all_before_it():
+    first, other = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
+    start = link("", 10, first)
+    assert link("", 10, dict(reversed(first.items()))) == start
+    assert len({start, link("", 11, first), link("", 10, other), link(start, 10, first), link("", 10, {})}) == 5
+    assert link(start, 20, other) != link(link("", 10, other), 20, other)
+
+
+def plain_tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"rows": (7, 5), "columns": (4, 11), "few": (2, 3), "whole": (6,), "sum": (3, 4), "plain": (5,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return tensors | {"long": torch.randn(1500, 700), "half": torch.randn(9, 3).bfloat16()}
+
+
+def of_three() -> list[dict[str, str]]:
+    """Return the digests of tensors as they lie on three ranks, of a sharded state, and of one changed on one rank."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh, tensors = init_device_mesh("cpu", (3,)), plain_tensors()
+    ways = {"rows": 0, "columns": 1, "few": 0, "long": 1, "half": 0}
+    laid_out = tensors | {name: distribute_tensor(tensors[name], mesh, [Shard(way)]) for name, way in ways.items()}
+    laid_out["whole"] = distribute_tensor(tensors["whole"], mesh, [Replicate()])
+    laid_out["sum"] = DTensor.from_local(tensors["sum"] / 4 * (1 + (mesh.get_rank() == 0)), mesh, [Partial()])
+    found = [digests(laid_out)]
+    if mesh.get_rank() == 1:
+        laid_out["rows"].to_local()[1, 2] += 1
+    task, state = build(Case())
+    fully_shard(task.model)
+    return [*found, digests(laid_out), state_digests(state)]
+
+
+def of_four() -> list[dict[str, str]]:
+    """Return the digests of a layer that FSDP2 has cut up over tensor parallelism, and of its columns on a mesh."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layers"))
+    layer = nn.Linear(5, 8)
+    whole = {"weight": torch.arange(40.0).view(8, 5), "bias": torch.arange(8.0)}
+    layer.load_state_dict(whole)
+    parallelize_module(layer, mesh["layers"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["data"])
+    tensor = distribute_tensor(torch.arange(77.0).view(7, 11), mesh, [Shard(1), Shard(0)])
+    return [
+        digests(dict(layer.named_parameters())),
+        digests(whole),
+        digests({"a": tensor}),
+        digests({"a": tensor.full_tensor()}),
+    ]
+
+
+@pytest.mark.slow
+def test_a_tensor_has_one_digest_however_it_lies_on_three_ranks(tmp_path):
+    tensors = plain_tensors()
+    _, state = build(Case())
+    for laid_out, changed, sharded in on_ranks(of_three, tmp_path, 3):
+        assert laid_out == digests(tensors)
+        assert differences(laid_out, changed) == ["rows"]
+        expected = state_digests(state)
+        names = [name for name in expected if name.startswith("parameters/")]
+        assert names
+        assert {name: sharded[name] for name in names} == {name: expected[name] for name in names}
+
+
+@pytest.mark.slow
+def test_a_tensor_has_one_digest_however_it_lies_on_a_mesh(tmp_path):
+    for layer, whole, tensor, full in on_ranks(of_four, tmp_path, 4):
+        assert layer == whole
+        assert tensor == full

@@ -1,0 +1,137 @@
+"""The sums of a tensor are those of the formula, see every corruption, and add up over parts however they are cut."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loopscope.digests import sums, tensor_sums
+from loopscope.digests.state_digests import digests
+from torch import Tensor
+
+from tests.framework.digests.corruptions import CORRUPTIONS, MEASURES, missed
+
+PAGE = Path(__file__).parents[3] / "docs" / "digests.md"
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+shapes = st.lists(st.integers(0, 9), max_size=4)
+
+
+@st.composite
+def tensors(draw) -> Tensor:
+    """Draw a tensor of any bytes, of any dtype and shape, its dimensions in any order in memory."""
+    shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
+    content = draw(st.randoms(use_true_random=False)).randbytes(prod(shape) * dtype.itemsize)
+    order = draw(st.permutations(range(len(shape))))
+    flat = torch.frombuffer(bytearray(content) or bytearray(16), dtype=torch.uint8)[: len(content)].clone()
+    flat = flat % 2 if dtype == torch.bool else flat
+    laid_out = flat.view(dtype).view([shape[place] for place in order])
+    return laid_out.permute([order.index(place) for place in range(len(shape))])
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def by_hand(content: bytes, start: int = 0) -> list[int]:
+    """Return both sums by the formula of the module, in Python's integers."""
+    projection, weights = (table.tolist() for table in tensor_sums._constants(torch.device("cpu")))
+    found = [0, 0]
+    for place, byte in enumerate(content, start):
+        block, inside = divmod(place, 1024)
+        chunk, block = divmod(block, 2048)
+        factors = tensor_sums._of_chunk(chunk, torch.device("cpu")).tolist()
+        signed = byte - 256 if byte > 127 else byte
+        for i in range(2):
+            columns = zip(projection[inside], weights[i][16 * block : 16 * block + 16], strict=True)
+            found[i] += signed * factors[i] * sum(r * p for r, p in columns)
+    return [(total + 2**63) % 2**64 - 2**63 for total in found]
+
+
+@given(tensors())
+def test_sums_are_those_of_the_formula(tensor):
+    assert sums(tensor).tolist() == by_hand(bytes_of(tensor))
+
+
+def test_the_constants_are_those_that_records_were_written_with():
+    assert sums(torch.arange(5000.0)).tolist() == CONSTANT
+
+
+CONSTANT = [-4107546890572157914, -2984730789834667656]
+
+
+@given(tensors(), st.data())
+def test_digests_are_equal_where_name_dtype_shape_and_bytes_are(tensor, data):
+    entry = digests({"a": tensor})
+    assert digests({"a": tensor.clone(memory_format=torch.contiguous_format)}) == entry
+    assert digests({"b": tensor})["b"] != entry["a"]
+    assert digests({"a": tensor[None]}) != entry
+    if tensor.dtype.itemsize > 1:
+        assert digests({"a": tensor.contiguous().reshape(-1).view(torch.uint8)}) != entry
+    if tensor.numel():
+        content = bytearray(bytes_of(tensor))
+        bit = 0 if tensor.dtype == torch.bool else data.draw(st.integers(0, 7))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << bit
+        other = torch.frombuffer(content, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        assert digests({"a": other}) != entry
+
+
+@given(tensors(), st.data())
+def test_parts_add_up_to_the_whole(tensor, data):
+    parts = [((0,) * tensor.dim(), tensor)]
+    for dimension, size in enumerate(tensor.shape):
+        cut = data.draw(st.integers(0, size))
+        parts = [
+            ((*at[:dimension], at[dimension] + begin, *at[dimension + 1 :]), part.narrow(dimension, begin, length))
+            for at, part in parts
+            for begin, length in ((0, cut), (cut, size - cut))
+        ]
+    assert sum(sums(part, at, tensor.shape) for at, part in parts).tolist() == sums(tensor).tolist()
+
+
+@pytest.mark.parametrize("cut", [1, 1023, 1024, 2**21 - 1, 2**21, 2**21 + 5, 2**22])
+def test_parts_of_a_tensor_of_several_chunks_add_up(cut):
+    tensor = torch.randint(256, (2**22 + 2**21 + 3000,), dtype=torch.uint8)
+    whole = sums(tensor)
+    assert torch.equal(whole, sums(tensor[:cut]) + sums(tensor[cut:], [cut], tensor.shape))
+    assert torch.equal(whole, sums(tensor, at_once=64))
+
+
+def test_a_part_scattered_over_a_large_tensor_adds_up():
+    tensor = torch.randn(700, 3000)
+    pieces = [(0, tensor[:, :1001]), (1001, tensor[:, 1001:])]
+    assert torch.equal(sums(tensor), sum(sums(part, [0, at], tensor.shape) for at, part in pieces))
+
+
+def test_chunks_and_blocks_have_weights_of_their_own():
+    tensor = torch.zeros(2**22 + 2000, dtype=torch.uint8)
+    places = [0, 1, 1024, 1025, 2**21, 2**21 + 1, 2**22, 2**22 + 1024]
+    assert by_hand(b"\7", places[-1]) == sums(tensor[:1] + 7, [places[-1]], tensor.shape).tolist()
+    found = {tuple(sums(tensor.index_fill(0, torch.tensor(place), 7)).tolist()) for place in places}
+    assert len(found) == len(places)
+
+
+def test_processors_without_products_of_bytes_find_the_same(monkeypatch):
+    tensor = torch.full((300, 1024), -128, dtype=torch.int8)
+    tensor[100:] = torch.randint(-128, 128, (200, 1024))
+    before = sums(tensor)
+    for known in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda known=known: known)
+        with torch.autocast("cpu"):
+            assert torch.equal(sums(tensor), before)
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+@pytest.mark.parametrize("trials", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_every_corruption_is_seen_and_the_page_says_how_many_others_miss(corruption, trials):
+    torch.manual_seed(trials)
+    found = missed(corruption, trials)
+    assert found["loopscope-1"] == 0
+    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {corruption} |")]
+    for name, cell in zip(MEASURES, row.split("|")[2:], strict=False):
+        told = 0 if cell.strip() == "none" else int(cell.removesuffix(" % "))
+        assert found[name] == 0 if told == 0 else abs(100 * found[name] / trials - told) < 10
