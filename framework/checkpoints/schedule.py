@@ -14,6 +14,7 @@ from ..errors import LoopscopeError, RunNotice
 from ..firing import HookManager
 from ..state import LoopState
 from .content import RunState
+from .digest_log import DigestLog
 from .writer import CheckpointWriter
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -108,11 +109,13 @@ class CheckpointPlan:
         every: epochs (step loop: steps) between checkpoints; 0 for none.
         every_steps: steps between checkpoints, within epochs too; 0 for none.
         keep: how many of the newest are kept, beside the best.
+        digest_every: steps between digests of the training state; 0 for none.
     """
 
     every: int = 0
     every_steps: int = 0
     keep: int = 3
+    digest_every: int = 0
 
     @property
     def writes(self) -> bool:
@@ -139,8 +142,10 @@ class Checkpointing:
         signals: Signals,
         *,
         describe: Callable[[], Mapping[str, Any]],
+        digests: DigestLog | None = None,
     ) -> None:
         self.writer = writer
+        self._digests = digests
         self._manager = manager
         self._run_state = RunState(manager)
         self._plan = plan
@@ -150,6 +155,8 @@ class Checkpointing:
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
+        if self._digests is not None:
+            self._digests.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
         signals, ranks = self._signals, self._manager.task.ranks
         if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
             stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)
@@ -192,6 +199,8 @@ class Checkpointing:
         with self._manager.between_steps():
             dispatch = self._manager.dispatch
             manifest, sink_files = {**self._describe(), "sinks": dispatch.positions()}, dispatch.files()
+        if self._digests is not None:
+            manifest["digests"] = self._digests.position()
         self.writer.write(step, content, manifest, sink_files)
         if wait:
             self.finish()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Parting, content_of, differing, leaves, moments_of, open_checkpoint
+from ..checkpoints import Parting, content_of, differing, leaves, moments_of, open_checkpoint, read_digests
 from ..errors import LoopscopeError, UsageError
 from ..report import differing_parts
 from ..runs import RunFolder, RunRecord, differences, require
@@ -27,14 +27,15 @@ def diff(words: Sequence[str]) -> None:
     require(len(runs) == 2, f"loopscope diff takes the folders of two runs, but got {len(runs)}.")
     records = [RunRecord.read(Path(run)) for run in runs]
     a, b = (RunFolder(Path(run), record.strategy) for run, record in zip(runs, records, strict=True))
-    checked = [_checkpoints(a, b), _metrics(a, b), _weights(a, b)]
+    checked = [_checkpoints(a, b), _digests(a, b), _metrics(a, b), _weights(a, b)]
     compared = [text for text, _ in checked if text]
     for each in differing_parts(dict(zip("ab", records, strict=True))):
         write_line(f"{each['part']}: {each['name']}: {each['values']['a']} / {each['values']['b']}")
     for text in compared:
         write_line(text)
     require(
-        bool(compared), f"{a.path} and {b.path} have no checkpoint of the same step, no JSONL and no weights in common."
+        bool(compared),
+        f"{a.path} and {b.path} have no checkpoint or digest of the same step, no JSONL and no weights in common.",
     )
     parted = [parting for _, parting in checked if parting]
     if parted:
@@ -52,6 +53,16 @@ def _checkpoints(a: RunFolder, b: RunFolder) -> tuple[str, str]:
             return f"Checkpoints: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
     steps = ", ".join(f"{step:,}" for _, step in common)
     return (f"Checkpoints of steps {steps}: the same." if common else ""), ""
+
+
+def _digests(a: RunFolder, b: RunFolder) -> tuple[str, str]:
+    left, right = read_digests(a.path), read_digests(b.path)
+    common = [moment for moment in left if moment in right]
+    for epoch, step in common:
+        one, other = left[epoch, step].entries, right[epoch, step].entries
+        if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
+            return f"Digests: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
+    return (f"Digests of {len(common)} steps: the same." if common else ""), ""
 
 
 def _metrics(a: RunFolder, b: RunFolder) -> tuple[str, str]:

@@ -57,9 +57,9 @@ def rewind(words: Sequence[str]) -> None:
     path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
     write_line(f"Trained again from step {since:,} on; metrics: {path}")
     if compared:
-        write_line(f"The run is the same, bit for bit, at the checkpoints of steps {listed([*map(str, compared)], 9)}.")
+        write_line(f"The run is the same, bit for bit, at steps {listed([*map(str, compared)], 9)}.")
     else:
-        write_line("No checkpoint of the run lies in this stretch, so nothing shows that it is the same.")
+        write_line("No checkpoint or digest of the run lies in this stretch, so nothing shows that it is the same.")
 
 
 def _verify(session: Session, folder: Path, number: int) -> None:

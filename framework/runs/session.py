@@ -171,7 +171,7 @@ class Session:
             folder = replace(setup.folder, path=path)
             folder.refuse_to_overwrite(allowed=True)  # an earlier one of the same steps
             (run,) = self._runs([replace(setup, folder=folder)])
-            compared = rewind(run, stretch, moments, before)  # type: ignore[arg-type]
+            compared = rewind(run, stretch, moments, before, setup.folder.path)  # type: ignore[arg-type]
             return path, run.resumed.step if run.resumed else 0, compared
 
     def _setups(self) -> list[Setup]:
@@ -323,7 +323,9 @@ class Session:
             setup.folder,
             record,
             self.display,
-            plan=CheckpointPlan(options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints),
+            plan=CheckpointPlan(
+                options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints, options.digest_every
+            ),
             resumed=setup.resumed,
             reference=None if reference is None else reference.path,
             signals=self._signals,

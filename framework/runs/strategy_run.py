@@ -17,6 +17,7 @@ from ..checkpoints import (
     Checkpointing,
     CheckpointPlan,
     CheckpointWriter,
+    DigestLog,
     RunState,
     Signals,
     StoppedError,
@@ -84,12 +85,14 @@ class StrategyRun:
         ranks = self.task.ranks
         self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
+        self._digests = DigestLog(self.folder.path, self.manager, self.plan.digest_every)
         self._checkpointing = Checkpointing(
             self.manager,
             CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks),
             self.plan,
             self.signals,
             describe=self._describe,
+            digests=self._digests,
         )
 
     def run(self) -> dict[str, Any]:
@@ -199,6 +202,8 @@ class StrategyRun:
         if self.resumed is not None:
             self.manager.hooks.goes_on()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
+            if position := self.resumed.manifest.get("digests"):
+                self._digests.go_on(position)
             self._initial = dict(self.resumed.manifest["initial"])
 
     def _claim(self) -> None:

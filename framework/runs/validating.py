@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from ..checkpoints import Moment, Parting, RunState, content_of, differing, moments_of, open_checkpoint
+from ..checkpoints import (
+    Digest,
+    Moment,
+    Parting,
+    RunState,
+    content_of,
+    differing,
+    moments_of,
+    open_checkpoint,
+    read_digests,
+)
+from ..digests import state_digests
 from ..errors import LoopscopeError, UsageError, listed, require
 from ..firing import HookManager
 from ..state import LoopState
@@ -31,29 +42,39 @@ class Validation:
     now: RunRecord
     until: int | None = None
     """The last step to train."""
+    digests: Mapping[Moment, Digest] = field(default_factory=dict)
+    """Of the first run, in its record."""
+    folder: Path | None = None
+    """Where that lies."""
     compared: list[int] = field(default_factory=list)
+    digested: list[int] = field(default_factory=list)
 
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Compare; raises :class:`PartedError` that names the first step and tensor, and what else differs."""
         if path := self.moments.get((loop.epoch, loop.step)):
-            self._compare(path, loop)
+            content = content_of(open_checkpoint(path), self.manager.state.model, self.manager.task.ranks)
+            self._tell(path.parent.parent, differing(content, RunState(self.manager).take()), loop)
+            self.compared.append(loop.step)
+        if unit_ended != self.manager.counts_epochs and (digest := self.digests.get((loop.epoch, loop.step))):
+            found = state_digests(self.manager.state)
+            names = [name for name in {**digest.entries, **found} if found.get(name) != digest.entries.get(name)]
+            self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
+            self.digested.append(loop.step)
         done = len(self.compared) == len(self.moments) if self.until is None else loop.step >= self.until
         loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
 
-    def _compare(self, path: Path, loop: LoopState) -> None:
-        manager, ranks = self.manager, self.manager.task.ranks
-        content = content_of(open_checkpoint(path), manager.state.model, ranks)
-        names = differing(content, RunState(manager).take())
-        if names := [*dict.fromkeys(chain.from_iterable(ranks.gather(names)))]:
+    def _tell(self, where: Path | None, names: Sequence[str], loop: LoopState) -> None:
+        """Raise :class:`PartedError` if anything differs on any rank."""
+        ranks = self.manager.task.ranks
+        if every := [*dict.fromkeys(chain.from_iterable(ranks.gather([*names])))]:
             hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.before, self.now)]
             unlike = differences(self.before.surroundings, self.now.surroundings, {"command"})
             elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in unlike]
             raise PartedError(
-                f"This run parts from the one in {path.parent.parent} {Parting(loop.epoch, loop.step, names)}. Its "
+                f"This run parts from the one in {where} {Parting(loop.epoch, loop.step, every)}. Its "
                 f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
                 + (f" Its environment is another one: {listed(elsewhere, 5)}." if elsewhere else "")
             )
-        self.compared.append(loop.step)
 
 
 def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[Moment, Path], RunRecord]:
@@ -109,8 +130,10 @@ class Stretch:
         return moments[max(between)] if between else None
 
 
-def rewind(run: StrategyRun, stretch: Stretch, moments: Mapping[Moment, Path], before: RunRecord) -> Sequence[int]:
-    """Train a stretch again, and return at which steps it was compared.
+def rewind(
+    run: StrategyRun, stretch: Stretch, moments: Mapping[Moment, Path], before: RunRecord, folder: Path
+) -> Sequence[int]:
+    """Train a stretch of the run in ``folder`` again, and return at which steps it was compared.
 
     Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
     """
@@ -122,10 +145,10 @@ def rewind(run: StrategyRun, stretch: Stretch, moments: Mapping[Moment, Path], b
         since = run.resumed.step
         tell_of_environment(run.resumed, run.record)
     ahead = {moment: path for moment, path in moments.items() if since < moment[1] <= stretch.until}
-    validation = Validation(run.manager, ahead, before, run.record, stretch.until)
+    validation = Validation(run.manager, ahead, before, run.record, stretch.until, read_digests(folder), folder)
     with ExitStack() as held:
         run.enter_anew(held)
         run.again(validation, recorded=True)
     last = run.manager.state.loop.step
     require(last >= stretch.step, f"The run ended after step {last:,}; it never reached step {stretch.step:,}.")
-    return validation.compared
+    return sorted({*validation.compared, *validation.digested})

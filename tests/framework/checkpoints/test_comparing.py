@@ -171,7 +171,10 @@ def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
     for name in ("plain.jsonl", "plain_final.pt"):
         (pair[1] / name).unlink()
     status, said = diff(capfd, *pair)
-    assert (status, "have no checkpoint of the same step, no JSONL and no weights in common" in said) == (2, True)
+    assert (status, "have no checkpoint or digest of the same step, no JSONL and no weights in common" in said) == (
+        2,
+        True,
+    )
 
 
 @pytest.mark.parametrize(

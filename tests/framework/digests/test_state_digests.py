@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from loopscope.digests import link, state_digests
-from loopscope.digests.state_digests import digests
+from loopscope.digests.entries import digests
 from loopscope.state import of_the_run
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loopscope.digests import sums, tensor_sums
-from loopscope.digests.state_digests import digests
+from loopscope.digests.entries import digests
 from torch import Tensor
 
 from tests.framework.digests.corruptions import CORRUPTIONS, MEASURES, missed

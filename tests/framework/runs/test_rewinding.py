@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing
+from loopscope.checkpoints import DIGESTS, Checkpointing, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
 from loopscope.runs.validating import PartedError
 
 from tests.framework.checkpoints.crash_runs import patiently
+from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
 from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
 
@@ -168,3 +169,45 @@ def test_stretches_drawn_at_random_are_compared_and_the_first_that_differs_is_na
 
 def test_what_is_no_run_is_refused(tmp_path):
     assert main(["rewind", str(tmp_path / "none"), "--step", "3"]) == 2
+
+
+DIGESTED = {**OPTIONS, "digest_every": 2, "save_checkpoints": 0, "checkpoint_every_steps": 0}
+
+
+def test_digests_show_that_two_runs_are_the_same_without_a_checkpoint_and_where_they_part(tmp_path, capfd):
+    for name, options in (
+        ("a", {}),
+        ("b", {"hooks": ["variance", "norms"], "hook_options": WINDOW}),
+        ("c", {"seed": 3}),
+    ):
+        session(tmp_path / name, **{**DIGESTED, **options}).run()
+    runs = [str(tmp_path / name / "small/plain") for name in "abc"]
+    main(["diff", *runs[:2]])
+    assert "Digests of 6 steps: the same.\nMetrics" in capfd.readouterr().out
+    assert main(["diff", runs[0], runs[2]]) == 1
+    assert "at step 2 (epoch 0), first in parameters/0.weight" in capfd.readouterr().err
+    _, since, compared = rewind(tmp_path / "a", Stretch(7, 8), hooks=["variance"], hook_options=WINDOW)
+    assert (since, compared) == (0, [2, 4, 6, 8])
+    lines = (tmp_path / "a/small/plain" / DIGESTS).read_text().splitlines()
+    other = (tmp_path / "c/small/plain" / DIGESTS).read_text().splitlines()
+    (tmp_path / "a/small/plain" / DIGESTS).write_text("\n".join([*lines[:2], other[2], *lines[3:]]))
+    assert [step for _, step in read_digests(tmp_path / "a/small/plain")] == [2, 4]  # the chain ends there
+    (tmp_path / "a/small/plain" / DIGESTS).write_text(other[0])
+    with pytest.raises(PartedError, match=r"parts from .* at step 2 \(epoch 0\), first in parameters/0.weight"):
+        rewind(tmp_path / "a", Stretch(7, 8))
+
+
+def test_a_run_that_is_killed_and_resumed_has_the_chain_of_the_whole_one(tmp_path, recwarn):
+    options = {**OPTIONS, "digest_every": 1}
+    session(tmp_path / "whole", **options).run()
+    assert kill_after(8, tmp_path / "killed", tmp_path / "left", **options)
+    session(tmp_path / "left", **options, resume=True).run()
+    files = [tmp_path / name / "small/plain" / DIGESTS for name in ("whole", "left")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert len(read_digests(files[0].parent)) == 12
+    assert kill_after(8, tmp_path / "killed again", tmp_path / "left again", **options)
+    damaged = tmp_path / "left again/small/plain" / DIGESTS
+    damaged.write_bytes(damaged.read_bytes().replace(b"loop", b"pool"))
+    session(tmp_path / "left again", **options, resume=True).run()
+    assert any("is not what the checkpoint knows; its digests begin anew" in str(each.message) for each in recwarn)
+    assert [step for _, step in read_digests(damaged.parent)][-4:] == [9, 10, 11, 12]

@@ -1,0 +1,88 @@
+"""Digests of the training state in the record of a run: a file of lines, each a link of a chain."""
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ..digests import ALGORITHM, link, state_digests
+from ..durable_files import refusal_of_disk
+from ..firing import HookManager
+from ..state import LoopState
+
+DIGESTS = "digests.jsonl"
+
+
+class Digest(NamedTuple):
+    """One line of the file: the digest of each entry of the state at a moment, and the link that ends with it."""
+
+    epoch: int
+    step: int
+    algorithm: str
+    link: str
+    entries: Mapping[str, str]
+
+
+def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
+    """Return the digests in the folder of a run by epoch and step, as far as lines are whole and fit to the chain."""
+    found: dict[tuple[int, int], Digest] = {}
+    path, before = folder / DIGESTS, ""
+    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
+        try:
+            digest = Digest(**json.loads(line))
+            if digest.algorithm != ALGORITHM or digest.link != link(before, digest.step, digest.entries):
+                break
+        except (ValueError, TypeError, AttributeError):
+            break
+        found[digest.epoch, digest.step] = digest
+        before = digest.link
+    return found
+
+
+class DigestLog:
+    """Writes a line every so many steps; of several processes, which all take part, the first writes.
+
+    Args:
+        folder: that of the run.
+        every: steps between two lines; 0 for none.
+    """
+
+    def __init__(self, folder: Path, manager: HookManager, every: int) -> None:
+        self._path, self._manager, self._every = folder / DIGESTS, manager, every
+        self._link = ""
+        self._bytes = 0
+        self._summary = xxhash.xxh3_128()
+
+    def position(self) -> dict[str, Any]:
+        """Return what a checkpoint says of the file: its length, its bytes' digest, and the last link."""
+        return {"bytes": self._bytes, "xxh3_128": self._summary.hexdigest(), "link": self._link}
+
+    def go_on(self, position: Mapping[str, Any]) -> None:
+        """Cut the file to what it was at a checkpoint; where it is not what it was, a new chain begins in it."""
+        data = self._path.read_bytes()[: position["bytes"]] if self._path.is_file() else b""
+        if xxhash.xxh3_128_hexdigest(data) != position["xxh3_128"]:
+            warnings.warn(f"{self._path} is not what the checkpoint knows; its digests begin anew.", stacklevel=2)
+            self._path.unlink(missing_ok=True)
+            return
+        if data:
+            os.truncate(self._path, len(data))
+        self._bytes, self._link = len(data), position["link"]
+        self._summary.update(data)
+
+    def pause(self, loop: LoopState, *, step_ended: bool) -> None:
+        """Write a line if one is due."""
+        if not (self._every and step_ended and loop.step % self._every == 0):
+            return
+        entries = state_digests(self._manager.state)
+        self._link = link(self._link, loop.step, entries)
+        digest = Digest(loop.epoch, loop.step, ALGORITHM, self._link, entries)
+        data = (json.dumps(digest._asdict()) + "\n").encode()
+        self._summary.update(data)
+        self._bytes += len(data)
+        if self._manager.task.ranks.is_main:
+            with refusal_of_disk(self._path), self._path.open("ab") as file:
+                file.write(data)
