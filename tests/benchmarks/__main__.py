@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.benchmarks.attach_cost import bare_attach, trainers
-from tests.benchmarks.checkpoint_cost import checkpoints, resuming
+from tests.benchmarks.checkpoint_cost import checkpoints, resuming, resuming_together
 from tests.benchmarks.console_cost import displays
 from tests.benchmarks.digest_cost import at_snapshots, digests
 from tests.benchmarks.fire_cost import empty_fire, observers_in_a_fire
@@ -57,7 +57,7 @@ BENCHMARKS: dict[str, tuple[str, Sequence[Callable[[Effort], Iterator[Row]]]]] =
     "resume": ("Epochs begun in their middle", (first_batches, skipping, every_batch)),
     "lowbit": ("Casts to narrow formats", (casts,)),
     "overflow": ("Overflow of narrow formats", (hypothetical_casts, counting)),
-    "ranks": ("Ranks that train together", (agreements_and_copies,)),
+    "ranks": ("Ranks that train together", (agreements_and_copies, resuming_together)),
     "each": ("Each hook", (each_hook,)),
 }
 

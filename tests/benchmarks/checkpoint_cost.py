@@ -107,24 +107,36 @@ def _copy(subject: Subject, buffers: list[Tensor]) -> float:
 
 def resuming(effort: Effort) -> Iterator[Row]:
     """Measure the CPU time of a process up to its first step: of a run that goes on, and of one that begins."""
+    yield Row("Resume to the first step", "a fresh start, CPU time", TIMES, _resumed(effort, []), 2.0)
+
+
+def resuming_together(effort: Effort) -> Iterator[Row]:
+    """Measure the same of two processes that share the parameters."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    against = "a fresh start of 2 processes, CPU time"
+    yield Row("Resume to the first step, FSDP2", against, TIMES, _resumed(effort, torchrun), 2.0)
+
+
+def _resumed(effort: Effort, launcher: list[str]) -> Spread:
     with TemporaryDirectory() as folder:
         words = ["run", "mod_arithmetic", "--preset", "quick", "--strategy", "stride", "--no-console-output"]
         words += ["--max-epochs", "2", "--train-size", "320", "--test-size", "32", "--save-checkpoints", "1"]
+        words += ["--parallel", "fsdp"] if launcher else []
         run = Path(folder) / "a/mod_arithmetic/stride"
-        _run("-m", "loopscope", *words, "--output-dir", f"{folder}/a")
+        _run(*launcher, "-m", "loopscope", *words, "--output-dir", f"{folder}/a")
         (run / "summary.json").unlink()
         (newest := max(run.glob("checkpoints/step_*"))).rename(newest.with_suffix(".removed"))
         fresh: list[float] = []
         resumed: list[float] = []
         for index in range(effort.times(7)):
-            fresh.append(_first_step(*words, "--output-dir", f"{folder}/fresh{index}"))
-            resumed.append(_first_step("resume", str(run)))
-        yield Row("Resume to the first step", "a fresh start, CPU time", TIMES, ratio(resumed, fresh), 2.0)
+            fresh.append(_first_step(launcher, *words, "--output-dir", f"{folder}/fresh{index}"))
+            resumed.append(_first_step(launcher, "resume", str(run)))
+        return ratio(resumed, fresh)
 
 
-def _first_step(*words: str) -> float:
-    """Return the CPU seconds of a command up to its first step."""
-    return float(_run(str(FIRST_STEP), *words).split()[-1])
+def _first_step(launcher: list[str], *words: str) -> float:
+    """Return the CPU seconds of a command up to its first step, of several processes one's."""
+    return float(_run(*launcher, str(FIRST_STEP), *words).split()[-1])
 
 
 def _run(*words: str) -> str:
