@@ -176,7 +176,7 @@ def _start(experiment: Experiment, options: Options) -> None:
         if chosen.validate_checkpoints:
             compared = Session(runner, chosen, make_sinks).validate()
             for name, steps in compared.items() if speaks() else ():
-                where = f"{counted(len(steps), 'checkpoint')}, steps {listed(steps)}"
+                where = f"{counted(len(steps), 'moment')}, steps {listed(steps)}"
                 write_line(f"{name}: the same bit for bit at {where}")
             return
         together = chosen.parallel is not None and (options["jobs"] or 1) > 1

@@ -38,7 +38,7 @@ from .resuming import MAY_DIFFER, newest_of, refuse_another_run, tell_of_environ
 from .run_folder import OVERWRITING, REWINDS, RunFolder
 from .runner import ExperimentRunner
 from .strategy_run import Display, StrategyRun
-from .validating import Stretch, checkpoints_to_compare, rewind, validate
+from .validating import Stretch, earlier_run, rewind, validate
 
 OVERWRITING_FROM_PYTHON = "choose another output_dir in the config, or write over it: RunOptions(overwrite=True)"
 
@@ -137,7 +137,7 @@ class Session:
             held.enter_context(joined(self.options.parallel))
             elsewhere = held.enter_context(TemporaryDirectory())
             setups = self._setups()
-            earlier = [checkpoints_to_compare(setup.folder, setup.record) for setup in setups]
+            earlier = [earlier_run(setup.folder, setup.record) for setup in setups]
             setups = [
                 replace(
                     setup,
@@ -146,7 +146,7 @@ class Session:
                 for setup in self._with_references(setups)
             ]
             runs = replace(self, make_sinks=list)._runs(setups)
-            return {run.folder.name: validate(run, *found) for run, found in zip(runs, earlier, strict=True)}
+            return {run.folder.name: validate(run, found) for run, found in zip(runs, earlier, strict=True)}
 
     def rewind(self, stretch: Stretch, *, recorded: bool = True) -> tuple[Path, int, Sequence[int]]:
         """Train a stretch of a run again, from its nearest checkpoint before, with the hooks of this session.

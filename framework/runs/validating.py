@@ -60,8 +60,17 @@ class Validation:
             names = [name for name in {**digest.entries, **found} if found.get(name) != digest.entries.get(name)]
             self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
             self.digested.append(loop.step)
-        done = len(self.compared) == len(self.moments) if self.until is None else loop.step >= self.until
+        done = not self.missing() if self.until is None else loop.step >= self.until
         loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
+
+    def missing(self) -> list[Moment]:
+        """Return the moments at which it has not been compared yet."""
+        of_digests = [moment for moment in self.digests if moment[1] not in self.digested]
+        return [*sorted(self.moments)[len(self.compared) :], *of_digests]
+
+    def steps(self) -> list[int]:
+        """Return the steps at which it was compared."""
+        return sorted({*self.compared, *self.digested})
 
     def _tell(self, where: Path | None, names: Sequence[str], loop: LoopState) -> None:
         """Raise :class:`PartedError` if anything differs on any rank."""
@@ -77,28 +86,39 @@ class Validation:
             )
 
 
-def checkpoints_to_compare(folder: RunFolder, now: RunRecord) -> tuple[Mapping[Moment, Path], RunRecord]:
-    """Return the intact checkpoints of an earlier run and what was run.
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run left to compare with."""
+
+    moments: Mapping[Moment, Path]
+    """Its intact checkpoints."""
+    record: RunRecord
+    digests: Mapping[Moment, Digest]
+    folder: Path
+
+
+def earlier_run(folder: RunFolder, now: RunRecord) -> Earlier:
+    """Return the intact checkpoints and the digests of an earlier run, and what was run.
 
     Raises :class:`UsageError` where there are none, or where the run that is compared with them is another one.
     """
-    moments, before = moments_of(folder.checkpoints), folder.record()
-    if before is None or not moments:
-        raise UsageError(f"{folder.path} holds no intact checkpoints to compare with.")
+    moments, before, digests = moments_of(folder.checkpoints), folder.record(), read_digests(folder.path)
+    if before is None or not (moments or digests):
+        raise UsageError(f"{folder.path} holds no intact checkpoints or digests to compare with.")
     refuse_another_run(folder.path, before, now)
-    return moments, before
+    return Earlier(moments, before, digests, folder.path)
 
 
-def validate(run: StrategyRun, moments: Mapping[Moment, Path], before: RunRecord) -> Sequence[int]:
-    """Train a strategy that was just prepared and return the steps at which it is the same as the checkpoints."""
-    validation = Validation(run.manager, moments, before, run.record)
+def validate(run: StrategyRun, earlier: Earlier) -> Sequence[int]:
+    """Train a strategy that was just prepared and return the steps at which it is the same as an earlier run."""
+    validation = Validation(
+        run.manager, earlier.moments, earlier.record, run.record, None, earlier.digests, earlier.folder
+    )
     run.folder.make()
     run.again(validation)
-    if len(validation.compared) < len(moments):
-        raise PartedError(
-            f"The run ended before it reached the checkpoints {sorted(moments)[len(validation.compared) :]}."
-        )
-    return validation.compared
+    if missing := validation.missing():
+        raise PartedError(f"The run ended before it reached the checkpoints or digests of {missing}.")
+    return validation.steps()
 
 
 @dataclass(frozen=True)
@@ -151,4 +171,4 @@ def rewind(
         run.again(validation, recorded=True)
     last = run.manager.state.loop.step
     require(last >= stretch.step, f"The run ended after step {last:,}; it never reached step {stretch.step:,}.")
-    return sorted({*validation.compared, *validation.digested})
+    return validation.steps()

@@ -188,6 +188,7 @@ def test_digests_show_that_two_runs_are_the_same_without_a_checkpoint_and_where_
     assert "at step 2 (epoch 0), first in parameters/0.weight" in capfd.readouterr().err
     _, since, compared = rewind(tmp_path / "a", Stretch(7, 8), hooks=["variance"], hook_options=WINDOW)
     assert (since, compared) == (0, [2, 4, 6, 8])
+    assert session(tmp_path / "a", **DIGESTED, validate_checkpoints=True).validate() == {"plain": [2, 4, 6, 8, 10, 12]}
     lines = (tmp_path / "a/small/plain" / DIGESTS).read_text().splitlines()
     other = (tmp_path / "c/small/plain" / DIGESTS).read_text().splitlines()
     (tmp_path / "a/small/plain" / DIGESTS).write_text("\n".join([*lines[:2], other[2], *lines[3:]]))

@@ -63,7 +63,7 @@ def test_the_command_says_so(finished: Path, tmp_path: Path, capfd) -> None:
     shutil.copytree(finished, tmp_path / "first")
     words = ["run", "small", "--strategy", "plain", "--epochs", "2", "--validate-checkpoints", "--no-console-output"]
     assert main([*words, "--output-dir", str(tmp_path / "first")]) == 0
-    assert capfd.readouterr().out == "plain: the same bit for bit at 3 checkpoints, steps 2, 4, 6\n"
+    assert capfd.readouterr().out == "plain: the same bit for bit at 3 moments, steps 2, 4, 6\n"
     plant(tmp_path / "first/small/plain", 6, next(iter(PLANTED)))
     assert main([*words, "--output-dir", str(tmp_path / "first")]) == 1
     assert "at step 6 (epoch 1), first in parameters/0.weight" in capfd.readouterr().err
@@ -76,11 +76,11 @@ def test_another_run_is_refused(options, finished: Path) -> None:
 
 
 def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no intact checkpoints to compare with"):
+    with pytest.raises(UsageError, match="holds no intact checkpoints or digests to compare with"):
         validate(tmp_path)
     shutil.copytree(finished, tmp_path / "first")
     shutil.rmtree(tmp_path / "first/small/plain/checkpoints")
-    with pytest.raises(UsageError, match="holds no intact checkpoints to compare with"):
+    with pytest.raises(UsageError, match="holds no intact checkpoints or digests to compare with"):
         validate(tmp_path / "first")
 
 
