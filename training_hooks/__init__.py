@@ -5,6 +5,7 @@ from .circuits import Attention, Fourier, TokenGradient
 from .clipping import ClipOptions, EmbeddingProvenance, GradClip, OutputProjectionClip, TiedGradientClipping
 from .counterfactual import Counterfactual, CounterfactualValidator
 from .curvature import Hessian, LrProbe, Sharpness
+from .explaining import StepHistory, WhatIf
 from .gradients import (
     BatchDynamics, Consecutive, GradientFlow, GradientNoiseScale, GradientProjection, Norms, SubspaceGradientInfo,
     Variance,
@@ -18,7 +19,7 @@ __all__ = [
     "CounterfactualValidator", "EmbeddingProvenance", "Fourier", "GradClip", "GradientFlow", "GradientNoiseScale",
     "GradientOverflow", "GradientProjection", "Hessian", "LossSpikes", "LrProbe", "MetisSplit", "ModelSmoother",
     "ModelSmoothing", "Norms", "OutputProjectionClip", "ParameterDelta", "PathLength", "Phases", "RangePenaltyReport",
-    "Sharpness", "SmoothingConfig", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
+    "Sharpness", "SmoothingConfig", "StepHistory", "SubspaceGradientInfo", "TiedGradientClipping", "TokenGradient",
     "TrainingDiagnostics", "TrainingMetrics", "Variance", "WeightAverage", "WeightTracking", "WeightUpdateMonitor",
-    "WeightUpdates",
+    "WeightUpdates", "WhatIf",
 ]

@@ -1,6 +1,7 @@
 """``loopscope rewind RUN --step N``: trains a stretch of a run again, bit for bit, with whatever hooks one likes."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,18 +11,18 @@ from typing import Any
 from ..checkpoints import moments_of
 from ..console import watch
 from ..errors import listed
-from ..runs import RunFolder, RunRecord, Session, Stretch, check_device, require
+from ..explaining import explain, told
+from ..hooks import ALERTS
+from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, require
 from ..training import speaks, started_together
+from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
-
-LOOKING = ("with_hooks", "hooks", "hook_config")
-
 
 def rewind(words: Sequence[str]) -> None:
     """Train the stretch that the words name, and say where its metrics are and with what it was compared."""
     parser = CommandParser(
-        "rewind RUN --step N [--until M] [hooks] | --verify N",
+        "rewind RUN --step N [--until M] [hooks] | --step N --explain | --spike | --verify N",
         "Train steps N to M of a run again, from its nearest intact checkpoint before them, with other hooks if you "
         "like. The run is the same, bit for bit, and stays as it is; the metrics lie in RUN/rewinds.",
     )
@@ -30,27 +31,41 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("until", int, "the last one; by default the same")
     parser.add("from_start", bool, "begin at step 0, so that hooks remember all that came before", default=False)
     parser.add("verify", int, "train so many stretches between two checkpoints again, drawn at random, without hooks")
+    parser.add("explain", bool, "say what left its history first in the steps up to N, and why", default=False)
+    parser.add("spike", bool, "explain the step of the first alert in the record, one of a spike if there is any", default=False)
     parser.add("with_hooks", str, "a group of hooks, in place of those that were on", metavar="GROUP")
     parser.add("hooks", NAMES, "hooks by name, in place of those that were on", default=[], metavar="NAME")
     parser.add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
     given = parser.defaults | parser.parse(without_dots(words))
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
-    asked = [name for name in ("step", "verify") if given[name] is not None]
-    require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --verify N.")
-    if given["verify"] is not None:
-        given["with_hooks"] = "none"
+    asked = [name for name in ("step", "verify", "spike") if given[name] not in (None, False)]
+    require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.")
     folder = Path(given["RUN"][0])
     record = RunRecord.read(folder)
     experiment, options = parse_recorded(folder)
-    options |= {"resume": False, "hook_jsonl": True} | _hooks(given, options, record.treatments)
+    options |= {"resume": False, "hook_jsonl": True}
     if not started_together():
         options["parallel"] = None
     runner = experiment(config_of(experiment, options), check_device(options["device"]))
-    session = Session(runner, run_options(options), wanted_sinks(options))
+
+    def session(**hooks: Any) -> Session:
+        of_hooks = _hooks({"with_hooks": None, "hooks": [], "hook_config": [], **hooks}, options, record.treatments)
+        chosen = options | of_hooks
+        return Session(runner, run_options(chosen), wanted_sinks(chosen))
+
     if given["verify"] is not None:
-        _verify(replace(session, make_sinks=list), folder, given["verify"])
-        return
-    stretch = Stretch(given["step"], given["until"] or given["step"], given["from_start"])
+        _verify(replace(session(with_hooks="none"), make_sinks=list), folder, given["verify"])
+    elif given["explain"] or given["spike"]:
+        require(not (given["with_hooks"] or given["hooks"]), "--explain chooses its hooks itself; leave out the others.")
+        step = _step_of_alert(folder) if given["spike"] else given["step"]
+        _explain(session, folder, step, runner, record)
+    else:
+        stretch = Stretch(given["step"], given["until"] or given["step"], given["from_start"])
+        _train(session(**{name: given[name] for name in ("with_hooks", "hooks", "hook_config")}), stretch)
+
+
+def _train(session: Session, stretch: Stretch) -> None:
+    """Train the stretch again, and say where its metrics are."""
     if not speaks():
         session.rewind(stretch)
         return
@@ -60,6 +75,36 @@ def rewind(words: Sequence[str]) -> None:
         write_line(f"The run is the same, bit for bit, at steps {listed([*map(str, compared)], 9)}.")
     else:
         write_line("No checkpoint or digest of the run lies in this stretch, so nothing shows that it is the same.")
+
+
+def _explain(
+    session: Callable[..., Session], folder: Path, step: int, runner: ExperimentRunner[Any], record: RunRecord
+) -> None:
+    """Explain a step, and say what was found."""
+
+    def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
+        config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
+        again = session(with_hooks="none", hooks=[hook], hook_config=config)
+        return watch(again, "silent", lambda shown: shown.rewind(stretch))[0]
+
+    treatments = [*record.treatments]
+    explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments)
+    for line in told(explanation, line_width()):
+        write_line(line)
+
+
+def _step_of_alert(folder: Path) -> int:
+    """Return the step of the first alert, of one that tells of a spike if there is any."""
+    path = folder / ALERTS
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    alerts = [alert for alert in map(json.loads, lines) if not alert.get("is_over")]
+    require(
+        bool(alerts),
+        f"{folder} has no alerts; name the step, --step N --explain. Spikes are told by the hook loss_spikes.",
+    )
+    first = min(alerts, key=lambda alert: ("spike" not in alert["hook"], alert["step"]))
+    write_line(f"Step {first['step']:,}: {first['sentence']}")
+    return int(first["step"])
 
 
 def _verify(session: Session, folder: Path, number: int) -> None:

@@ -18,7 +18,7 @@ from ..isolation import (
 )
 from ..state import Vector, accumulate, local_shards
 from ..training import Profiler, borrowed_scaler, evaluations, forward_backward, is_skipped, measure_gradients, update
-from .commits import check_vector
+from .commits import check_vector, clip
 from .measuring import Measuring
 
 
@@ -95,11 +95,13 @@ class Experimenting(Measuring):
         with borrowed_gradients(self.model), borrowed_scaler(self._task), extras, buffers, torch.enable_grad():
             return self._train(loader, step=step)
 
-    def take_step(self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None) -> Tensor:
+    def take_step(
+        self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None, max_norm: float | None = None
+    ) -> Tensor:
         """Train one step on a batch (default: the current one), as the loop does, and return its loss before the step.
 
         ``learning_rates`` has one for each of the optimizer's parameter groups; they hold for this step only, and the
-        scheduler then stays where it is. Dropout masks come from the present random streams. A per-epoch scheduler is
+        scheduler then stays where it is. ``max_norm`` clips the gradients as ``clip_gradients`` does. Dropout masks come from the present random streams. A per-epoch scheduler is
         not stepped, commits of other hooks are not made.
         """
         self._must_mutate("take_step")
@@ -111,6 +113,8 @@ class Experimenting(Measuring):
             loss = forward_backward(self._task, chosen)
             steps_scheduler = self._steps_scheduler and learning_rates is None
             skipped, closure = is_skipped(self._task), evaluations(self._task, chosen, loss)
+            if max_norm is not None:
+                clip(self.model.parameters(), max_norm)
             count = self._state.loop.step
             update(self._task, step_scheduler=steps_scheduler, skipped=skipped, closure=closure, count=count)
         return loss

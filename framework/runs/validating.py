@@ -28,7 +28,9 @@ from .strategy_run import StrategyRun
 
 
 class PartedError(LoopscopeError):
-    """A run is not the one whose checkpoints it was compared with."""
+    """A run is not the one whose checkpoints it was compared with; ``elsewhere``: in another environment."""
+
+    elsewhere = False
 
 
 @dataclass
@@ -79,11 +81,13 @@ class Validation:
             hooks = [", ".join(sorted(run.hooks)) or "none" for run in (self.before, self.now)]
             unlike = differences(self.before.surroundings, self.now.surroundings, {"command"})
             elsewhere = [f"{name}: {old} then, {new} now" for name, old, new in unlike]
-            raise PartedError(
+            error = PartedError(
                 f"This run parts from the one in {where} {Parting(loop.epoch, loop.step, every)}. Its "
                 f"hooks: {hooks[1]}; those of the first run: {hooks[0]}."
                 + (f" Its environment is another one: {listed(elsewhere, 5)}." if elsewhere else "")
             )
+            error.elsewhere = bool(elsewhere)
+            raise error
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ class Stretch:
     until: int
     from_start: bool = False
     """Train again from the first step on, so that hooks remember what they would have remembered."""
+    label: str = ""
+    """The name of the folder for what is recorded, in place of one with the steps."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for steps that cannot be."""
@@ -138,7 +144,7 @@ class Stretch:
     @property
     def name(self) -> str:
         """The name of the folder for what is recorded."""
-        return f"steps_{self.step}_to_{self.until}"
+        return self.label or f"steps_{self.step}_to_{self.until}"
 
     def beginning(self, moments: Mapping[Moment, Path], per_epoch: int | None) -> Path | None:
         """Return the nearest checkpoint before the stretch, if there is one to begin from.

@@ -1,7 +1,7 @@
 """Second derivatives and step sizes."""
 
 from .hessian import Hessian
-from .lr_probe import LrProbe
+from .lr_probe import LrProbe, coming_batches
 from .sharpness import Sharpness
 
-__all__ = ["Hessian", "LrProbe", "Sharpness"]
+__all__ = ["Hessian", "LrProbe", "Sharpness", "coming_batches"]

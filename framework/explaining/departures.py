@@ -1,0 +1,181 @@
+"""The first step at which anything leaves its own history, by ranks, however many things are looked at.
+
+Each quantity of a step is compared with its ``WINDOW`` values before: z is its distance from their median in spreads
+(1.4826 times the median distance from it, at least ``FLOOR`` of the value). Divided by the largest z that the quantity
+had in the steps before, it says how far it leaves what it has been. The largest of these over all quantities is what a
+step is ranked by among the steps before, for each of which it is found in the same way, with the step itself left out:
+so the number of quantities is accounted for, as they depend on each other (Westfall and Young, 1993), and the number of
+steps that are looked at by Bonferroni's factor.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ..report import FoundRun
+
+WINDOW = 32
+FLOOR = 0.05
+LEAST = 3.0
+"""What the largest z before counts at least, so that a quantity that hardly moves has to move far."""
+LEVEL = 0.05
+HISTORY = 200
+"""Steps before those in question that a departure is ranked among, where there are as many."""
+LOOKED_AT = 8
+"""Steps that are looked at, the last being the one in question; fewer where the history is too short for as many."""
+LATE = ("update", "state")
+"""Quantities that are told at the step after."""
+ORDER = ("lr", "loss", "output", "gradient", "state", "update", "effect")
+"""What a step computes, in this order."""
+TWO_SIDED = ("state",)
+
+History = Mapping[str, Mapping[int, float]]
+"""The values of each quantity by step."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What left its history at a step, and how surely."""
+
+    step: int
+    quantity: str
+    """``loss``, ``lr``, ``effect`` (of the step on the next loss), or ``output``, ``gradient``, ``state``, ``update``."""
+    name: str
+    """Of the parameter, of the layer for outputs (``logits``: the model's), empty for the loss."""
+    value: float
+    usual: float
+    """The median of the steps before."""
+    p: float
+    """Of the step's rank, times the steps looked at."""
+    comparisons: int
+    others: Sequence[str]
+    """What else left its history at that step."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        what = {"effect": "the effect on the next loss", "lr": "the learning rate", "loss": "the loss"}.get(
+            self.quantity, f"{self.quantity} of {self.name}"
+        )
+        return (
+            f"step {self.step:,}: {what} was {self.value:.4g}, its median before {self.usual:.4g} "
+            f"(p = {self.p:.2g} of {self.comparisons:,} quantities)"
+        )
+
+
+def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:
+    """Return the quantities that ``step_history`` recorded, each by the step that it is about."""
+    found: dict[str, dict[int, float]] = {}
+    for _, step, _, metric, value in run.points:
+        quantity = metric.removeprefix(f"{hook}/")
+        if quantity != metric and isinstance(value, (int, float)):
+            found.setdefault(quantity, {})[step - quantity.startswith(LATE)] = float(value)
+    losses, before = found.get("loss", {}), found.pop("loss_before", {})
+    found["effect"] = {step: losses[step + 1] - value for step, value in before.items() if step + 1 in losses}
+    return found
+
+
+def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
+    """Return z of each value that has ``WINDOW`` values before it.
+
+    Shapes (quantities, steps) and (quantities, steps − WINDOW); ``both``, of shape (quantities,), says where small
+    values count like large ones. What is not finite has an infinite z; in a window it is left out.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view(values, WINDOW, axis=1)[:, :-1]
+    with np.errstate(invalid="ignore"):
+        finite = np.where(np.isfinite(windows), windows, np.nan)
+        empty = ~np.isfinite(finite).any(-1)
+        finite[empty] = 0.0
+        middle = np.nanmedian(finite, -1)
+        spread = 1.4826 * np.nanmedian(np.abs(finite - middle[..., None]), -1)
+        now = values[:, WINDOW:]
+        z = (now - middle) / np.maximum(spread, FLOOR)
+    z = np.where(both[:, None], np.abs(z), z)
+    return np.where(empty, 0.0, np.where(np.isnan(now), 0.0, np.where(np.isfinite(now), z, np.inf)))
+
+
+def first_departure(history: History, step: int) -> tuple[Departure | None, str]:
+    """Return what first left its history in the steps up to ``step``, or why nothing did, in words."""
+    steps = _unbroken(history.get("loss", {}), step)
+    names = [name for name in history if _order(name) is not None]
+    ranked = len(steps) - WINDOW
+    looked_at = min(LOOKED_AT, int(LEVEL * (ranked + 1)))
+    while looked_at > 0 and looked_at > LEVEL * (ranked - looked_at + 1):
+        looked_at -= 1
+    if looked_at < 1:
+        return None, (
+            f"Step {step:,} has {max(0, len(steps) - 1):,} recorded steps before it, too few to tell what is unusual: "
+            f"{WINDOW + round(1 / LEVEL)} are needed."
+        )
+    values = np.array([_scaled(history[name], steps, name) for name in names])
+    z = np.concatenate([scores(part, both=both) for part, both in _parts(values, names)])
+    before = z[:, :-looked_at]
+    top = np.sort(np.where(np.isfinite(before), before, 1e9), axis=1)[:, -2:]
+    is_top = before >= top[:, -1:]
+    elsewhere = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), LEAST)
+    null = (np.minimum(before, 1e12) / elsewhere).max(0)
+    limits = np.maximum(top[:, -1], LEAST)
+    for place, number in enumerate(steps[-looked_at:]):
+        now = np.minimum(z[:, before.shape[1] + place], 1e12) / limits
+        p = looked_at * (1 + int((null >= now.max()).sum())) / (len(null) + 1)
+        if p <= LEVEL and now.max() > 1:
+            far = [index for index in range(len(names)) if now[index] > max(1.0, float(null.max()))]
+            return _departure(history, names, now, far, number, p), ""
+    return None, (
+        f"None of {len(names):,} quantities left its history in the steps {steps[-looked_at]:,} to {step:,}, by ranks "
+        f"among the {before.shape[1]:,} steps before."
+    )
+
+
+def _departure(
+    history: History, names: Sequence[str], now: np.ndarray, far: Sequence[int], step: int, p: float
+) -> Departure:
+    """Return the earliest of what left its history, in the order in which a step computes it."""
+    ordered = sorted(far, key=lambda index: (_order(names[index]) or 0, _place(names, index, now)))
+    quantity, _, name = names[ordered[0]].partition("/")
+    series = history[names[ordered[0]]]
+    usual = float(np.median([series[each] for each in sorted(series) if step - WINDOW <= each < step] or [np.nan]))
+    return Departure(
+        step, quantity, name, series[step], usual, min(p, 1.0), len(names), [names[index] for index in ordered[1:10]]
+    )
+
+
+def _place(names: Sequence[str], index: int, now: np.ndarray) -> float:
+    """Return what orders quantities of one kind: layers stand in the order of the pass, others by how far they left."""
+    return float(index) if names[index].startswith("output/") else -float(now[index])
+
+
+def _order(name: str) -> int | None:
+    kind = name.partition("/")[0]
+    return ORDER.index(kind) if kind in ORDER else None
+
+
+def _unbroken(losses: Mapping[int, float], step: int) -> list[int]:
+    """Return the steps up to ``step`` that were recorded without a gap, at most as many as are looked at."""
+    runs = [[number for _, number in each] for _, each in groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])]
+    found = next((run for run in runs if step in run), [])
+    return [each for each in found if step - HISTORY - WINDOW - LOOKED_AT < each <= step]
+
+
+def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> list[float]:
+    """Return the logarithms of positive quantities; of an optimizer's state the change; of others multiples of a size."""
+    found = np.array([series.get(each, np.nan) for each in steps])
+    finite = found[np.isfinite(found)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if len(finite) and (finite >= 0).all():
+            least = finite[finite > 0].min() if (finite > 0).any() else 1.0
+            logs = np.log(np.where(np.isfinite(found), np.maximum(found, least * 1e-3), found))
+            return list(np.diff(logs, prepend=logs[:1])) if name.startswith("state/") else list(logs)
+    size = float(np.median(np.abs(finite))) if len(finite) else 1.0
+    return list(found / (size or 1.0))
+
+
+def _parts(values: np.ndarray, names: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cut the quantities into pieces whose windows fit into memory."""
+    both = np.array([name.startswith(TWO_SIDED) for name in names])
+    return [(values[first : first + 256], both[first : first + 256]) for first in range(0, len(values), 256)]

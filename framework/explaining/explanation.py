@@ -1,0 +1,194 @@
+"""``loopscope rewind --explain``: the steps before trained again and watched, then the first unusual one in branches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..durable_files import plain_json, write_json
+from ..errors import UsageError
+from ..report import look_at
+from ..runs import PartedError, Stretch
+from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, first_departure, read_history
+from .verdict import Harm, harms, verdict
+
+EXPLANATION = "explanation.json"
+HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
+TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
+"""Trains a stretch of the run again with one hook and its options, and returns the folder of what it measured."""
+
+
+@dataclass(frozen=True)
+class ExplainedRow:
+    """A row of the batch of the step in question."""
+
+    index: int | None
+    """In the data set, where that is known."""
+    place: int
+    """In the batch."""
+    loss: float
+    gradient_norm: float
+    stands_out: bool
+    description: Any = None
+
+    @property
+    def name(self) -> str:
+        """What a sentence calls it."""
+        return f"row {self.index:,}" if self.index is not None else f"the row at place {self.place}"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A way of taking the step; medians where it was taken several times."""
+
+    name: str
+    times: int
+    loss: float | None
+    effect: float
+    later: float | None
+    removed: float | None = None
+    """The share of the harm."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happened at a step: where, why, and the verdict."""
+
+    step: int
+    """That was asked about."""
+    cause: str | None
+    """data, step size, optimizer state, precision, fault or chance; ``None`` where it cannot be told."""
+    verdict: str
+    where: Departure | None = None
+    rows: Sequence[ExplainedRow] = ()
+    branches: Sequence[Branch] = ()
+    left_out: Sequence[str] = ()
+    """The hooks that commit, which take no part in the branches."""
+    folder: Path | None = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the folder as plain values."""
+        told = asdict(self)
+        del told["folder"]
+        return dict(plain_json(told))
+
+    @property
+    def standing_out(self) -> list[ExplainedRow]:
+        """The rows that stand out, the largest loss first."""
+        return sorted((row for row in self.rows if row.stands_out), key=lambda row: -row.loss)
+
+
+def explain(
+    train_again: TrainAgain,
+    folder: Path,
+    step: int,
+    *,
+    describe_row: Callable[[int], Any] = lambda index: None,
+    left_out: Sequence[str] = (),
+) -> Explanation:
+    """Find what left its history first in the steps up to ``step``, and by branches why; write it beside the record.
+
+    Args:
+        train_again: trains a stretch of the run again.
+        folder: of the run; ``rewinds/explained_step_N`` in it gets everything.
+        step: counted from 1.
+        describe_row: what a row of the data set is, for people.
+        left_out: the run's hooks that commit.
+    """
+    label = f"explained_step_{step}"
+    try:
+        explanation = _explained(train_again, label, step, describe_row, left_out)
+    except PartedError as error:
+        sentence = f"the run is not repeated by the same program on the same data. {error}"
+        cause = None if error.elsewhere else "fault"
+        explanation = Explanation(step, cause, f"{'Fault' if cause else 'It cannot be told'}: {sentence}")
+    place = folder / "rewinds" / label
+    place.mkdir(parents=True, exist_ok=True)
+    write_json(place / EXPLANATION, explanation.as_dict())
+    object.__setattr__(explanation, "folder", place)
+    return explanation
+
+
+def _explained(
+    train_again: TrainAgain, label: str, step: int, describe_row: Callable[[int], Any], left_out: Sequence[str]
+) -> Explanation:
+    first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
+    watched = train_again(Stretch(first, step + 1, label=f"{label}/history"), HISTORY_HOOK, {})
+    history = read_history(look_at(watched), HISTORY_HOOK)
+    where, why_not = first_departure(history, step)
+    if where is None:
+        return Explanation(step, None, f"It cannot be told: nothing to explain was found. {why_not}", left_out=left_out)
+    tried = train_again(
+        Stretch(where.step, where.step + 1, label=f"{label}/branches"), BRANCHES_HOOK, _options(history, where)
+    )
+    found = read_branches(look_at(tried).points, where.step)
+    rows = [
+        ExplainedRow(index, place, loss, norm, place in found["standing_out"], _described(describe_row, index))
+        for place, (loss, norm, index) in enumerate(
+            zip(*(found["rows"][name] for name in ("loss", "gradient_norm")), found["rows"].get("index") or _nobody(found))
+        )
+    ]
+    before = [each for each in sorted(history["loss"]) if each < where.step][-HISTORY:]
+    bad = harms(
+        found,
+        history["loss"][where.step],
+        [history["loss"][each] for each in before],
+        [history["effect"][each] for each in before if each in history["effect"]],
+    )
+    said = verdict(found, bad, [row.name for row in rows if row.stands_out])
+    branches = [_branch(name, found, bad) for name in found["effect"]]
+    return Explanation(step, said.cause, said.sentence, where, rows, branches, left_out)
+
+
+def _nobody(found: Mapping[str, Any]) -> list[None]:
+    return [None] * len(found["rows"]["loss"])
+
+
+def _described(describe_row: Callable[[int], Any], index: float | None) -> Any:
+    return None if index is None else describe_row(int(index))
+
+
+def _options(history: Mapping[str, Mapping[int, float]], where: Departure) -> dict[str, Any]:
+    """Return the options of the branches: the usual norm, rate and layer that the history tells."""
+    before = range(where.step - WINDOW, where.step)
+    squares = {
+        step: sum(each.get(step, np.nan) ** 2 for name, each in history.items() if name.startswith("gradient/"))
+        for step in before
+    }
+    norms = [value**0.5 for value in squares.values() if np.isfinite(value)]
+    rates = [history["lr"][step] for step in before if step in history["lr"]]
+    options: dict[str, Any] = {"step": where.step}
+    if norms and np.median(norms) > 0:
+        options["usual_norm"] = float(np.median(norms))
+    if "lr" in (where.quantity, *where.others) and rates and history["lr"][where.step] > 0 and np.median(rates) > 0:
+        options["usual_rate"] = float(np.median(rates) / history["lr"][where.step])
+    if where.quantity == "output" and where.name != "logits":
+        options["layer"] = where.name
+    return options
+
+
+def read_branches(points: Sequence[Any], step: int) -> dict[str, Any]:
+    """Return what the hook of the branches recorded of a step, and at the step after it, as nested dicts."""
+    found: dict[str, Any] = {"rows": {}, "loss": {}, "effect": {}, "later": {}, "standing_out": []}
+    for _, at, _, metric, value in points:
+        hook, *path = metric.split("/", 2)
+        if hook == BRANCHES_HOOK and at in (step, step + 1):
+            if len(path) == 1:
+                found[path[0]] = value
+            else:
+                found.setdefault(path[0], {})[path[1]] = value
+    if not found["loss"]:
+        raise UsageError(f"Step {step} could not be taken again in branches: hook {BRANCHES_HOOK!r} recorded nothing.")
+    return found
+
+
+def _branch(name: str, found: Mapping[str, Any], bad: Sequence[Harm]) -> Branch:
+    medians = {
+        metric: float(np.median(found[metric][name])) if name in found[metric] else None
+        for metric in ("loss", "effect", "later")
+    }
+    removed = bad[0].removed(name) if bad and name != "run" else None
+    times = len(found["loss"].get(name, [0]))
+    return Branch(name, times, medians["loss"], medians["effect"] or 0.0, medians["later"], removed)

@@ -1,0 +1,168 @@
+"""The cause that the branches of a step show, in one sentence with its numbers; none where chance covers all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+CAUSES = ("data", "step size", "optimizer state", "precision", "fault", "chance")
+LEVEL = 0.05
+REMOVES = 0.5
+"""The share of the harm that a branch must remove to show its cause."""
+FAR = 3.0
+"""Spreads beyond the middle of what is usual from which on something is harm."""
+STATES = {
+    "usual_rate": ("step size", "at the usual learning rate"),
+    "half_rate": ("step size", "at half the learning rate"),
+    "clipped": ("step size", "with gradients clipped at their usual norm"),
+    "fresh_state": ("optimizer state", "with an optimizer that remembers nothing"),
+}
+"""Branches on the same batch that change the update: the cause that each shows, and its words."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cause, or ``None`` where it cannot be told, and the sentence that says on what it rests."""
+
+    cause: str | None
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Harm:
+    """One number of the step that is unusually high, with what it is in each branch."""
+
+    words: str
+    run: float
+    usual: float
+    """What it would have been."""
+    branches: Mapping[str, float]
+    """The median of each branch."""
+    by_chance: float
+    """How often fresh batches, of which the run's counts as one, are as bad."""
+
+    def removed(self, branch: str) -> float:
+        """Return the share of the harm that a branch removes; −∞ where there is no such branch."""
+        value = self.branches.get(branch, np.inf)
+        if not np.isfinite(value):
+            return -np.inf
+        return float((self.run - value) / (self.run - self.usual)) if np.isfinite(self.run) else 1.0
+
+    def told(self, branch: str) -> str:
+        """Return the number in a branch, as text."""
+        return f"{self.branches[branch]:.3g}"
+
+
+def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and 1.4826 times the median distance from it, of what is finite."""
+    finite = np.array([value for value in values if np.isfinite(value)] or [np.inf])
+    middle = float(np.median(finite))
+    return middle, 1.4826 * float(np.median(np.abs(finite - middle))) if np.isfinite(middle) else 0.0
+
+
+def is_beyond(value: float, usual: Sequence[float]) -> bool:
+    """Return whether a value is above the others by rank and by far; NaN counts as infinite."""
+    value = np.inf if np.isnan(value) else value
+    above = sum(not each < value for each in usual)
+    middle, spread = middle_and_spread(usual)
+    return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + FAR * spread
+
+
+def harms(found: Mapping[str, Any], loss: float, usual_losses: Sequence[float], usual_effects: Sequence[float]) -> list[Harm]:
+    """Return what is unusually high of a step: its effect on the losses that come next, its own loss.
+
+    Args:
+        found: what the hook ``what_if`` recorded, by metric and branch.
+        loss: of the step in the run.
+        usual_losses: of the steps before.
+        usual_effects: of the steps before on the next loss.
+    """
+    result = []
+    effect = found["effect"].get("run", np.median(found["effect"]["as_it_was"]))
+    for metric, run, usual, words in (
+        ("effect", effect, usual_effects, "the loss of the next batches rises by"),
+        ("loss", loss, usual_losses, "the loss of the step is"),
+    ):
+        run = np.inf if np.isnan(run) else float(run)
+        fresh = found[metric]["fresh"]
+        if is_beyond(run, usual) or (is_beyond(run, fresh) and run > middle_and_spread(usual)[0]):
+            medians = {name: float(np.median(value)) for name, value in found[metric].items()}
+            above = sum(not each < run for each in fresh)
+            result.append(Harm(words, run, middle_and_spread(usual)[0], medians, (above + 1) / (len(fresh) + 1)))
+    return result
+
+
+def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) -> Verdict:
+    """Judge by the branches; ``rows`` names those that were left out in the branch ``without_rows``."""
+    if not bad:
+        return Verdict(
+            None,
+            "It cannot be told: the step did nothing to the loss that fresh batches, or the steps before it, do not do.",
+        )
+    for judge in (_fault, _not_again, _precision, _data, _update):
+        for harm in bad:
+            if (told := judge(found, harm, rows)) is not None:
+                return told
+    harm = bad[0]
+    tried = ", ".join(f"{name.replace('_', ' ')} {harm.told(name)}" for name in harm.branches if name != "run")
+    return Verdict(None, f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried}).")
+
+
+def _fault(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+    if harm.removed("element_restored") < REMOVES:
+        return None
+    ((name, (place, was, now)),) = found["element"].items()
+    return Verdict(
+        "fault",
+        f"Fault: one element of {name} (number {int(place)}) went from {was:.4g} to {now:.4g} in this step, far more than "
+        f"any other; {harm.words} {harm.run:.3g}, and {harm.told('element_restored')} with that element put back.",
+    )
+
+
+def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+    """Judge a harm that the same step does not do again: chance where its draws differ, else nothing is shown."""
+    if harm.removed("as_it_was") < REMOVES:
+        return None
+    again = found["effect"]["as_it_was"]
+    numbers = f"{harm.words} {harm.run:.3g}, and {harm.told('as_it_was')} (the median of {len(again)}) where the step"
+    if max(again) > min(again):
+        return Verdict("chance", f"Chance: {numbers} is taken again with other dropout masks.")
+    return Verdict(None, f"It cannot be told: {numbers} is taken again from the same state, so the step itself is sound.")
+
+
+def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+    if not found["low_precision"] or harm.removed("float32") < REMOVES:
+        return None
+    where = f"; {harm.told('layer_in_float32')} with this layer alone" if "layer_in_float32" in harm.branches else ""
+    return Verdict(
+        "precision", f"Precision: {harm.words} {harm.run:.3g}, and {harm.told('float32')} with everything in float32{where}."
+    )
+
+
+def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+    # One batch as bad may be there: a bad row comes again in the epoch after.
+    if harm.by_chance > LEVEL or harm.removed("fresh") < REMOVES:
+        return None
+    names = ""
+    if harm.removed("without_rows") >= REMOVES:
+        names = f", and {harm.told('without_rows')} without {', '.join(rows)}"
+    return Verdict(
+        "data",
+        f"Data: {harm.words} {harm.run:.3g} on this batch, {harm.told('fresh')} on fresh ones (the median; as bad as this "
+        f"one: p = {harm.by_chance:.2g}){names}.",
+    )
+
+
+def _update(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
+    best = max(STATES, key=harm.removed)
+    if harm.removed("usual_rate") >= REMOVES:  # it is there only where the rate has left its history
+        best = "usual_rate"
+    if harm.removed(best) < REMOVES:
+        return None
+    cause, words = STATES[best]
+    return Verdict(
+        cause,
+        f"{cause.capitalize()}: {harm.words} {harm.run:.3g}, as on fresh batches ({harm.told('fresh')}), and "
+        f"{harm.told(best)} {words}.",
+    )

@@ -1,0 +1,57 @@
+"""Forward and backward passes in float32, whatever the model or autocast asks for."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class InFloat32(TorchDispatchMode):
+    """Let every operation on float16 or bfloat16 compute, and return, float32.
+
+    It stands below autograd and autocast: a cast to a low precision gives float32, and so does an operation on a
+    parameter of one. In a backward pass only operations on both are widened, since autograd itself casts the gradient
+    of such a parameter back. What writes to a tensor is left as it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = 0
+        """How many tensors or casts of low precision were met."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function with what is of low precision widened."""
+        given = (tuple(args), dict(kwargs or {}))
+        # Private, as torch tells by no public name whether a backward pass is going on.
+        backward = torch._C._current_graph_task_id() != -1
+        kinds = {leaf.dtype for leaf in tree_iter(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+        if not function._schema.is_mutable and (not backward or len(kinds) > 1):
+            given = tree_map(self._widened, given)
+        return function(*given[0], **given[1])
+
+    def _widened(self, value: Any) -> Any:
+        dtype = value.dtype if isinstance(value, Tensor) else value
+        if not isinstance(dtype, torch.dtype) or dtype not in LOW:
+            return value
+        self.met += 1
+        return value.float() if isinstance(value, Tensor) else torch.float32
+
+
+@contextmanager
+def layer_in_float32(layer: nn.Module, mode: InFloat32) -> Iterator[None]:
+    """Let the calls of one layer run in the mode."""
+    begin = layer.register_forward_pre_hook(lambda *_: mode.__enter__() and None, prepend=True)
+    end = layer.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)
+    try:
+        yield
+    finally:
+        begin.remove()
+        end.remove()

@@ -1,0 +1,128 @@
+"""The size of everything that a step computes, layer by layer, so that the first thing to leave its history is found."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered, RunDataContext
+from loopscope.data import Batch
+from loopscope.errors import UnsuitableError
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.state import trainable
+from loopscope.training import eagerly
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..curvature import coming_batches
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """Return max |x|, float32 or wider; NaN or infinite where any element is, 0 of an empty tensor."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.detach().abs().amax().to(wide) if tensor.numel() else torch.zeros((), device=tensor.device)
+
+
+@contextmanager
+def outputs_seen(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Note max |output| of each layer, in the order of the forward pass, and of the model itself as ``logits``.
+
+    A layer that is called several times in a pass counts with the largest.
+    """
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, output: Any) -> None:
+        tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for tensor in tensors[:1]:
+            size = largest(tensor)
+            found[name] = torch.maximum(found[name], size) if name in found else size
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not name or next(module.children(), None) is None:
+                seen = lambda _module, _inputs, output, name=name or "logits": note(name, output)
+                stack.callback(module.register_forward_hook(seen).remove)
+        yield found
+
+
+@HookRegistry.register
+class StepHistory(DebugInterventionHook):
+    """Note at every step how large everything is that the step computes: what ``loopscope rewind --explain`` reads.
+
+    Loss, learning rate and gradients are those of the step itself; outputs of layers are those of one more forward
+    pass on its batch, before the step, with other dropout masks. Changes of weights and the optimizer's state are told
+    at the step after, since only then nothing can happen to them any more.
+
+    Costs two forward passes a step, a copy of the parameters, and a batch that is loaded once more.
+    """
+
+    name = "step_history"
+    hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_BACKWARD})
+    intervention_points = frozenset({HookPoint.PRE_STEP})
+    mutates = False
+    needs_loss = True
+    needs_loader = True
+    needs_next_batch = True
+    metrics = """
+        loss | the loss of the step | (−∞, ∞) | Against its own history: a spike.
+        lr | the largest learning rate of a parameter group in the step | [0, ∞) | What the schedule did.
+        output/<parameter> | max |output| of each layer on the step's batch, `logits`: of the model | [0, ∞), NaN
+            | The first layer that leaves its history is where a forward pass went wrong.
+        gradient/<parameter> | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | Before clipping.
+        loss_before | the loss at the parameters before the step, on the batch of the step after | (−∞, ∞)
+            | What the next loss would have been without this step: the difference is what the step did.
+        update/<parameter> | of the step before: max |θ_p − θ_p before it| | [0, ∞)
+            | Whatever changed the weights since, not the optimizer alone.
+        state/<parameter> | after the step before: √ mean of squares of each entry of the optimizer's state that has the
+            shape of the parameter, as `state/<entry>/<parameter>` | [0, ∞)
+            | A second moment that falls at once makes the next steps too long.
+    """
+    _weights = Remembered(dict[str, Tensor], saved=False)
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse several processes, whose tensors lie apart."""
+        if run.ranks.are_many:
+            raise UnsuitableError("Hook 'step_history' looks at whole tensors, so it needs a run of one process.")
+        self._coming: Iterator[Batch] = iter(())
+        self._after = -1
+
+    def compute(self, ctx: RunDataContext) -> Metrics:
+        """Return loss and gradients."""
+        live = {name: leaf.grad for name, leaf in trainable(ctx.model).items() if leaf.grad is not None}
+        norms = torch._foreach_norm([*live.values()]) if live else []
+        found = {"loss": ctx.loss} if ctx.loss is not None else {}
+        return {**found, "gradient": dict(zip(live, norms, strict=True))}
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Return what is known before the step."""
+        with eagerly(), outputs_seen(model_ctx.model) as outputs:
+            model_ctx.compute_batch_loss()
+        found: dict[str, Any] = {
+            "lr": max((float(group.lr) for group in run_ctx.optimizer_groups), default=math.nan),
+            "output": outputs,
+            "loss_before": model_ctx.compute_batch_loss(self._next_batch(run_ctx, model_ctx)),
+            "state": _sizes(model_ctx.optimizer_state, trainable(model_ctx.model)),
+        }
+        weights = {name: leaf.detach() for name, leaf in trainable(model_ctx.model).items()}
+        if self._weights.keys() == weights.keys():
+            found["update"] = {name: largest(leaf - self._weights[name]) for name, leaf in weights.items()}
+        self._weights = {name: leaf.clone() for name, leaf in weights.items()}
+        return found
+
+    def _next_batch(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Batch:
+        """Return the batch of the step after this one, from a pass over the data that goes on from step to step."""
+        if self._after != run_ctx.step - 1:
+            self._coming = coming_batches(model_ctx.loader, run_ctx.step)
+        self._after = run_ctx.step
+        return next(self._coming)
+
+
+def _sizes(state: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the root mean square of each entry that has the shape of its parameter, by entry and parameter."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        for entry, value in state.get(name, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point():
+                found.setdefault(entry, {})[name] = torch.linalg.vector_norm(value) / max(1, value.numel()) ** 0.5
+    return found

@@ -1,0 +1,294 @@
+"""One step taken in other ways from the same state, each rolled back: what the loss would have been."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered, RunDataContext, StepSchedule
+from loopscope.data import Batch, part_of, rows
+from loopscope.errors import UnsuitableError, require, unknown
+from loopscope.hooks import Metrics, ModelDataContext, RunInfo
+from loopscope.state import overwrite, trainable, visited
+from loopscope.training import eagerly
+from torch import Tensor
+
+from ..curvature import coming_batches
+from .in_float32 import InFloat32, layer_in_float32
+
+AHEAD = 8
+"""Batches that come next, on whose loss the effect of a step is measured."""
+MOST_ROWS = 512
+"""Rows of fresh batches that are measured one by one, at most."""
+STANDS_OUT = 6.0
+"""From how many spreads above the middle on a row stands out, if it is above all rows of fresh batches, too."""
+ALONE = 8.0
+"""How many times the second largest change the largest one is, where a single element has changed by itself."""
+
+
+@HookRegistry.register
+class WhatIf(DebugInterventionHook):
+    """Take one step of the run again and again from the state before it, each time with one thing changed.
+
+    Every branch takes the step, on the batch that it had or on another one, then as many as ``follow`` of the steps
+    that come next, and is rolled back. Three numbers are told of each: the loss of the step, its effect, which is the
+    mean rise of the loss on the next 8 batches, at once, and the mean rise over the steps that follow.
+
+    * ``as_it_was``: the same step, several times with other dropout masks
+    * ``fresh``: on each of the batches that come after the next 8; their spread is chance
+    * ``without_rows``: without the rows that stand out, or with repeated ones once
+    * ``clipped``: gradients clipped at ``usual_norm``
+    * ``half_rate``, ``usual_rate``: every learning rate times ½, times ``usual_rate``
+    * ``fresh_state``: an optimizer that remembers nothing
+    * ``float32``, ``layer_in_float32``: all operations of the passes in float32, or those of ``layer``
+    * ``element_restored``: after the run's own step, the weight that changed by itself put back
+
+    Schedulers of epochs stand still, and hooks that commit (clipping) take no part in the branches.
+
+    Args:
+        follow: steps that are trained after the one in question.
+        fresh: how many fresh batches.
+        layer: the layer for ``layer_in_float32``; none without a name.
+        step: the step in question, counted from 1.
+        usual_norm: the norm at which to clip; 0 leaves the branch out.
+        usual_rate: the factor that brings the learning rate to its usual value; 1 leaves the branch out.
+    """
+
+    name = "what_if"
+    hook_points = frozenset({HookPoint.PRE_STEP})
+    needs_loss = True
+    needs_loader = True
+    needs_next_batch = True
+    metrics = """
+        loss/<parameter> | the loss of the step in each branch, before its update; a list where there are several
+            | (−∞, ∞) | Far above those of fresh batches: the batch, unless they are high, too.
+        effect/<parameter> | mean over the next 8 batches of their loss after the step − before it | (−∞, ∞)
+            | What the step did; `run`: the run's own step.
+        later/<parameter> | mean over the steps that follow of their loss − the loss of their batch before the step
+            | (−∞, ∞) | Whether the harm lasts.
+        low_precision | tensors and casts of float16 or bfloat16 in the step and the losses after it | 0, 1, 2, …
+            | 0: precision is no explanation.
+        rows/<parameter> | of each row of the batch alone, in its order: `loss`, `gradient_norm`, and `index` in the
+            data set where that is known | (−∞, ∞)
+            | The rows behind a spike.
+        standing_out | places in the batch of rows with a loss or gradient norm above those of all fresh rows and more
+            than 6 spreads above their middle, and of the copies of a row that fresh batches do not have
+            | a list | What without_rows leaves out.
+        element/<parameter> | of the parameter with an element that changed 8 times as much as any other: the number of
+            that element, its value before and after the step | (−∞, ∞)
+            | A flipped bit looks like that.
+    """
+    _before = Remembered(dict[str, Tensor], saved=False)
+    _ahead = Remembered(list[Batch], saved=False)
+
+    def __init__(
+        self,
+        *,
+        follow: int = 4,
+        fresh: int = 39,
+        layer: str = "",
+        step: int = 1,
+        usual_norm: float = 0.0,
+        usual_rate: float = 1.0,
+    ) -> None:
+        require(step >= 1, f"what_if.step is {step}; steps are counted from 1.")
+        require(follow >= 1, f"what_if.follow is {follow}; it must be at least 1.")
+        require(fresh >= 2, f"what_if.fresh is {fresh}; a spread needs at least 2.")
+        require(usual_norm >= 0, f"what_if.usual_norm is {usual_norm}; it must be at least 0.")
+        require(usual_rate > 0, f"what_if.usual_rate is {usual_rate}; it must be positive.")
+        self.follow, self.fresh, self.layer, self.step = follow, fresh, layer, step
+        self.usual_norm, self.usual_rate = usual_norm, usual_rate
+        self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=step - 1)
+
+    def start(self, run: RunInfo) -> None:
+        """Refuse several processes, and a layer that is not there."""
+        if run.ranks.are_many:
+            raise UnsuitableError("Hook 'what_if' measures row by row, so it needs a run of one process.")
+        layers = dict(run.model.named_modules())
+        if self.layer and self.layer not in layers:
+            raise unknown("layer", self.layer, layers)
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Metrics:
+        """Run the branches before the step; look at what it did before the next one."""
+        with eagerly():
+            if run_ctx.step > self.step:
+                return self._afterwards(model_ctx)
+            batches = [*islice(coming_batches(model_ctx.loader, run_ctx.step), AHEAD + self.fresh)]
+            self._ahead = batches[:AHEAD]
+            self._before = {name: leaf.detach().clone() for name, leaf in trainable(model_ctx.model).items()}
+            return self._branches(run_ctx, Branches(model_ctx, self._ahead, self.follow), batches[AHEAD:])
+
+    def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
+        model_ctx, batch = branches.model_ctx, run_ctx.batch_data
+        rates = [float(group.lr) for group in run_ctx.optimizer_groups]
+        mode = InFloat32()
+        found_rows, out = self._rows(run_ctx, model_ctx, fresh)
+        rest = [place for place in range(rows(batch)) if place not in out]
+        told = {
+            "as_it_was": [branches.run(batch, draws=draws) for draws in range(5)],
+            "fresh": [branches.run(other) for other in fresh],
+            "half_rate": [branches.run(batch, learning_rates=[rate / 2 for rate in rates])],
+            "fresh_state": [branches.run(batch, prepared=_forget)],
+            "float32": [branches.run(batch, within=lambda: mode)],
+        }
+        if out and rest:
+            told["without_rows"] = [branches.run(part_of(batch, rest))]
+        if self.usual_norm:
+            told["clipped"] = [branches.run(batch, max_norm=self.usual_norm)]
+        if self.usual_rate != 1:
+            told["usual_rate"] = [branches.run(batch, learning_rates=[rate * self.usual_rate for rate in rates])]
+        if self.layer:
+            module = model_ctx.model.get_submodule(self.layer)
+            told["layer_in_float32"] = [branches.run(batch, within=lambda: layer_in_float32(module, InFloat32()))]
+        numbers = {
+            name: {branch: [each[place] for each in found] for branch, found in told.items()}
+            for place, name in enumerate(("loss", "effect", "later"))
+        }
+        return {**numbers, "low_precision": mode.met, "rows": found_rows, "standing_out": out}
+
+    def _rows(
+        self, run_ctx: RunDataContext, model_ctx: ModelDataContext, fresh: Sequence[Batch]
+    ) -> tuple[dict[str, list[float]], list[int]]:
+        """Return what is measured of each row of the batch, and the places of those that stand out."""
+        batch = run_ctx.batch_data
+        own = torch.stack(model_ctx.measure_rows(batch)).cpu()
+        several, count = [], 0
+        for other in fresh:
+            if count < MOST_ROWS:
+                several.append(torch.stack(model_ctx.measure_rows(other)).cpu())
+                count += rows(other)
+        found = {"loss": own[0].tolist(), "gradient_norm": own[1].tolist()}
+        if run_ctx.row_indices is not None:
+            found["index"] = run_ctx.row_indices.tolist()
+        return found, sorted({*outliers(own, torch.cat(several, 1)), *repeated(batch, fresh)})
+
+    def _afterwards(self, model_ctx: ModelDataContext) -> Metrics:
+        """Return the effect of the run's own step, and of putting back an element that changed by itself."""
+        if not self._ahead:  # the run went on from between the two steps
+            return {}
+        branches = Branches(model_ctx, self._ahead, self.follow)
+        parameters = trainable(model_ctx.model)
+        after = branches.losses()
+        with model_ctx.branch():
+            overwrite(parameters, self._before)
+            before = branches.losses()
+        found: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
+        alone = [(name, *_lonely(self._before[name], leaf)) for name, leaf in parameters.items() if name in self._before]
+        name, place, size = max(alone, key=lambda each: each[2], default=("", 0, 0.0))
+        if size >= ALONE:
+            was, now = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
+            with model_ctx.branch(), torch.no_grad():
+                parameters[name].view(-1)[place] = was
+                found["effect"]["element_restored"] = float((branches.losses() - before).mean())
+            found["element"] = {name: [place, was, now]}
+        self._before, self._ahead = {}, []
+        return found
+
+
+class Branches:
+    """Steps from the present state, each rolled back.
+
+    Args:
+        model_ctx: of the call.
+        ahead: the batches that come next.
+        follow: how many steps to train on them.
+    """
+
+    def __init__(self, model_ctx: ModelDataContext, ahead: Sequence[Batch], follow: int) -> None:
+        self.model_ctx, self._ahead = model_ctx, ahead
+        self._follow = ahead[:follow]
+        self._before = self.losses()
+
+    def losses(self) -> Tensor:
+        """Return the losses of the batches that come next; shape (batches,), float64."""
+        return torch.stack([self.model_ctx.compute_batch_loss(batch).double() for batch in self._ahead])
+
+    def run(
+        self,
+        batch: Batch,
+        *,
+        draws: int = 0,
+        prepared: Callable[[ModelDataContext], None] = lambda _: None,
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
+        **changed: Any,
+    ) -> tuple[float, float, float]:
+        """Take a step and return its loss, its effect at once, and the rise of the loss over the steps that follow.
+
+        Args:
+            batch: of the step.
+            draws: numbers that are drawn before it, after which dropout masks are others.
+            prepared: what is done to the state before the step.
+            within: makes what all of it runs in.
+            changed: options of ``take_step``.
+        """
+        with self.model_ctx.branch(), within():
+            before = self._before if within is nullcontext else self.losses()
+            torch.rand(draws)
+            prepared(self.model_ctx)
+            loss = self.model_ctx.take_step(batch, **changed)
+            after = self.losses()
+            later = torch.stack([self.model_ctx.take_step(each).double() for each in self._follow])
+        effects = ((after - before).mean(), (later - before[: len(later)]).mean())
+        return (float(loss), *map(float, effects))  # type: ignore[return-value]
+
+
+def _forget(model_ctx: ModelDataContext) -> None:
+    """Let the optimizer start anew: sums, moments and counts of steps are zero at its beginning."""
+    for entries in model_ctx.optimizer_state.values():
+        for value in entries.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def outliers(own: Tensor, others: Tensor) -> list[int]:
+    """Return the places whose loss or gradient norm is above all others' and far above their middle.
+
+    Shapes (2, rows) each; the spread is 1.4826 times the median distance from the median, of logarithms where all
+    values are positive. What is not finite stands out.
+    """
+    places: set[int] = set()
+    for mine, theirs in zip(own, others, strict=True):
+        known = theirs[theirs.isfinite()]
+        if not len(known):
+            continue
+        if bool((known > 0).all()) and bool((mine > 0).all()):
+            mine, known = mine.log(), known.log()
+        middle = known.median()
+        spread = 1.4826 * (known - middle).abs().median()
+        far = (mine > middle + STANDS_OUT * spread) & (mine > known.max())
+        places.update((far | ~mine.isfinite()).nonzero().flatten().tolist())
+    return sorted(places)
+
+
+def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
+    """Return the places of all copies of a row but the first, where no other batch has half as many of one row."""
+    most = max((max(Counter(_contents(other)).values()) for other in others), default=1)
+    contents = _contents(batch)
+    counts = Counter(contents)
+    seen = Counter[bytes]()
+    places = []
+    for place, content in enumerate(contents):
+        seen[content] += 1
+        if seen[content] > 1 and counts[content] > 2 * most:
+            places.append(place)
+    return places
+
+
+def _contents(batch: Batch) -> list[bytes]:
+    """Return the bytes of each row."""
+    tensors = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    plain = [tensor.contiguous().view(torch.uint8).view(len(tensor), -1).numpy() for tensor in tensors if tensor.numel()]
+    return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
+
+
+def _lonely(before: Tensor, after: Tensor) -> tuple[int, float]:
+    """Return the element that changed most, and how many times as much as the one after it; 0 for few elements."""
+    changes = (after.detach() - before).abs().double().flatten().nan_to_num(math.inf, math.inf)
+    if len(changes) < AHEAD:
+        return 0, 0.0
+    sizes, places = changes.topk(2)
+    ratio = float(sizes[0] / sizes[1]) if float(sizes[1]) else (math.inf if float(sizes[0]) else 0.0)
+    return int(places[0]), 0.0 if math.isnan(ratio) else ratio
