@@ -82,11 +82,19 @@ class TokenLoader(Loader):
         for index in range(start, len(self)):
             yield self.batch(epoch * len(self) + index)
 
+    def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
+        """Return the places in the data at which the windows of each batch begin."""
+        return map(self.places, range(epoch * len(self) + start, (epoch + 1) * len(self)))
+
+    def places(self, number: int) -> Tensor:
+        """Return where the windows of batch ``number`` of the run begin; int64 of shape (batch_size,)."""
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "windows", number))
+        return torch.randint(len(self.tokens) - self.context, (self.batch_size,), generator=generator)
+
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Return batch ``number`` of the run."""
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, "windows", number))
-        places = torch.randint(len(self.tokens) - self.context, (self.batch_size,), generator=generator).tolist()
-        return split_targets(windows_at(self.tokens, places, self.context), self.vocabulary, self.device)
+        windows = windows_at(self.tokens, self.places(number).tolist(), self.context)
+        return split_targets(windows, self.vocabulary, self.device)
 
     def shuffled(self, seed: int) -> "TokenLoader":
         """Return a loader of other windows of the same data."""

@@ -98,10 +98,16 @@ def indices_of_epoch(
 
     Samplers that are iterated over draw on the ``streams``, those that are not from the generators of ``draw``.
     """
-    indices, samplers = partial(batch_indices, dataloader, start, draw), samplers_of(dataloader)
-    if type(dataloader.batch_sampler) in (BatchSampler, type(None)) and type(samplers[-1]) in KNOWN:
-        return indices()
-    return on_streams(streams, epoch, samplers, (), indices)
+    indices = partial(batch_indices, dataloader, start, draw)
+    return (
+        indices() if draws_by_function(dataloader) else on_streams(streams, epoch, samplers_of(dataloader), (), indices)
+    )
+
+
+def draws_by_function(dataloader: "DataLoader[Any]") -> bool:
+    """Return whether the samplers are torch's own, whose order is read here, and not asked of them."""
+    of_torch = type(dataloader.batch_sampler) in (BatchSampler, type(None))
+    return of_torch and type(samplers_of(dataloader)[-1]) in KNOWN
 
 
 def on_streams(

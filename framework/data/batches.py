@@ -1,6 +1,6 @@
 """Counting the samples of a batch, and splitting it, whatever containers it is made of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -58,8 +58,14 @@ def micro_batches(batch: Any, pieces: int) -> list[Any]:
     return [part_of(batch, slice(first, first + size)) for first in range(0, count, size)]
 
 
-def part_of(item: Any, window: slice) -> Any:
-    """Return the rows in ``window`` of everything that has rows."""
+def part_of(item: Any, window: slice | Sequence[int] | Tensor) -> Any:
+    """Return the rows in ``window``, or at its places, of everything that has rows.
+
+    >>> part_of({"x": torch.arange(3), "scale": 2.0}, [2, 0])
+    {'x': tensor([2, 0]), 'scale': 2.0}
+    """
+    if isinstance(window, Tensor):
+        window = window.tolist()
     if isinstance(item, Tensor) and item.layout is not torch.strided:
         raise LoopscopeError(
             f"A batch with a tensor of layout {item.layout} cannot be split into micro-batches; set accumulation_steps "

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..state import Structure, copy_of_batch
@@ -22,6 +23,10 @@ class LentLoader(Loader):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield copies of the loader's batches."""
         return map(copy_of_batch, self._loader.batches(epoch, start))
+
+    def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
+        """Return the numbers of the rows of the loader's batches."""
+        return self._loader.row_indices(epoch, start) if isinstance(self._loader, Loader) else None
 
     @property
     def copies(self) -> bool:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from ..errors import UnfitError
 from .batches import part_of, rows
 from .lending import LentLoader
@@ -30,7 +32,15 @@ class RowsOfRank(LentLoader):
                     f"A batch of epoch {epoch} has {whole} rows, too few for each of {self._count} ranks to have one; "
                     "choose a batch_size that leaves more rows to the last batch, or start fewer processes."
                 )
-            yield part_of(batch, slice(whole * self._rank // self._count, whole * (self._rank + 1) // self._count))
+            yield part_of(batch, self._share(whole))
+
+    def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
+        """Return the numbers of this rank's rows of each batch."""
+        found = super().row_indices(epoch, start)
+        return None if found is None else (each[self._share(len(each))] for each in found)
+
+    def _share(self, whole: int) -> slice:
+        return slice(whole * self._rank // self._count, whole * (self._rank + 1) // self._count)
 
     @property
     def copies(self) -> bool:

@@ -1,7 +1,7 @@
 """One fire: the hooks that are due get one view of the moment, and what they return goes on its way to the sinks."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..data import lent
-from ..errors import unknown
+from ..data import RowNumbers, lent, rows
+from ..errors import LoopscopeError, unknown
 from ..hooks import (
     EPOCH_END,
     STEP_POINTS,
@@ -67,7 +67,9 @@ class Firing:
             optimizer_groups=lambda: optimizer_groups(task.model, task.optimizer),
             last_metrics=dispatch.last,
             ranks=task.ranks,
+            row_indices=self._rows_of_batch,
         )
+        self._numbers = RowNumbers(task.loader)
 
     def call_due(self, point: HookPoint) -> None:
         """Call the hooks that are due at ``point``; where none is, nothing is entered and no view is made."""
@@ -174,6 +176,13 @@ class Firing:
             target_grad=_frozen(self._target_grad(point)) if self._needs_target else None,
             reference_weights=self._reference_weights,
         )
+
+    def _rows_of_batch(self, epoch: int, index: int) -> Tensor | None:
+        found = self._numbers.of(epoch, index)
+        with suppress(LoopscopeError):  # of a batch that has no rows
+            if found is not None and len(found) == rows(self._state.loop.batch):
+                return found
+        return None
 
     def _forward(self, inputs: Any, capture: Sequence[str], train: bool) -> ForwardResult:
         self._hooks.profiler.passed("forward", inputs)

@@ -199,6 +199,7 @@ class ObserverServices:
     optimizer_groups: Callable[[], tuple[OptimizerGroup, ...]]
     last_metrics: Callable[[HookPoint | None], Mapping[str, Any]]
     ranks: Ranks = field(default_factory=Ranks)
+    row_indices: Callable[[int, int], Tensor | None] = lambda epoch, batch: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +257,14 @@ class RunDataContext:
     def ranks(self) -> Ranks:
         """Who trains the model together; a hook calls ``ranks.join()`` before it takes sums or means over them."""
         return self.services.ranks
+
+    @property
+    def row_indices(self) -> Tensor | None:
+        """The numbers in the data set of the rows of the step's batch, of this rank's: int64 of shape (rows,), a copy.
+
+        ``None`` between steps, and where the loader does not know them (:meth:`.Loader.row_indices`).
+        """
+        return None if self.batch_idx is None else self.services.row_indices(self.epoch, self.batch_idx)
 
     def forward(self, inputs: Any, *, capture: Sequence[str] = (), train: bool = False) -> ForwardResult:
         """Run the model on ``inputs`` without gradients, leaving modes, buffers and random streams as they were.

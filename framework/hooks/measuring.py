@@ -62,6 +62,16 @@ class Measuring:
         """Return the gradient of the mean loss on one batch (default: the current one), at the present parameters."""
         return self._probe.gradient(self._batch(batch))
 
+    def measure_rows(self, batch: Batch | None = None) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the Euclidean norm of its gradient, of every row of a batch alone, by a pass for each.
+
+        At the present parameters and modes, on the current batch by default; float64 of shape (rows,). All rows see one
+        dropout mask. Batch normalisation that tracks statistics uses these, as in eval mode: one row has none. What a
+        loss holds beside that of the data, a penalty say, is part of each row's. Raises :class:`LoopscopeError` in
+        several processes.
+        """
+        return self._probe.of_rows(self._batch(batch))
+
     def compute_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the mean loss over the training set, batches weighted by their rows."""
         return self._probe.mean_gradient(self._task.loader.batches(self._state.loop.epoch))

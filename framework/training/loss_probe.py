@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _NormBase
 
-from ..data import Batch, rows
+from ..data import Batch, MicroBatches, micro_batches, rows
 from ..errors import LoopscopeError
 from ..isolation import borrowed_buffers, borrowed_extras, borrowed_gradients, borrowed_modes
 from ..state import (
@@ -127,6 +128,29 @@ class LossProbe:
         """Return the gradient of the mean loss, without the parameters that have none."""
         with self._borrowed():
             return self._gradient(batch)
+
+    def of_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the loss of every row alone, and the norm of its gradient; float64, shape (rows,) each.
+
+        All rows see one dropout mask. Batch normalisation with tracked statistics uses these, as in eval mode, since
+        one row has none of its own. Raises :class:`LoopscopeError` in several processes.
+        """
+        if self._task.ranks.are_many:
+            raise LoopscopeError(
+                f"{self._task.ranks.place[1]} processes train together, and rows are measured by one process alone; "
+                "train again in one, or look at whole batches."
+            )
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        wholes = batch if isinstance(batch, MicroBatches) else [batch]
+        for row in chain.from_iterable(micro_batches(whole, rows(whole)) for whole in wholes):
+            with self._borrowed():
+                for module in self._model.modules():
+                    if isinstance(module, _NormBase) and module.running_mean is not None:
+                        module.training = False
+                gradient = self._gradient(row, lambda task, part: losses.append(measure_gradients(task, part)))
+                norms.append(norm(gradient) if gradient else losses[-1].new_zeros(()))
+        return torch.stack(losses).double(), torch.stack(norms).double()
 
     def run_once(self, batch: Batch) -> None:
         """Run forward and backward for taps to listen; the loss has the run's scale, the gradients may be infinite."""

@@ -1,0 +1,30 @@
+"""The numbers of the rows that the steps of a run train on, read off its loader one batch after the other."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from .loaders import Loader
+
+
+class RowNumbers:
+    """The rows of any batch of a loader; batches in their order are found without an epoch being begun anew."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._epoch, self._next = -1, 0
+        self._ahead: Iterator[Tensor] | None = None
+        self._newest: Tensor | None = None
+
+    def of(self, epoch: int, batch: int) -> Tensor | None:
+        """Return the rows of a batch, its owner's to change; ``None`` where rows have no numbers."""
+        if epoch != self._epoch or batch < self._next - 1:
+            is_one = isinstance(self._loader, Loader)  # anything that yields batches may stand in its place
+            self._ahead = self._loader.row_indices(epoch, batch) if is_one else None
+            self._epoch, self._next = epoch, batch
+        if self._ahead is not None and batch >= self._next:
+            self._newest = next(islice(self._ahead, batch - self._next, None), None)
+            self._next = batch + 1
+        return None if self._ahead is None or self._newest is None else self._newest.clone()

@@ -1,0 +1,74 @@
+"""Loss and gradient norm of every row alone: against autograd row by row, a closed form, and the bytes of the run."""
+
+import pytest
+import torch
+from loopscope.data import MicroBatches
+from loopscope.errors import LoopscopeError
+from loopscope.state import differing
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional
+
+from tests.framework.hooks.context_call import context, mean_loss, noisy_model, plain_model
+
+
+def one_by_one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Measure every row by functional autograd, all of them in one pass."""
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
+
+    parameters = {name: leaf.detach() for name, leaf in model.named_parameters()}
+    gradients, losses = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(parameters, *batch)
+    return losses, sum(each.flatten(1).square().sum(1) for each in gradients.values()).sqrt()
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_every_row_is_measured_as_functional_autograd_does(pieces: int) -> None:
+    ctx = context(plain_model().double(), accumulation_steps=pieces)
+    for found, expected in zip(ctx.measure_rows(), one_by_one(ctx.model, ctx._state.loop.batch), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_the_gradient_of_a_linear_regression_is_known() -> None:
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    model = nn.Linear(4, 3, bias=False).double()
+    ctx = context(model)
+    ctx._probe._task.compute_loss = lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square().mean()
+    losses, norms = ctx.measure_rows((inputs, targets))
+    errors = (inputs @ model.weight[0] - targets).detach()
+    torch.testing.assert_close(losses, errors.square(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(norms, 2 * errors.abs() * inputs.norm(dim=1), rtol=1e-12, atol=0)
+
+
+def test_rows_see_one_dropout_mask_and_tracked_statistics_and_leave_nothing_behind() -> None:
+    ctx = context(noisy_model().double())
+    before = ctx._state.digest()
+    row = tuple(part[2:3] for part in ctx._state.loop.batch)
+    found = ctx.measure_rows(tuple(torch.cat([part] * 5) for part in row))
+    for each in found:
+        assert each.dtype is torch.float64
+        assert each.tolist() == [each[0].item()] * 5
+    assert differing(before, ctx._state.digest()) == []
+    assert all(module.training for module in ctx.model.modules())
+
+
+def test_micro_batches_of_a_loop_of_ones_own_have_their_rows_in_order() -> None:
+    ctx = context(plain_model().double())
+    whole = ctx._state.loop.batch
+    parts = MicroBatches(tuple(part[place] for part in whole) for place in (slice(0, 3), slice(3, None)))
+    for found, expected in zip(ctx.measure_rows(parts), ctx.measure_rows(whole), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_what_the_loss_does_not_depend_on_has_no_norm() -> None:
+    ctx = context(plain_model())
+    ctx._probe._task.compute_loss = lambda model, batch: mean_loss(model, batch).detach() + 0 * model[0].bias.sum()
+    assert ctx.measure_rows()[1].tolist() == [0.0] * 4
+
+
+def test_several_processes_are_refused() -> None:
+    ctx = context(plain_model())
+    ctx._probe._task.ranks.are_many, ctx._probe._task.ranks.members = True, (0, 1)
+    with pytest.raises(LoopscopeError, match="2 processes train together, and rows are measured by one"):
+        ctx.measure_rows()
