@@ -8,6 +8,7 @@ so the number of quantities is accounted for, as they depend on each other (West
 steps that are looked at by Bonferroni's factor.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -69,14 +70,16 @@ class Departure:
 
 
 def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:
-    """Return the quantities that ``step_history`` recorded, each by the step that it is about."""
+    """Return the quantities that ``step_history`` recorded, each by the step that it is about; NaN as infinite."""
     found: dict[str, dict[int, float]] = {}
     for _, step, _, metric, value in run.points:
         quantity = metric.removeprefix(f"{hook}/")
         if quantity != metric and isinstance(value, (int, float)):
-            found.setdefault(quantity, {})[step - quantity.startswith(LATE)] = float(value)
+            number = math.inf if math.isnan(value) else float(value)
+            found.setdefault(quantity, {})[step - quantity.startswith(LATE)] = number
     losses, before = found.get("loss", {}), found.pop("loss_before", {})
-    found["effect"] = {step: losses[step + 1] - value for step, value in before.items() if step + 1 in losses}
+    known = {step: value for step, value in before.items() if step + 1 in losses and math.isfinite(value)}
+    found["effect"] = {step: losses[step + 1] - value for step, value in known.items()}
     return found
 
 
@@ -120,16 +123,26 @@ def first_departure(history: History, step: int) -> tuple[Departure | None, str]
     elsewhere = np.maximum(np.where(is_top, top[:, :1], top[:, -1:]), LEAST)
     null = (np.minimum(before, 1e12) / elsewhere).max(0)
     limits = np.maximum(top[:, -1], LEAST)
+    found = []
     for place, number in enumerate(steps[-looked_at:]):
         now = np.minimum(z[:, before.shape[1] + place], 1e12) / limits
         p = looked_at * (1 + int((null >= now.max()).sum())) / (len(null) + 1)
         if p <= LEVEL and now.max() > 1:
             far = [index for index in range(len(names)) if now[index] > max(1.0, float(null.max()))]
-            return _departure(history, names, now, far, number, p), ""
+            found.append(_departure(history, names, now, far, number, p))
+    if found:
+        return _not_of_the_step_after(found), ""
     return None, (
         f"None of {len(names):,} quantities left its history in the steps {steps[-looked_at]:,} to {step:,}, by ranks "
         f"among the {before.shape[1]:,} steps before."
     )
+
+
+def _not_of_the_step_after(found: Sequence[Departure]) -> Departure:
+    """Return the first; where nothing but the loss of the step after shows it, and that step has more, that one."""
+    first, second = found[0], found[1] if len(found) > 1 else found[0]
+    shown_after = (first.quantity, *first.others) == ("effect",) and second.step == first.step + 1
+    return second if shown_after and {second.quantity, *second.others} - {"loss", "effect"} else first
 
 
 def _departure(

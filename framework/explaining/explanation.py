@@ -76,8 +76,9 @@ class Explanation:
 
     @property
     def standing_out(self) -> list[ExplainedRow]:
-        """The rows that stand out, the largest loss first."""
-        return sorted((row for row in self.rows if row.stands_out), key=lambda row: -row.loss)
+        """The rows that stand out, each once, the largest loss first."""
+        rows = {row.name: row for row in self.rows if row.stands_out}
+        return sorted(rows.values(), key=lambda row: -row.loss)
 
 
 def explain(
@@ -130,16 +131,22 @@ def _explained(
             zip(*(found["rows"][name] for name in ("loss", "gradient_norm")), found["rows"].get("index") or _nobody(found))
         )
     ]
-    before = [each for each in sorted(history["loss"]) if each < where.step][-HISTORY:]
-    bad = harms(
-        found,
-        history["loss"][where.step],
-        [history["loss"][each] for each in before],
-        [history["effect"][each] for each in before if each in history["effect"]],
-    )
-    said = verdict(found, bad, [row.name for row in rows if row.stands_out])
+    bad = harms(found, *_runs_own(history, where), f"{where.quantity} of {where.name}")
+    said = verdict(found, bad, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
     branches = [_branch(name, found, bad) for name in found["effect"]]
     return Explanation(step, said.cause, said.sentence, where, rows, branches, left_out)
+
+
+def _runs_own(history: Mapping[str, Mapping[int, float]], where: Departure) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what the run had at the step, and at the steps before it, of what harm can be seen in."""
+    names = {"loss": "loss", "effect": "effect", "size": f"{where.quantity}/{where.name}"}
+    own, usual = {}, {}
+    for metric, name in names.items():
+        series = history.get(name, {})
+        if where.step in series:
+            own[metric] = series[where.step]
+        usual[metric] = [value for step, value in sorted(series.items()) if step < where.step][-HISTORY:]
+    return own, usual
 
 
 def _nobody(found: Mapping[str, Any]) -> list[None]:
@@ -164,6 +171,8 @@ def _options(history: Mapping[str, Mapping[int, float]], where: Departure) -> di
         options["usual_norm"] = float(np.median(norms))
     if "lr" in (where.quantity, *where.others) and rates and history["lr"][where.step] > 0 and np.median(rates) > 0:
         options["usual_rate"] = float(np.median(rates) / history["lr"][where.step])
+    if where.quantity in ("output", "gradient"):
+        options["watch"] = f"{where.quantity}/{where.name}"
     if where.quantity == "output" and where.name != "logits":
         options["layer"] = where.name
     return options

@@ -17,6 +17,7 @@ BRANCHES = {
     "usual_rate": "the usual learning rate",
     "fresh_state": "an optimizer that remembers nothing",
     "float32": "everything in float32",
+    "float64": "everything in float64",
     "layer_in_float32": "that layer in float32",
     "element_restored": "the element that changed put back",
 }

@@ -12,6 +12,8 @@ REMOVES = 0.5
 """The share of the harm that a branch must remove to show its cause."""
 FAR = 3.0
 """Spreads beyond the middle of what is usual from which on something is harm."""
+TIMES = 1.5
+"""How many times its largest value before, and on fresh batches, what is watched must be."""
 STATES = {
     "usual_rate": ("step size", "at the usual learning rate"),
     "half_rate": ("step size", "at half the learning rate"),
@@ -41,6 +43,8 @@ class Harm:
     """The median of each branch."""
     by_chance: float
     """How often fresh batches, of which the run's counts as one, are as bad."""
+    far: float
+    """From the usual, in spreads."""
 
     def removed(self, branch: str) -> float:
         """Return the share of the harm that a branch removes; −∞ where there is no such branch."""
@@ -69,28 +73,36 @@ def is_beyond(value: float, usual: Sequence[float]) -> bool:
     return (above + 1) / (len(usual) + 1) <= LEVEL and value > middle + FAR * spread
 
 
-def harms(found: Mapping[str, Any], loss: float, usual_losses: Sequence[float], usual_effects: Sequence[float]) -> list[Harm]:
-    """Return what is unusually high of a step: its effect on the losses that come next, its own loss.
+def harms(
+    found: Mapping[str, Any], own: Mapping[str, float], usual: Mapping[str, Sequence[float]], watched: str = "it"
+) -> list[Harm]:
+    """Return what is unusually high of a step, the furthest first: its effect on the losses that come next, its own loss, what was watched.
 
     Args:
         found: what the hook ``what_if`` recorded, by metric and branch.
-        loss: of the step in the run.
-        usual_losses: of the steps before.
-        usual_effects: of the steps before on the next loss.
+        own: the step's loss, effect and size in the run.
+        usual: those of the steps before; the effect there is that on the next batch alone.
+        watched: what the size is of, in words.
     """
+    own = {**own, "effect": found["effect"].get("run", np.median(found["effect"]["as_it_was"]))}
+    words = {"effect": "the losses of the next batches rise by", "loss": "the loss of the step is", "size": f"the {watched} is"}
     result = []
-    effect = found["effect"].get("run", np.median(found["effect"]["as_it_was"]))
-    for metric, run, usual, words in (
-        ("effect", effect, usual_effects, "the loss of the next batches rises by"),
-        ("loss", loss, usual_losses, "the loss of the step is"),
-    ):
-        run = np.inf if np.isnan(run) else float(run)
-        fresh = found[metric]["fresh"]
-        if is_beyond(run, usual) or (is_beyond(run, fresh) and run > middle_and_spread(usual)[0]):
+    for metric, text in words.items():
+        if metric not in own or metric not in found:
+            continue
+        run = np.inf if np.isnan(own[metric]) else float(own[metric])
+        before, fresh = usual[metric], found[metric]["fresh"]
+        middle = middle_and_spread(before)[0]
+        if metric == "size":  # which alone says little
+            is_bad = run > TIMES * max([*before, *fresh])
+        else:
+            is_bad = is_beyond(run, before) or (is_beyond(run, fresh) and run > middle)
+        if is_bad:
             medians = {name: float(np.median(value)) for name, value in found[metric].items()}
             above = sum(not each < run for each in fresh)
-            result.append(Harm(words, run, middle_and_spread(usual)[0], medians, (above + 1) / (len(fresh) + 1)))
-    return result
+            spread = middle_and_spread(before)[1] or abs(middle) or 1.0
+            result.append(Harm(text, run, middle, medians, (above + 1) / (len(fresh) + 1), (run - middle) / spread))
+    return sorted(result, key=lambda harm: -harm.far)
 
 
 def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) -> Verdict:
@@ -100,10 +112,10 @@ def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) 
             None,
             "It cannot be told: the step did nothing to the loss that fresh batches, or the steps before it, do not do.",
         )
-    for judge in (_fault, _not_again, _precision, _data, _update):
-        for harm in bad:
-            if (told := judge(found, harm, rows)) is not None:
-                return told
+    judges = (_fault, _not_again, _precision, _data, _update)
+    told = [verdict for harm in bad for judge in judges if (verdict := judge(found, harm, rows)) is not None]
+    if told:
+        return next((verdict for verdict in told if verdict.cause is not None), told[0])
     harm = bad[0]
     tried = ", ".join(f"{name.replace('_', ' ')} {harm.told(name)}" for name in harm.branches if name != "run")
     return Verdict(None, f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried}).")
@@ -132,12 +144,11 @@ def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
 
 
 def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    if not found["low_precision"] or harm.removed("float32") < REMOVES:
+    name = next((name for name in ("float32", "float64") if harm.removed(name) >= REMOVES), None)
+    if name is None or (name == "float32" and not found["low_precision"]):
         return None
-    where = f"; {harm.told('layer_in_float32')} with this layer alone" if "layer_in_float32" in harm.branches else ""
-    return Verdict(
-        "precision", f"Precision: {harm.words} {harm.run:.3g}, and {harm.told('float32')} with everything in float32{where}."
-    )
+    where = f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""
+    return Verdict("precision", f"Precision: {harm.words} {harm.run:.3g}, {harm.told(name)} with everything in {name}{where}.")
 
 
 def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:

@@ -119,6 +119,9 @@ class ExperimentRunner(ABC, Generic[Config]):
         """Return where the data comes from, as plain values for ``experiment_config.json``."""
         return {}
 
+    def describe_row(self, index: int) -> Any:
+        return None
+
     def sample(self, model: nn.Module) -> str | None:
         """Return a text that shows what the trained model does; called like :meth:`evaluate`, at the end."""
         return None

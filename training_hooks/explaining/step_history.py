@@ -67,15 +67,15 @@ class StepHistory(DebugInterventionHook):
     metrics = """
         loss | the loss of the step | (−∞, ∞) | Against its own history: a spike.
         lr | the largest learning rate of a parameter group in the step | [0, ∞) | What the schedule did.
-        output/<parameter> | max |output| of each layer on the step's batch, `logits`: of the model | [0, ∞), NaN
+        output | by layer: max |output| on the step's batch, `logits`: of the model | [0, ∞), NaN
             | The first layer that leaves its history is where a forward pass went wrong.
-        gradient/<parameter> | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | Before clipping.
+        gradient | ‖g_p‖₂ at POST_BACKWARD | [0, ∞) | Before clipping.
         loss_before | the loss at the parameters before the step, on the batch of the step after | (−∞, ∞)
             | What the next loss would have been without this step: the difference is what the step did.
-        update/<parameter> | of the step before: max |θ_p − θ_p before it| | [0, ∞)
+        update | of the step before: max |θ_p − θ_p before it| | [0, ∞)
             | Whatever changed the weights since, not the optimizer alone.
-        state/<parameter> | after the step before: √ mean of squares of each entry of the optimizer's state that has the
-            shape of the parameter, as `state/<entry>/<parameter>` | [0, ∞)
+        state | after the step before: √ mean of squares of each entry of the optimizer's state that has the
+            shape of the parameter, by entry and parameter | [0, ∞)
             | A second moment that falls at once makes the next steps too long.
     """
     _weights = Remembered(dict[str, Tensor], saved=False)

@@ -17,7 +17,8 @@ from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches
-from .in_float32 import InFloat32, layer_in_float32
+from .step_history import outputs_seen
+from .widened import Widened, layer_widened
 
 AHEAD = 8
 """Batches that come next, on whose loss the effect of a step is measured."""
@@ -43,7 +44,8 @@ class WhatIf(DebugInterventionHook):
     * ``clipped``: gradients clipped at ``usual_norm``
     * ``half_rate``, ``usual_rate``: every learning rate times ½, times ``usual_rate``
     * ``fresh_state``: an optimizer that remembers nothing
-    * ``float32``, ``layer_in_float32``: all operations of the passes in float32, or those of ``layer``
+    * ``float32``, ``float64``, ``layer_in_float32``: all operations of the passes in that precision, or those of
+      ``layer``
     * ``element_restored``: after the run's own step, the weight that changed by itself put back
 
     Schedulers of epochs stand still, and hooks that commit (clipping) take no part in the branches.
@@ -55,6 +57,8 @@ class WhatIf(DebugInterventionHook):
         step: the step in question, counted from 1.
         usual_norm: the norm at which to clip; 0 leaves the branch out.
         usual_rate: the factor that brings the learning rate to its usual value; 1 leaves the branch out.
+        watch: one more thing to measure of each batch before the step, as ``step_history`` does: ``output/<layer>``
+            (``output/logits``: of the model) or ``gradient/<parameter>``.
     """
 
     name = "what_if"
@@ -63,21 +67,22 @@ class WhatIf(DebugInterventionHook):
     needs_loader = True
     needs_next_batch = True
     metrics = """
-        loss/<parameter> | the loss of the step in each branch, before its update; a list where there are several
+        loss | the loss of the step in each branch, before its update; a list where there are several
             | (−∞, ∞) | Far above those of fresh batches: the batch, unless they are high, too.
-        effect/<parameter> | mean over the next 8 batches of their loss after the step − before it | (−∞, ∞)
+        effect | mean over the next 8 batches of their loss after the step − before it | (−∞, ∞)
             | What the step did; `run`: the run's own step.
-        later/<parameter> | mean over the steps that follow of their loss − the loss of their batch before the step
+        later | mean over the steps that follow of their loss − the loss of their batch before the step
             | (−∞, ∞) | Whether the harm lasts.
+        size | what `watch` names, on the batch of each branch | [0, ∞), NaN
+            | The batch's own doing, where that of fresh ones is small.
         low_precision | tensors and casts of float16 or bfloat16 in the step and the losses after it | 0, 1, 2, …
             | 0: precision is no explanation.
-        rows/<parameter> | of each row of the batch alone, in its order: `loss`, `gradient_norm`, and `index` in the
-            data set where that is known | (−∞, ∞)
+        rows | of each row of the batch alone, in its order: `loss`, `gradient_norm`, `size` where an output is
+            watched, and `index` in the data set where that is known | (−∞, ∞)
             | The rows behind a spike.
-        standing_out | places in the batch of rows with a loss or gradient norm above those of all fresh rows and more
-            than 6 spreads above their middle, and of the copies of a row that fresh batches do not have
+        standing_out | places in the batch of rows with any of these above those of all fresh rows and more than 6 spreads above their middle, and of the copies of a row that fresh batches do not have
             | a list | What without_rows leaves out.
-        element/<parameter> | of the parameter with an element that changed 8 times as much as any other: the number of
+        element | of the parameter with an element that changed 8 times as much as any other: the number of
             that element, its value before and after the step | (−∞, ∞)
             | A flipped bit looks like that.
     """
@@ -93,6 +98,7 @@ class WhatIf(DebugInterventionHook):
         step: int = 1,
         usual_norm: float = 0.0,
         usual_rate: float = 1.0,
+        watch: str = "",
     ) -> None:
         require(step >= 1, f"what_if.step is {step}; steps are counted from 1.")
         require(follow >= 1, f"what_if.follow is {follow}; it must be at least 1.")
@@ -100,7 +106,7 @@ class WhatIf(DebugInterventionHook):
         require(usual_norm >= 0, f"what_if.usual_norm is {usual_norm}; it must be at least 0.")
         require(usual_rate > 0, f"what_if.usual_rate is {usual_rate}; it must be positive.")
         self.follow, self.fresh, self.layer, self.step = follow, fresh, layer, step
-        self.usual_norm, self.usual_rate = usual_norm, usual_rate
+        self.usual_norm, self.usual_rate, self.watch = usual_norm, usual_rate, watch
         self.step_schedule = StepSchedule(mode="burst", every_n_steps=2**62, burst_length=2, warmup=step - 1)
 
     def start(self, run: RunInfo) -> None:
@@ -108,6 +114,10 @@ class WhatIf(DebugInterventionHook):
         if run.ranks.are_many:
             raise UnsuitableError("Hook 'what_if' measures row by row, so it needs a run of one process.")
         layers = dict(run.model.named_modules())
+        kind, _, name = self.watch.partition("/")
+        known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}}
+        if self.watch and name not in known.get(kind, ()):
+            raise unknown("thing to watch", self.watch, [f"{each}/{one}" for each, names in known.items() for one in names])
         if self.layer and self.layer not in layers:
             raise unknown("layer", self.layer, layers)
 
@@ -124,7 +134,7 @@ class WhatIf(DebugInterventionHook):
     def _branches(self, run_ctx: RunDataContext, branches: "Branches", fresh: Sequence[Batch]) -> Metrics:
         model_ctx, batch = branches.model_ctx, run_ctx.batch_data
         rates = [float(group.lr) for group in run_ctx.optimizer_groups]
-        mode = InFloat32()
+        mode, wide = Widened(), Widened(torch.float64)
         found_rows, out = self._rows(run_ctx, model_ctx, fresh)
         rest = [place for place in range(rows(batch)) if place not in out]
         told = {
@@ -133,6 +143,7 @@ class WhatIf(DebugInterventionHook):
             "half_rate": [branches.run(batch, learning_rates=[rate / 2 for rate in rates])],
             "fresh_state": [branches.run(batch, prepared=_forget)],
             "float32": [branches.run(batch, within=lambda: mode)],
+            "float64": [branches.run(batch, within=lambda: wide)],
         }
         if out and rest:
             told["without_rows"] = [branches.run(part_of(batch, rest))]
@@ -142,28 +153,49 @@ class WhatIf(DebugInterventionHook):
             told["usual_rate"] = [branches.run(batch, learning_rates=[rate * self.usual_rate for rate in rates])]
         if self.layer:
             module = model_ctx.model.get_submodule(self.layer)
-            told["layer_in_float32"] = [branches.run(batch, within=lambda: layer_in_float32(module, InFloat32()))]
+            told["layer_in_float32"] = [branches.run(batch, within=lambda: layer_widened(module, Widened()))]
         numbers = {
             name: {branch: [each[place] for each in found] for branch, found in told.items()}
             for place, name in enumerate(("loss", "effect", "later"))
         }
+        if self.watch:
+            own = {"as_it_was": [batch], "fresh": fresh} | ({"without_rows": [part_of(batch, rest)]} if out and rest else {})
+            numbers["size"] = {name: [self._size(model_ctx, each) for each in given] for name, given in own.items()}
+            with mode:
+                numbers["size"]["float32"] = [self._size(model_ctx, batch)]
         return {**numbers, "low_precision": mode.met, "rows": found_rows, "standing_out": out}
+
+    def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
+        """Return what is watched."""
+        kind, _, name = self.watch.partition("/")
+        if kind == "gradient":
+            gradient = model_ctx.compute_batch_gradients(batch).get(name)
+            return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient))
+        with outputs_seen(model_ctx.model) as outputs:
+            model_ctx.compute_batch_loss(batch)
+        return float(outputs.get(name, math.nan))
 
     def _rows(
         self, run_ctx: RunDataContext, model_ctx: ModelDataContext, fresh: Sequence[Batch]
     ) -> tuple[dict[str, list[float]], list[int]]:
         """Return what is measured of each row of the batch, and the places of those that stand out."""
-        batch = run_ctx.batch_data
-        own = torch.stack(model_ctx.measure_rows(batch)).cpu()
-        several, count = [], 0
+        own, several, count = self._measured(model_ctx, run_ctx.batch_data), [], 0
         for other in fresh:
             if count < MOST_ROWS:
-                several.append(torch.stack(model_ctx.measure_rows(other)).cpu())
+                several.append(self._measured(model_ctx, other))
                 count += rows(other)
-        found = {"loss": own[0].tolist(), "gradient_norm": own[1].tolist()}
+        found = dict(zip(("loss", "gradient_norm", "size"), own.tolist(), strict=False))
         if run_ctx.row_indices is not None:
             found["index"] = run_ctx.row_indices.tolist()
-        return found, sorted({*outliers(own, torch.cat(several, 1)), *repeated(batch, fresh)})
+        return found, sorted({*outliers(own, torch.cat(several, 1)), *repeated(run_ctx.batch_data, fresh)})
+
+    def _measured(self, model_ctx: ModelDataContext, batch: Batch) -> Tensor:
+        """Return loss and gradient norm, and an output that is watched, of each row; shape (2 or 3, rows)."""
+        measured = [each.cpu() for each in model_ctx.measure_rows(batch)]
+        if self.watch.startswith("output/"):
+            sizes = [self._size(model_ctx, part_of(batch, [place])) for place in range(rows(batch))]
+            measured.append(torch.tensor(sizes, dtype=torch.float64))
+        return torch.stack(measured)
 
     def _afterwards(self, model_ctx: ModelDataContext) -> Metrics:
         """Return the effect of the run's own step, and of putting back an element that changed by itself."""

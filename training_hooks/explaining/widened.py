@@ -1,4 +1,4 @@
-"""Forward and backward passes in float32, whatever the model or autocast asks for."""
+"""Forward and backward passes in a wider precision than the model or autocast asks for."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,19 @@ from torch.utils._pytree import tree_iter, tree_map
 LOW = (torch.float16, torch.bfloat16)
 
 
-class InFloat32(TorchDispatchMode):
-    """Let every operation on float16 or bfloat16 compute, and return, float32.
+class Widened(TorchDispatchMode):
+    """Let every operation on float16 or bfloat16 (with float64, on float32 too) compute, and return, a wider dtype.
 
-    It stands below autograd and autocast: a cast to a low precision gives float32, and so does an operation on a
+    It stands below autograd and autocast: a cast to a low precision gives the wide one, and so does an operation on a
     parameter of one. In a backward pass only operations on both are widened, since autograd itself casts the gradient
     of such a parameter back. What writes to a tensor is left as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wide: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self._wide, self._narrow = wide, LOW if wide is torch.float32 else (*LOW, torch.float32)
         self.met = 0
-        """How many tensors or casts of low precision were met."""
+        """How many tensors or casts were widened."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,14 +40,14 @@ class InFloat32(TorchDispatchMode):
 
     def _widened(self, value: Any) -> Any:
         dtype = value.dtype if isinstance(value, Tensor) else value
-        if not isinstance(dtype, torch.dtype) or dtype not in LOW:
+        if not isinstance(dtype, torch.dtype) or dtype not in self._narrow:
             return value
         self.met += 1
-        return value.float() if isinstance(value, Tensor) else torch.float32
+        return value.to(self._wide) if isinstance(value, Tensor) else self._wide
 
 
 @contextmanager
-def layer_in_float32(layer: nn.Module, mode: InFloat32) -> Iterator[None]:
+def layer_widened(layer: nn.Module, mode: Widened) -> Iterator[None]:
     """Let the calls of one layer run in the mode."""
     begin = layer.register_forward_pre_hook(lambda *_: mode.__enter__() and None, prepend=True)
     end = layer.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)

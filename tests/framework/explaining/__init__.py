@@ -1,0 +1,1 @@
+"""Explaining steps: departures by ranks, verdicts, planted causes."""
