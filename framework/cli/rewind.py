@@ -19,6 +19,7 @@ from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
 
+
 def rewind(words: Sequence[str]) -> None:
     """Train the stretch that the words name, and say where its metrics are and with what it was compared."""
     parser = CommandParser(
@@ -32,7 +33,12 @@ def rewind(words: Sequence[str]) -> None:
     parser.add("from_start", bool, "begin at step 0, so that hooks remember all that came before", default=False)
     parser.add("verify", int, "train so many stretches between two checkpoints again, drawn at random, without hooks")
     parser.add("explain", bool, "say what left its history first in the steps up to N, and why", default=False)
-    parser.add("spike", bool, "explain the step of the first alert in the record, one of a spike if there is any", default=False)
+    parser.add(
+        "spike",
+        bool,
+        "explain the step of the first alert in the record, one of a spike if there is any",
+        default=False,
+    )
     parser.add("with_hooks", str, "a group of hooks, in place of those that were on", metavar="GROUP")
     parser.add("hooks", NAMES, "hooks by name, in place of those that were on", default=[], metavar="NAME")
     parser.add("hook_config", NAMES, "options of hooks: hook.option=value", default=[], metavar="H.O=V")
@@ -56,7 +62,9 @@ def rewind(words: Sequence[str]) -> None:
     if given["verify"] is not None:
         _verify(replace(session(with_hooks="none"), make_sinks=list), folder, given["verify"])
     elif given["explain"] or given["spike"]:
-        require(not (given["with_hooks"] or given["hooks"]), "--explain chooses its hooks itself; leave out the others.")
+        require(
+            not (given["with_hooks"] or given["hooks"]), "--explain chooses its hooks itself; leave out the others."
+        )
         step = _step_of_alert(folder) if given["spike"] else given["step"]
         _explain(session, folder, step, runner, record)
     else:
@@ -85,7 +93,8 @@ def _explain(
     def train_again(stretch: Stretch, hook: str, hook_options: Mapping[str, Any]) -> Path:
         config = [f"{hook}.{name}={value}" for name, value in hook_options.items()]
         again = session(with_hooks="none", hooks=[hook], hook_config=config)
-        return watch(again, "silent", lambda shown: shown.rewind(stretch))[0]
+        path: Path = watch(again, "silent", lambda shown: shown.rewind(stretch))[0]
+        return path
 
     treatments = [*record.treatments]
     explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments)

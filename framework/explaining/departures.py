@@ -29,7 +29,7 @@ LOOKED_AT = 8
 """Steps that are looked at, the last being the one in question; fewer where the history is too short for as many."""
 LATE = ("update", "state")
 """Quantities that are told at the step after."""
-ORDER = ("lr", "loss", "output", "gradient", "state", "update", "effect")
+ORDER = ("lr", "copies", "loss", "output", "gradient", "state", "update", "effect")
 """What a step computes, in this order."""
 TWO_SIDED = ("state",)
 
@@ -43,7 +43,8 @@ class Departure:
 
     step: int
     quantity: str
-    """``loss``, ``lr``, ``effect`` (of the step on the next loss), or ``output``, ``gradient``, ``state``, ``update``."""
+    """``lr``, ``copies`` of a row, ``loss``, ``effect`` (on the next loss), or by name ``output``, ``gradient``,
+    ``state``, ``update``."""
     name: str
     """Of the parameter, of the layer for outputs (``logits``: the model's), empty for the loss."""
     value: float
@@ -60,9 +61,12 @@ class Departure:
         return asdict(self)
 
     def __str__(self) -> str:
-        what = {"effect": "the effect on the next loss", "lr": "the learning rate", "loss": "the loss"}.get(
-            self.quantity, f"{self.quantity} of {self.name}"
-        )
+        what = {
+            "effect": "the effect on the next loss",
+            "lr": "the learning rate",
+            "loss": "the loss",
+            "copies": "how often one row stands in the batch",
+        }.get(self.quantity, f"{self.quantity} of {self.name}")
         return (
             f"step {self.step:,}: {what} was {self.value:.4g}, its median before {self.usual:.4g} "
             f"(p = {self.p:.2g} of {self.comparisons:,} quantities)"
@@ -170,13 +174,15 @@ def _order(name: str) -> int | None:
 
 def _unbroken(losses: Mapping[int, float], step: int) -> list[int]:
     """Return the steps up to ``step`` that were recorded without a gap, at most as many as are looked at."""
-    runs = [[number for _, number in each] for _, each in groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])]
+    runs = [
+        [number for _, number in each] for _, each in groupby(enumerate(sorted(losses)), lambda item: item[1] - item[0])
+    ]
     found = next((run for run in runs if step in run), [])
     return [each for each in found if step - HISTORY - WINDOW - LOOKED_AT < each <= step]
 
 
 def _scaled(series: Mapping[int, float], steps: Sequence[int], name: str) -> list[float]:
-    """Return the logarithms of positive quantities; of an optimizer's state the change; of others multiples of a size."""
+    """Return logarithms of what is positive, of an optimizer's state their changes; multiples of a size of others."""
     found = np.array([series.get(each, np.nan) for each in steps])
     finite = found[np.isfinite(found)]
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""``loopscope rewind --explain``: the steps before trained again and watched, then the first unusual one in branches."""
+"""``loopscope rewind --explain``: the steps before trained again and watched, and the unusual one in branches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +16,8 @@ from .verdict import Harm, harms, verdict
 
 EXPLANATION = "explanation.json"
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
+WATCHED = {"output": "output of {}", "gradient": "gradient of {}", "copies": "number of copies of one row"}
+"""What the branches can measure of a batch, in words."""
 TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of what it measured."""
 
@@ -125,21 +127,27 @@ def _explained(
         Stretch(where.step, where.step + 1, label=f"{label}/branches"), BRANCHES_HOOK, _options(history, where)
     )
     found = read_branches(look_at(tried).points, where.step)
+    measured, out = found["rows"], found["standing_out"]
+    indices = [int(index) for index in measured["index"]] if "index" in measured else [None] * len(measured["loss"])
     rows = [
-        ExplainedRow(index, place, loss, norm, place in found["standing_out"], _described(describe_row, index))
-        for place, (loss, norm, index) in enumerate(
-            zip(*(found["rows"][name] for name in ("loss", "gradient_norm")), found["rows"].get("index") or _nobody(found))
+        ExplainedRow(index, place, loss, norm, place in out, None if index is None else describe_row(index))
+        for place, (index, loss, norm) in enumerate(
+            zip(indices, measured["loss"], measured["gradient_norm"], strict=True)
         )
     ]
-    bad = harms(found, *_runs_own(history, where), f"{where.quantity} of {where.name}")
+    bad = harms(found, *_runs_own(history, where), WATCHED.get(where.quantity, "").format(where.name))
     said = verdict(found, bad, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
     branches = [_branch(name, found, bad) for name in found["effect"]]
     return Explanation(step, said.cause, said.sentence, where, rows, branches, left_out)
 
 
+def _watched(where: Departure) -> str:
+    return f"{where.quantity}/{where.name}".rstrip("/")
+
+
 def _runs_own(history: Mapping[str, Mapping[int, float]], where: Departure) -> tuple[dict[str, float], dict[str, Any]]:
     """Return what the run had at the step, and at the steps before it, of what harm can be seen in."""
-    names = {"loss": "loss", "effect": "effect", "size": f"{where.quantity}/{where.name}"}
+    names = {"loss": "loss", "effect": "effect", "size": _watched(where)}
     own, usual = {}, {}
     for metric, name in names.items():
         series = history.get(name, {})
@@ -147,14 +155,6 @@ def _runs_own(history: Mapping[str, Mapping[int, float]], where: Departure) -> t
             own[metric] = series[where.step]
         usual[metric] = [value for step, value in sorted(series.items()) if step < where.step][-HISTORY:]
     return own, usual
-
-
-def _nobody(found: Mapping[str, Any]) -> list[None]:
-    return [None] * len(found["rows"]["loss"])
-
-
-def _described(describe_row: Callable[[int], Any], index: float | None) -> Any:
-    return None if index is None else describe_row(int(index))
 
 
 def _options(history: Mapping[str, Mapping[int, float]], where: Departure) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _options(history: Mapping[str, Mapping[int, float]], where: Departure) -> di
         options["usual_norm"] = float(np.median(norms))
     if "lr" in (where.quantity, *where.others) and rates and history["lr"][where.step] > 0 and np.median(rates) > 0:
         options["usual_rate"] = float(np.median(rates) / history["lr"][where.step])
-    if where.quantity in ("output", "gradient"):
-        options["watch"] = f"{where.quantity}/{where.name}"
+    if where.quantity in WATCHED:
+        options["watch"] = _watched(where)
     if where.quantity == "output" and where.name != "logits":
         options["layer"] = where.name
     return options

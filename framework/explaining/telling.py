@@ -25,7 +25,10 @@ BRANCHES = {
 
 def told(explanation: Explanation, width: int) -> Iterator[str]:
     """Yield lines: where, the branches, the rows that stand out, the verdict."""
-    wrapped = lambda text: textwrap.wrap(text, width, subsequent_indent="  ")
+
+    def wrapped(text: str) -> list[str]:
+        return textwrap.wrap(text, width, subsequent_indent="  ")
+
     if explanation.where is not None:
         yield from wrapped(f"Where: {explanation.where}.")
         if explanation.where.others:
@@ -55,11 +58,9 @@ def told(explanation: Explanation, width: int) -> Iterator[str]:
 
 def _row(branch: Branch) -> dict[str, str]:
     times = f" ({branch.times})" if branch.times > 1 else ""
-    number = lambda value: "" if value is None else number_text(value)
+    numbers = {"loss": branch.loss, "next losses": branch.effect, "later": branch.later}
     return {
         "": BRANCHES.get(branch.name, branch.name) + times,
-        "loss": number(branch.loss),
-        "next losses": number(branch.effect),
-        "later": number(branch.later),
+        **{name: "" if value is None else number_text(value) for name, value in numbers.items()},
         "removed": "" if branch.removed is None or branch.removed < -9 else f"{branch.removed:.0%}",
     }

@@ -76,7 +76,7 @@ def is_beyond(value: float, usual: Sequence[float]) -> bool:
 def harms(
     found: Mapping[str, Any], own: Mapping[str, float], usual: Mapping[str, Sequence[float]], watched: str = "it"
 ) -> list[Harm]:
-    """Return what is unusually high of a step, the furthest first: its effect on the losses that come next, its own loss, what was watched.
+    """Return what is unusually high of a step, the furthest first: effect on the next losses, loss, what was watched.
 
     Args:
         found: what the hook ``what_if`` recorded, by metric and branch.
@@ -85,7 +85,11 @@ def harms(
         watched: what the size is of, in words.
     """
     own = {**own, "effect": found["effect"].get("run", np.median(found["effect"]["as_it_was"]))}
-    words = {"effect": "the losses of the next batches rise by", "loss": "the loss of the step is", "size": f"the {watched} is"}
+    words = {
+        "effect": "the losses of the next batches rise by",
+        "loss": "the loss of the step is",
+        "size": f"the {watched} is",
+    }
     result = []
     for metric, text in words.items():
         if metric not in own or metric not in found:
@@ -110,7 +114,7 @@ def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) 
     if not bad:
         return Verdict(
             None,
-            "It cannot be told: the step did nothing to the loss that fresh batches, or the steps before it, do not do.",
+            "It cannot be told: the step did nothing to the loss that fresh batches, or steps before it, do not do.",
         )
     judges = (_fault, _not_again, _precision, _data, _update)
     told = [verdict for harm in bad for judge in judges if (verdict := judge(found, harm, rows)) is not None]
@@ -118,7 +122,9 @@ def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) 
         return next((verdict for verdict in told if verdict.cause is not None), told[0])
     harm = bad[0]
     tried = ", ".join(f"{name.replace('_', ' ')} {harm.told(name)}" for name in harm.branches if name != "run")
-    return Verdict(None, f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried}).")
+    return Verdict(
+        None, f"It cannot be told: {harm.words} {harm.run:.3g}, and no branch removes half of that ({tried})."
+    )
 
 
 def _fault(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
@@ -127,8 +133,8 @@ def _fault(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict
     ((name, (place, was, now)),) = found["element"].items()
     return Verdict(
         "fault",
-        f"Fault: one element of {name} (number {int(place)}) went from {was:.4g} to {now:.4g} in this step, far more than "
-        f"any other; {harm.words} {harm.run:.3g}, and {harm.told('element_restored')} with that element put back.",
+        f"Fault: one element of {name} (number {int(place)}) went from {was:.4g} to {now:.4g} in this step, far more "
+        f"than any other; {harm.words} {harm.run:.3g}, and {harm.told('element_restored')} with it put back.",
     )
 
 
@@ -140,15 +146,21 @@ def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
     numbers = f"{harm.words} {harm.run:.3g}, and {harm.told('as_it_was')} (the median of {len(again)}) where the step"
     if max(again) > min(again):
         return Verdict("chance", f"Chance: {numbers} is taken again with other dropout masks.")
-    return Verdict(None, f"It cannot be told: {numbers} is taken again from the same state, so the step itself is sound.")
+    return Verdict(
+        None, f"It cannot be told: {numbers} is taken again from the same state, so the step itself is sound."
+    )
 
 
 def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     name = next((name for name in ("float32", "float64") if harm.removed(name) >= REMOVES), None)
     if name is None or (name == "float32" and not found["low_precision"]):
         return None
-    where = f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""
-    return Verdict("precision", f"Precision: {harm.words} {harm.run:.3g}, {harm.told(name)} with everything in {name}{where}.")
+    where = (
+        f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""
+    )
+    return Verdict(
+        "precision", f"Precision: {harm.words} {harm.run:.3g}, {harm.told(name)} with everything in {name}{where}."
+    )
 
 
 def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
@@ -160,8 +172,8 @@ def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict 
         names = f", and {harm.told('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
-        f"Data: {harm.words} {harm.run:.3g} on this batch, {harm.told('fresh')} on fresh ones (the median; as bad as this "
-        f"one: p = {harm.by_chance:.2g}){names}.",
+        f"Data: {harm.words} {harm.run:.3g} on this batch, {harm.told('fresh')} on fresh ones (the median; as bad as "
+        f"this one: p = {harm.by_chance:.2g}){names}.",
     )
 
 

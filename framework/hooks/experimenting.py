@@ -96,13 +96,18 @@ class Experimenting(Measuring):
             return self._train(loader, step=step)
 
     def take_step(
-        self, batch: Batch | None = None, *, learning_rates: Sequence[float] | None = None, max_norm: float | None = None
+        self,
+        batch: Batch | None = None,
+        *,
+        learning_rates: Sequence[float] | None = None,
+        max_norm: float | None = None,
     ) -> Tensor:
         """Train one step on a batch (default: the current one), as the loop does, and return its loss before the step.
 
         ``learning_rates`` has one for each of the optimizer's parameter groups; they hold for this step only, and the
-        scheduler then stays where it is. ``max_norm`` clips the gradients as ``clip_gradients`` does. Dropout masks come from the present random streams. A per-epoch scheduler is
-        not stepped, commits of other hooks are not made.
+        scheduler then stays where it is. ``max_norm`` clips the gradients as ``clip_gradients`` does. Dropout
+        masks come from the present random streams. A per-epoch scheduler is not stepped, commits of other hooks are
+        not made.
         """
         self._must_mutate("take_step")
         chosen = self._batch(batch)

@@ -18,9 +18,9 @@ from .summaries import summary_of
 from .validating import PartedError, Stretch
 
 __all__ = [
-    "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner",
-    "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink", "ReplaySink", "RunFlags",
-    "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives", "build_run",
-    "check_device", "checked", "choices", "differences", "environment", "field_names", "in_words", "load_reference",
-    "pass_on", "read_initial", "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
+    "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
+    "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder",
+    "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives", "build_run", "check_device", "checked",
+    "choices", "differences", "environment", "field_names", "in_words", "load_reference", "pass_on", "read_initial",
+    "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
 ]

@@ -1,4 +1,4 @@
-"""The size of everything that a step computes, layer by layer, so that the first thing to leave its history is found."""
+"""The size of everything that a step computes, layer by layer, so that the first to leave its history is found."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..curvature import coming_batches
+from .rows import copies
 
 
 def largest(tensor: Tensor) -> Tensor:
@@ -65,6 +66,8 @@ class StepHistory(DebugInterventionHook):
     needs_loader = True
     needs_next_batch = True
     metrics = """
+        copies | how often the row stands in the batch that stands there most often | 1, 2, …
+            | More than 1: repeated rows.
         loss | the loss of the step | (−∞, ∞) | Against its own history: a spike.
         lr | the largest learning rate of a parameter group in the step | [0, ∞) | What the schedule did.
         output | by layer: max |output| on the step's batch, `logits`: of the model | [0, ∞), NaN
@@ -101,6 +104,7 @@ class StepHistory(DebugInterventionHook):
         found: dict[str, Any] = {
             "lr": max((float(group.lr) for group in run_ctx.optimizer_groups), default=math.nan),
             "output": outputs,
+            "copies": copies(run_ctx.batch_data),
             "loss_before": model_ctx.compute_batch_loss(self._next_batch(run_ctx, model_ctx)),
             "state": _sizes(model_ctx.optimizer_state, trainable(model_ctx.model)),
         }

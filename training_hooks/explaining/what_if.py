@@ -1,7 +1,6 @@
 """One step taken in other ways from the same state, each rolled back: what the loss would have been."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -12,11 +11,12 @@ from loopscope import DebugInterventionHook, HookPoint, HookRegistry, Remembered
 from loopscope.data import Batch, part_of, rows
 from loopscope.errors import UnsuitableError, require, unknown
 from loopscope.hooks import Metrics, ModelDataContext, RunInfo
-from loopscope.state import overwrite, trainable, visited
+from loopscope.state import overwrite, trainable
 from loopscope.training import eagerly
 from torch import Tensor
 
 from ..curvature import coming_batches
+from .rows import copies, outliers, repeated
 from .step_history import outputs_seen
 from .widened import Widened, layer_widened
 
@@ -24,8 +24,6 @@ AHEAD = 8
 """Batches that come next, on whose loss the effect of a step is measured."""
 MOST_ROWS = 512
 """Rows of fresh batches that are measured one by one, at most."""
-STANDS_OUT = 6.0
-"""From how many spreads above the middle on a row stands out, if it is above all rows of fresh batches, too."""
 ALONE = 8.0
 """How many times the second largest change the largest one is, where a single element has changed by itself."""
 
@@ -58,7 +56,7 @@ class WhatIf(DebugInterventionHook):
         usual_norm: the norm at which to clip; 0 leaves the branch out.
         usual_rate: the factor that brings the learning rate to its usual value; 1 leaves the branch out.
         watch: one more thing to measure of each batch before the step, as ``step_history`` does: ``output/<layer>``
-            (``output/logits``: of the model) or ``gradient/<parameter>``.
+            (``output/logits``: of the model), ``gradient/<parameter>`` or ``copies``.
     """
 
     name = "what_if"
@@ -80,7 +78,8 @@ class WhatIf(DebugInterventionHook):
         rows | of each row of the batch alone, in its order: `loss`, `gradient_norm`, `size` where an output is
             watched, and `index` in the data set where that is known | (−∞, ∞)
             | The rows behind a spike.
-        standing_out | places in the batch of rows with any of these above those of all fresh rows and more than 6 spreads above their middle, and of the copies of a row that fresh batches do not have
+        standing_out | places in the batch of rows with any of these above those of all fresh rows and more than 6
+            spreads above their middle, and of the copies of a row that fresh batches do not have
             | a list | What without_rows leaves out.
         element | of the parameter with an element that changed 8 times as much as any other: the number of
             that element, its value before and after the step | (−∞, ∞)
@@ -115,9 +114,11 @@ class WhatIf(DebugInterventionHook):
             raise UnsuitableError("Hook 'what_if' measures row by row, so it needs a run of one process.")
         layers = dict(run.model.named_modules())
         kind, _, name = self.watch.partition("/")
-        known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}}
+        known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
         if self.watch and name not in known.get(kind, ()):
-            raise unknown("thing to watch", self.watch, [f"{each}/{one}" for each, names in known.items() for one in names])
+            raise unknown(
+                "thing to watch", self.watch, [f"{each}/{one}" for each, names in known.items() for one in names]
+            )
         if self.layer and self.layer not in layers:
             raise unknown("layer", self.layer, layers)
 
@@ -159,7 +160,9 @@ class WhatIf(DebugInterventionHook):
             for place, name in enumerate(("loss", "effect", "later"))
         }
         if self.watch:
-            own = {"as_it_was": [batch], "fresh": fresh} | ({"without_rows": [part_of(batch, rest)]} if out and rest else {})
+            own = {"as_it_was": [batch], "fresh": fresh} | (
+                {"without_rows": [part_of(batch, rest)]} if out and rest else {}
+            )
             numbers["size"] = {name: [self._size(model_ctx, each) for each in given] for name, given in own.items()}
             with mode:
                 numbers["size"]["float32"] = [self._size(model_ctx, batch)]
@@ -168,6 +171,8 @@ class WhatIf(DebugInterventionHook):
     def _size(self, model_ctx: ModelDataContext, batch: Batch) -> float:
         """Return what is watched."""
         kind, _, name = self.watch.partition("/")
+        if kind == "copies":
+            return float(copies(batch))
         if kind == "gradient":
             gradient = model_ctx.compute_batch_gradients(batch).get(name)
             return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient))
@@ -208,7 +213,9 @@ class WhatIf(DebugInterventionHook):
             overwrite(parameters, self._before)
             before = branches.losses()
         found: dict[str, Any] = {"effect": {"run": float((after - before).mean())}}
-        alone = [(name, *_lonely(self._before[name], leaf)) for name, leaf in parameters.items() if name in self._before]
+        alone = [
+            (name, *_lonely(self._before[name], leaf)) for name, leaf in parameters.items() if name in self._before
+        ]
         name, place, size = max(alone, key=lambda each: each[2], default=("", 0, 0.0))
         if size >= ALONE:
             was, now = (float(leaf.detach().flatten()[place]) for leaf in (self._before[name], parameters[name]))
@@ -273,47 +280,6 @@ def _forget(model_ctx: ModelDataContext) -> None:
         for value in entries.values():
             if isinstance(value, Tensor):
                 value.zero_()
-
-
-def outliers(own: Tensor, others: Tensor) -> list[int]:
-    """Return the places whose loss or gradient norm is above all others' and far above their middle.
-
-    Shapes (2, rows) each; the spread is 1.4826 times the median distance from the median, of logarithms where all
-    values are positive. What is not finite stands out.
-    """
-    places: set[int] = set()
-    for mine, theirs in zip(own, others, strict=True):
-        known = theirs[theirs.isfinite()]
-        if not len(known):
-            continue
-        if bool((known > 0).all()) and bool((mine > 0).all()):
-            mine, known = mine.log(), known.log()
-        middle = known.median()
-        spread = 1.4826 * (known - middle).abs().median()
-        far = (mine > middle + STANDS_OUT * spread) & (mine > known.max())
-        places.update((far | ~mine.isfinite()).nonzero().flatten().tolist())
-    return sorted(places)
-
-
-def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
-    """Return the places of all copies of a row but the first, where no other batch has half as many of one row."""
-    most = max((max(Counter(_contents(other)).values()) for other in others), default=1)
-    contents = _contents(batch)
-    counts = Counter(contents)
-    seen = Counter[bytes]()
-    places = []
-    for place, content in enumerate(contents):
-        seen[content] += 1
-        if seen[content] > 1 and counts[content] > 2 * most:
-            places.append(place)
-    return places
-
-
-def _contents(batch: Batch) -> list[bytes]:
-    """Return the bytes of each row."""
-    tensors = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
-    plain = [tensor.contiguous().view(torch.uint8).view(len(tensor), -1).numpy() for tensor in tensors if tensor.numel()]
-    return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
 
 
 def _lonely(before: Tensor, after: Tensor) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter, tree_map
 LOW = (torch.float16, torch.bfloat16)
 
 
-class Widened(TorchDispatchMode):
+class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Let every operation on float16 or bfloat16 (with float64, on float32 too) compute, and return, a wider dtype.
 
     It stands below autograd and autocast: a cast to a low precision gives the wide one, and so does an operation on a
@@ -21,7 +21,7 @@ class Widened(TorchDispatchMode):
     """
 
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._wide, self._narrow = wide, LOW if wide is torch.float32 else (*LOW, torch.float32)
         self.met = 0
         """How many tensors or casts were widened."""
@@ -49,8 +49,15 @@ class Widened(TorchDispatchMode):
 @contextmanager
 def layer_widened(layer: nn.Module, mode: Widened) -> Iterator[None]:
     """Let the calls of one layer run in the mode."""
-    begin = layer.register_forward_pre_hook(lambda *_: mode.__enter__() and None, prepend=True)
-    end = layer.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)
+
+    def enter(*_: Any) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(*_: Any) -> None:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    begin = layer.register_forward_pre_hook(enter, prepend=True)
+    end = layer.register_forward_hook(leave, always_call=True)
     try:
         yield
     finally:

@@ -72,7 +72,9 @@ class PlantedLoader(TensorLoader):
             yield x, y
 
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
-        for number, index in enumerate(TensorLoader.row_indices(self._plain(), epoch, start), epoch * len(self) + start + 1):
+        for number, index in enumerate(
+            TensorLoader.row_indices(self._plain(), epoch, start), epoch * len(self) + start + 1
+        ):
             if number == self._config.plant_step and self._config.plant == "repeated_row":
                 index = index.clone()
                 index[1:COPIES] = index[0]

@@ -1,0 +1,60 @@
+"""Rows of a batch that stand out: by numbers measured of each, or because they stand there several times."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from loopscope.data import Batch, rows
+from loopscope.state import visited
+from torch import Tensor
+
+STANDS_OUT = 6.0
+"""From how many spreads above the middle on a row stands out, if it is above all rows of fresh batches, too."""
+
+
+def outliers(own: Tensor, others: Tensor) -> list[int]:
+    """Return the places whose loss or gradient norm is above all others' and far above their middle.
+
+    Shapes (2, rows) each; the spread is 1.4826 times the median distance from the median, of logarithms where all
+    values are positive. What is not finite stands out.
+    """
+    places: set[int] = set()
+    for mine, theirs in zip(own, others, strict=True):
+        known = theirs[theirs.isfinite()]
+        if not len(known):
+            continue
+        if bool((known > 0).all()) and bool((mine > 0).all()):
+            mine, known = mine.log(), known.log()
+        middle = known.median()
+        spread = 1.4826 * (known - middle).abs().median()
+        far = (mine > middle + STANDS_OUT * spread) & (mine > known.max())
+        places.update((far | ~mine.isfinite()).nonzero().flatten().tolist())
+    return sorted(places)
+
+
+def repeated(batch: Batch, others: Sequence[Batch]) -> list[int]:
+    """Return the places of all copies of a row but the first, where no other batch has half as many of one row."""
+    most = max(map(copies, others), default=1)
+    contents = contents_of(batch)
+    counts = Counter(contents)
+    seen = Counter[bytes]()
+    places = []
+    for place, content in enumerate(contents):
+        seen[content] += 1
+        if seen[content] > 1 and counts[content] > 2 * most:
+            places.append(place)
+    return places
+
+
+def contents_of(batch: Batch) -> list[bytes]:
+    """Return the bytes of each row."""
+    tensors = [leaf.detach().cpu() for _, leaf, _ in visited("", batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    plain = [
+        tensor.contiguous().view(torch.uint8).view(len(tensor), -1).numpy() for tensor in tensors if tensor.numel()
+    ]
+    return [b"".join(tensor[place].tobytes() for tensor in plain) for place in range(rows(batch))]
+
+
+def copies(batch: Batch) -> int:
+    """Return how often the row stands in a batch that stands there most often."""
+    return max(Counter(contents_of(batch)).values(), default=0)
