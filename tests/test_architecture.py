@@ -23,7 +23,8 @@ FOLDERS = {
 }
 ORDER = (
     *("errors", "registry", "durable_files", "state", "digests", "isolation", "data", "lowbit.casts", "lowbit"),
-    *("training", "hooks", "firing", "loops", "checkpoints", "runs", "report", "console", "integrations", "cli"),
+    *("training", "hooks", "firing", "loops", "checkpoints", "runs", "report", "console", "explaining"),
+    *("integrations", "cli"),
 )
 """The rooms of ``framework/`` and the files on top of it, lowest first: imports only point down."""
 MEASURES = ("errors", "durable_files", "state", "isolation", "data", "lowbit.casts", "lowbit", "training", "hooks")

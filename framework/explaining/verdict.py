@@ -10,6 +10,8 @@ CAUSES = ("data", "step size", "optimizer state", "precision", "fault", "chance"
 LEVEL = 0.05
 REMOVES = 0.5
 """The share of the harm that a branch must remove to show its cause."""
+SLACK = 0.1
+"""How much more than fresh batches another branch must remove to be the cause in place of the data."""
 FAR = 3.0
 """Spreads beyond the middle of what is usual from which on something is harm."""
 TIMES = 1.5
@@ -165,7 +167,7 @@ def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
 
 def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One batch as bad may be there: a bad row comes again in the epoch after.
-    if harm.by_chance > LEVEL or harm.removed("fresh") < REMOVES:
+    if harm.by_chance > LEVEL or harm.removed("fresh") < max(REMOVES, max(map(harm.removed, STATES)) - SLACK):
         return None
     names = ""
     if harm.removed("without_rows") >= REMOVES:
