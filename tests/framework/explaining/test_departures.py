@@ -1,0 +1,104 @@
+"""The first thing to leave its history: the definition by plain loops, planted jumps found, few false ones."""
+
+import math
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loopscope.explaining.departures import FLOOR, HISTORY, LOOKED_AT, WINDOW, first_departure, scores
+
+LENGTH = HISTORY + WINDOW + LOOKED_AT
+
+
+def noise(seed: int, quantities: int = 30, heavy: bool = False) -> dict[str, dict[int, float]]:
+    """Return positive series around a falling level, and losses."""
+    generator = np.random.default_rng(seed)
+    draws = generator.standard_t(3, (quantities, LENGTH)) if heavy else generator.normal(size=(quantities, LENGTH))
+    values = np.exp(0.2 * draws - np.linspace(0, 1, LENGTH))
+    names = ["loss", *(f"gradient/layer.{index}" for index in range(quantities - 1))]
+    return {name: {step: float(x) for step, x in enumerate(row, 1)} for name, row in zip(names, values, strict=True)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.one_of(st.floats(-5, 5), st.just(math.inf), st.just(math.nan)), min_size=WINDOW + 1, max_size=WINDOW + 9
+    ),
+    st.booleans(),
+)
+def test_scores_are_distances_from_the_median_in_spreads(values, both):
+    found = scores(np.array([values]), both=np.array([both]))[0]
+    assert len(found) == len(values) - WINDOW
+    for place, z in enumerate(found, WINDOW):
+        before = [value for value in values[place - WINDOW : place] if math.isfinite(value)]
+        now = values[place]
+        if not before or math.isnan(now):
+            expected = 0.0
+        elif math.isinf(now):
+            expected = math.inf
+        else:
+            middle = median(before)
+            spread = 1.4826 * median(abs(value - middle) for value in before)
+            expected = (now - middle) / max(spread, FLOOR)
+            expected = abs(expected) if both else expected
+        assert z == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_at_most_about_one_in_twenty_quiet_runs_departs(heavy):
+    found = sum(first_departure(noise(seed, heavy=heavy), LENGTH)[0] is not None for seed in range(200))
+    assert found <= 20  # P(more) = 0.1 % at a rate of 5 %
+
+
+@pytest.mark.parametrize("name", ["loss", "gradient/layer.7"])
+@pytest.mark.parametrize("late", range(LOOKED_AT - 1))
+def test_a_jump_is_found_at_its_step_and_by_its_name(name, late):
+    history = noise(1)
+    step = LENGTH - late
+    history[name][step] *= 50
+    found, _ = first_departure(history, LENGTH)
+    assert (found.step, f"{found.quantity}/{found.name}".rstrip("/")) == (step, name)
+    assert found.value == history[name][step]
+    assert found.comparisons == len(history)
+    assert found.p <= 0.05
+
+
+@pytest.mark.parametrize("value", [math.inf, 1e300])
+def test_what_is_infinite_leaves_its_history(value):
+    history = noise(2)
+    history["output/first"] = dict(history["gradient/layer.1"])
+    history["output/second"] = dict(history["gradient/layer.2"])
+    for name in ("gradient/layer.3", "output/second", "output/first"):
+        history[name][LENGTH - 1] = value
+    found, _ = first_departure(history, LENGTH)
+    assert (found.step, found.quantity, found.name) == (LENGTH - 1, "output", "first")
+    assert {"output/second", "gradient/layer.3"} <= {*found.others}
+
+
+def test_a_second_moment_that_falls_counts_and_a_gradient_that_falls_does_not():
+    history = noise(3)
+    history["gradient/layer.1"][LENGTH] *= 1e-4
+    assert first_departure(history, LENGTH)[0] is None
+    history["state/exp_avg_sq/w"] = {step: 1e-6 * 0.999**step for step in range(1, LENGTH + 1)}
+    history["state/exp_avg_sq/w"][LENGTH] *= 1e-3
+    assert first_departure(history, LENGTH)[0].quantity == "state"
+
+
+def test_an_effect_that_only_the_next_step_shows_is_that_steps_own():
+    history = noise(4)
+    history["effect"] = {step: 0.01 * math.sin(step) for step in range(1, LENGTH + 1)}
+    history["effect"][LENGTH - 2] = 50.0
+    assert first_departure(history, LENGTH)[0].step == LENGTH - 2
+    history["output/first"] = dict(history["gradient/layer.1"])
+    history["output/first"][LENGTH - 1] *= 1e3
+    assert first_departure(history, LENGTH)[0].step == LENGTH - 1
+
+
+def test_too_short_a_history_is_told():
+    history = {name: {step: series[step] for step in range(1, 45)} for name, series in noise(5).items()}
+    found, why = first_departure(history, 44)
+    assert found is None
+    assert why == "Step 44 has 43 recorded steps before it, too few to tell what is unusual: 52 are needed."
+    assert first_departure(history, 99)[1].startswith("Step 99 has 0 recorded steps before it")

@@ -1,0 +1,64 @@
+"""Verdicts from branches: each cause by the branch that shows it, and none where none does."""
+
+import math
+
+import numpy as np
+import pytest
+from loopscope.explaining.verdict import harms, is_beyond, verdict
+
+GENERATOR = np.random.default_rng(0)
+USUAL = {"loss": [*GENERATOR.normal(1, 0.1, 200)], "effect": [*GENERATOR.normal(0, 0.01, 200)], "size": [1.0] * 200}
+FRESH = [*GENERATOR.normal(0, 0.01, 39)]
+LOW = [0.0]
+
+
+def judged(effects=(), sizes=None, loss=1.0, fresh=(), low_precision=0, **more):
+    """Judge a step whose branches, but for those given, all have the effect 2."""
+    names = ("half_rate", "fresh_state", "float32", "float64", "clipped", "without_rows")
+    effect = {"run": 2.0, "as_it_was": [2.0] * 5, "fresh": fresh or [2.0] * 39, **{name: [2.0] for name in names}}
+    found = {"effect": effect | dict(effects), "loss": {"as_it_was": [loss], "fresh": [1 + each for each in FRESH]}}
+    found |= {"low_precision": low_precision} | ({"size": sizes} if sizes else {}) | more
+    own = {"loss": loss} | ({"size": sizes["as_it_was"][0]} if sizes else {})
+    return verdict(found, harms(found, own, USUAL, "output of fc"), ["row 7"])
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ({"fresh": FRESH}, "data"),
+        ({"fresh": FRESH, "effects": {"clipped": LOW}}, "data"),
+        ({"effects": {"half_rate": [0.9]}}, "step size"),
+        ({"effects": {"half_rate": [0.9], "usual_rate": LOW, "fresh_state": [0.1]}}, "step size"),
+        ({"effects": {"half_rate": [0.9], "fresh_state": [0.2]}}, "optimizer state"),
+        ({"effects": {"clipped": LOW}}, "step size"),
+        ({"effects": {"float32": LOW}, "low_precision": 9}, "precision"),
+        ({"effects": {"float32": LOW}}, None),
+        ({"effects": {"run": math.nan, "as_it_was": [math.nan] * 5, "float64": LOW}}, "precision"),
+        ({"effects": {"element_restored": 0.0}, "element": {"fc.weight": [3, 0.1, 99.0]}}, "fault"),
+        ({"effects": {"as_it_was": [0.0, 0.1, 0.0, 0.0, -0.1]}}, "chance"),
+        ({"effects": {"as_it_was": [0.0] * 5}}, None),
+        ({}, None),
+        ({"effects": {"run": 0.0}}, None),
+        ({"effects": {"run": 0.0}, "loss": 9.0}, "data"),
+        ({"effects": {"run": 0.0}, "sizes": {"as_it_was": [9.0], "fresh": [1.0] * 39, "without_rows": [1.0]}}, "data"),
+        ({"effects": {"run": 0.0}, "sizes": {"as_it_was": [9.0], "fresh": [9.0] * 39}}, None),
+    ],
+)
+def test_each_cause_is_that_of_the_branch_that_removes_the_harm(case, cause):
+    found = judged(**case)
+    assert found.cause == cause
+    assert found.sentence.startswith("It cannot be told:" if cause is None else cause.capitalize())
+
+
+def test_a_sentence_has_its_numbers_and_rows():
+    found = judged(fresh=FRESH, effects={"without_rows": [0.25]})
+    assert found.sentence.startswith("Data: the losses of the next batches rise by 2 on this batch, ")
+    assert found.sentence.endswith("p = 0.025), and 0.25 without row 7.")
+
+
+def test_what_is_beyond_is_so_by_rank_and_by_far():
+    usual = [float(value) for value in range(40)]
+    assert is_beyond(150.0, usual)
+    assert not is_beyond(40.0, usual)  # by rank alone
+    assert not is_beyond(150.0, usual[:10])  # too few to tell
+    assert is_beyond(math.nan, usual)

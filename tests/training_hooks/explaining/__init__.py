@@ -1,0 +1,1 @@
+"""What led to a step: sizes of everything, branches, wider passes."""

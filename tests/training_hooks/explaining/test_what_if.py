@@ -1,0 +1,179 @@
+"""Every branch of ``what_if`` is, number for number, the run that was really trained that way."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import sinks, training_hooks
+from loopscope.data import Batch, TensorLoader
+from loopscope.errors import UnsuitableError, UsageError
+from loopscope.report import look_at
+from loopscope.runs import RunOptions, Session
+from loopscope.sinks import JSONLSink
+from loopscope.training_hooks.explaining import WhatIf
+from loopscope.training_hooks.explaining.rows import outliers, repeated
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.framework.explaining.planted import COPIES, Planted, PlantedAdamW, PlantedConfig, PlantedLoader
+from tests.framework.runs.small_experiment import registered
+
+FILLED = (sinks, training_hooks)
+STEP = 12
+
+
+class Rates(Planted):
+    """Has another rate in one step."""
+
+    factor = 1.0
+
+    def build_scheduler(self, optimizer):
+        return LambdaLR(optimizer, lambda step: self.factor if step == STEP - 1 else 1.0)
+
+
+class HalfRate(Rates):
+    factor = 0.5
+
+
+class Forgetful(Planted):
+    """Has an optimizer that remembers nothing in one step."""
+
+    def build_optimizer(self, model):
+        class Forgets(PlantedAdamW):
+            def step(self, closure=None):
+                for entries in self.state.values():
+                    if entries["step"] == STEP - 1:
+                        for value in entries.values():
+                            value.zero_()
+                return super().step(closure)
+
+        optimizer = Forgets(model.parameters(), lr=3e-3)
+        optimizer.config = self.config
+        return optimizer
+
+
+class Once(Planted):
+    """Has each of the repeated rows once."""
+
+    def build_loader(self, strategy):
+        class Unrepeated(PlantedLoader):
+            def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+                for number, batch in enumerate(super().batches(epoch, start), epoch * len(self) + start + 1):
+                    yield tuple(each[[0, *range(COPIES, 64)]] for each in batch) if number == STEP else batch
+
+        return Unrepeated(self.config, self.data())
+
+
+def measured(folder: Path, runner: type[Planted] = Planted, hooks: tuple[str, ...] = (), **options: Any) -> Any:
+    """Train a run and return what ``what_if`` measured of the step, by metric and branch."""
+    of_hook = {"step": STEP, **options.pop("what_if", {})}
+    run = RunOptions(
+        hooks=["what_if", *hooks], hook_options={"what_if": of_hook, **{hook: {"max_norm": 0.2} for hook in hooks}}
+    )
+    config = PlantedConfig(output_dir=folder, steps=STEP + 6, plant_step=STEP, **options)
+    Session(runner(config), run, lambda: [JSONLSink()]).run()
+    found: dict[str, Any] = {}
+    for _, _, _, metric, value in look_at(folder / "planted/plain").points:
+        name, _, branch = metric.removeprefix("what_if/").partition("/")
+        found.setdefault(name, {})[branch] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return found
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    with registered(Planted):
+        folder = tmp_path_factory.mktemp("usual")
+        yield measured(folder, what_if={"usual_rate": 30.0, "usual_norm": 0.2, "watch": "gradient/0.weight"}), folder
+
+
+def test_the_step_again_is_the_runs_own_step(usual):
+    found, folder = usual
+    lines = [json.loads(line) for line in (folder / "planted/plain/plain.jsonl").read_text().splitlines()]
+    assert lines
+    assert found["effect"]["as_it_was"] == [found["effect"]["run"]] * 5
+    assert found["loss"]["half_rate"] == found["loss"]["as_it_was"][0]
+    assert len(found["effect"]["fresh"]) == len({*found["effect"]["fresh"]}) == 39
+    assert found["size"]["float32"] == found["size"]["as_it_was"] == found["size"][""] if "" in found["size"] else True
+
+
+@pytest.mark.parametrize(("branch", "runner"), [("half_rate", HalfRate), ("fresh_state", Forgetful)])
+def test_a_branch_is_the_run_that_was_trained_like_it(branch, runner, usual, tmp_path):
+    with registered(runner):
+        assert usual[0]["effect"][branch] == measured(tmp_path, runner)["effect"]["run"] != usual[0]["effect"]["run"]
+
+
+def test_the_usual_rate_is_the_run_with_it(usual, tmp_path):
+    class Faster(Rates):
+        factor = 30.0
+
+    with registered(Faster):
+        assert usual[0]["effect"]["usual_rate"] == measured(tmp_path, Faster)["effect"]["run"]
+
+
+def test_clipping_is_the_run_that_is_clipped_in_that_step(usual, tmp_path):
+    with registered(Planted):
+        found = measured(tmp_path, hooks=("grad_clip",), what_if={"usual_norm": 0.2})
+    assert found["effect"]["run"] == found["effect"]["clipped"]  # branches have no hooks that commit, the run has
+    assert found["effect"]["as_it_was"][0] != found["effect"]["run"]
+
+
+def test_without_repeated_rows_is_the_run_with_each_of_them_once(tmp_path):
+    with registered(Planted, Once):
+        found = measured(tmp_path / "repeated", plant="repeated_row", what_if={"watch": "copies"})
+        once = measured(tmp_path / "once", Once, plant="repeated_row")
+    assert found["standing_out"][""] == [*range(1, COPIES)]
+    assert found["effect"]["without_rows"] == once["effect"]["run"]
+    assert [found["size"][branch] for branch in ("as_it_was", "without_rows")] == [COPIES, 1]
+    assert found["rows"]["index"][:COPIES] == [found["rows"]["index"][0]] * COPIES
+
+
+def test_an_element_that_changed_by_itself_is_told_and_put_back(tmp_path):
+    with registered(Planted):
+        found = measured(tmp_path, plant="bit", seed=2)
+    (place, was, now), name = found["element"]["3.weight" if "3.weight" in found["element"] else "4.weight"], "run"
+    flipped = torch.tensor(was).view(torch.int32) ^ torch.tensor(now).view(torch.int32)
+    assert int(flipped).bit_count() <= 24  # the update moved the mantissa, the flip the exponent
+    assert abs(now) > 1e3 * abs(was) or abs(now) < 1e-3 * abs(was)
+    assert found["effect"]["element_restored"] < found["effect"][name]
+    assert place == int(place)
+
+
+def test_rows_stand_out_above_all_others_and_far_from_their_middle():
+    others = torch.rand(2, 100, dtype=torch.float64) + 1
+    own = torch.stack([torch.tensor([1.5, 40.0, 1.2]), torch.tensor([1.5, 1.2, torch.inf])]).double()
+    assert outliers(own, others) == [1, 2]
+    assert outliers(torch.full((2, 3), 2.05).double(), others) == []
+
+
+def test_rows_are_repeated_where_other_batches_have_none():
+    batch = (torch.tensor([[1.0], [2.0], [1.0], [1.0]]), torch.tensor([0, 1, 0, 0]))
+    single = (torch.arange(4.0)[:, None], torch.arange(4))
+    assert repeated(batch, [single]) == [2, 3]
+    assert repeated(batch, [batch]) == []
+    assert repeated(single, [single]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"step": 0}, "what_if.step is 0; steps are counted from 1."),
+        ({"fresh": 1}, "what_if.fresh is 1; a spread needs at least 2."),
+        ({"follow": 0}, "what_if.follow is 0; it must be at least 1."),
+        ({"usual_rate": 0.0}, "what_if.usual_rate is 0.0; it must be positive."),
+        ({"usual_norm": -1.0}, "what_if.usual_norm is -1.0; it must be at least 0."),
+    ],
+)
+def test_options_are_checked(options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        WhatIf(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"layer": "9"}, "Unknown layer '9'"), ({"watch": "gradient/x"}, "Unknown thing to watch 'gradient/x'")],
+)
+def test_what_the_model_has_not_is_refused(options, sentence, tmp_path):
+    with registered(Planted), pytest.raises(UsageError, match=sentence):
+        measured(tmp_path, what_if=options)
