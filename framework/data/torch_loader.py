@@ -1,6 +1,6 @@
 """PyTorch's ``DataLoader`` as a loader: batches and the numbers of their rows as functions of (seed, epoch, batch)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -29,7 +30,7 @@ from ..state import RandomStreams
 from .batch_indices import EpochSampler, draws_by_function, indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 from .lending import held
-from .loaders import Batch, Loader, as_defined, derived_seed
+from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
 
 
 @runtime_checkable
@@ -205,6 +206,13 @@ class TorchLoader(Loader):
         if first and as_numbers(first[0]) is None:
             return None
         return map(as_numbers, chain(first, found))  # type: ignore[arg-type]  # indices are of one kind
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return the length of the dataset, and what it holds if it is one of tensors."""
+        dataset: Any = self._dataloader.dataset
+        tensors = dataset.tensors if type(dataset) is TensorDataset and self.copies else ()
+        rows = len(dataset) if isinstance(dataset, Sized) and self._skips else None
+        return SourceOfRows(rows, tensors, draws_by_function(self._dataloader))
 
     @property
     def copies(self) -> bool:
