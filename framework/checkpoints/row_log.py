@@ -25,12 +25,12 @@ ENTRY = "rows"
 
 def rows_entry(manager: HookManager, numbers: RowNumbers, since: int, step: int) -> dict[str, str]:
     """Return the digest of the rows of the steps after ``since`` up to ``step``; nothing where they are unknown."""
-    summary, per_epoch = xxhash.xxh3_128(), len(manager.task.loader)
+    summary = xxhash.xxh3_128()
     with manager.state.streams.isolated():
-        for done in range(since, step):
-            if (found := numbers.of(*divmod(done, per_epoch))) is None:
+        for each in range(since + 1, step + 1):
+            if (found := numbers.of_step(each)) is None:
                 return {}
-            summary.update(found.numpy())
+            summary.update(found.numpy().data)
     return {ENTRY: summary.hexdigest()}
 
 
@@ -77,7 +77,7 @@ def rows_of(folder: Path, loader: Loader, step: int) -> Tensor | None:
         for line in _lines(path):  # a run that went on within an epoch has written the rest of it once more
             if line["epoch"] == epoch and line["start"] <= batch:
                 found = _unpacked(line, batch - line["start"])
-    return RowNumbers(loader).of(epoch, batch) if found is None else found
+    return RowNumbers(loader).of_step(step) if found is None else found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

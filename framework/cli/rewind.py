@@ -1,21 +1,77 @@
 """``loopscope rewind RUN --step N``: trains a stretch of a run again, bit for bit, with whatever hooks one likes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf, isnan
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from ..checkpoints import moments_of
-from ..console import watch
+from ..console import in_columns, number_text, printable, watch
 from ..errors import listed
+from ..hooks import HookPoint, MetricSink, Series
 from ..runs import RunFolder, RunRecord, Session, Stretch, check_device, require
 from ..training import speaks, started_together
+from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
 
+MOST_STEPS, MOST_ROWS = 5, 5
+"""Steps of which rows are shown, and rows of each."""
 LOOKING = ("with_hooks", "hooks", "hook_config")
+
+
+class RowsSeen(MetricSink):
+    """Keeps what the hook ``batch_rows`` measured in the first steps of a stretch, to show the rows that stand out."""
+
+    name = "rows_seen"
+    keeps: ClassVar[bool] = False
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._steps: dict[int, dict[str, list[Any]]] = {
+            step: {} for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1)
+        }
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: HookPoint, *, step: int) -> None:
+        """Keep the lists of the steps that are shown."""
+        for name in ("index", "loss", "gradient_norm"):
+            series = metrics.get(f"batch_rows/{name}", Series([], []))
+            for at, values in zip(series.steps, series.values, strict=True):
+                if at in self._steps:
+                    self._steps[at][name] = values
+
+    def lines(self, describe: Callable[[int], Any], width: int) -> Iterator[str]:
+        """Yield a table of the rows with the largest losses for each step, described by the experiment."""
+        for step, found in self._steps.items():
+            losses, norms, index = (found.get(name, []) for name in ("loss", "gradient_norm", "index"))
+            first = sorted(range(len(losses)), key=lambda place: -inf if isnan(losses[place]) else -losses[place])
+            table = [
+                {
+                    "row": str(index[place]) if index else f"{place} of the batch",
+                    "loss": number_text(losses[place]),
+                    "gradient norm": number_text(norms[place]),
+                    "is": _described(describe, index[place]) if index else "",
+                }
+                for place in first[:MOST_ROWS]
+            ]
+            if table:
+                yield f"Step {step:,}: the rows with the largest losses of {len(losses)}"
+                yield from in_columns(table, width, flexible=("row", "is"))
+
+
+def _described(describe: Callable[[int], Any], index: int) -> str:
+    """Return what an experiment says of a row, in a line; its own error where it cannot."""
+    try:
+        found = describe(index)
+    except Exception as error:
+        found = f"describe_row({index}) failed: {type(error).__name__}: {error}"
+    if isinstance(found, Tensor):
+        found = f"a tensor of shape {tuple(found.shape)}"
+    return "" if found is None else printable(" ".join(str(found).split()))
 
 
 def rewind(words: Sequence[str]) -> None:
@@ -54,7 +110,11 @@ def rewind(words: Sequence[str]) -> None:
     if not speaks():
         session.rewind(stretch)
         return
+    rows = RowsSeen(stretch)
+    session = replace(session, make_sinks=lambda: [*wanted_sinks(options)(), rows])
     path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
+    for line in rows.lines(runner.describe_row, line_width()):
+        write_line(line)
     write_line(f"Trained again from step {since:,} on; metrics: {path}")
     if compared:
         write_line(f"The run is the same, bit for bit, at steps {listed([*map(str, compared)], 9)}.")

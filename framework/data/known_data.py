@@ -12,6 +12,7 @@ from ..state import described, visited
 from .batches import ROWED
 from .loaders import Batch, Loader
 
+Buffer = bytes | memoryview
 PIECES, PIECE = 64, 2**20
 """How many pieces of how many bytes are read of data that have more."""
 BY_FUNCTION, IN_A_FILE, UNKNOWN = "function", "file", "unknown"
@@ -36,14 +37,14 @@ def fingerprint(loader: Loader, first: Callable[[], Batch]) -> dict[str, Any]:
     return found
 
 
-def _digest(parts: Iterator[bytes | np.ndarray]) -> str:
+def _digest(parts: Iterator[Buffer]) -> str:
     summary = xxhash.xxh3_128()
     for part in parts:
         summary.update(part)
     return summary.hexdigest()
 
 
-def _arrays(arrays: Sequence[Tensor | np.ndarray], large: bool) -> Iterator[bytes | np.ndarray]:
+def _arrays(arrays: Sequence[Tensor | np.ndarray], large: bool) -> Iterator[Buffer]:
     count = max(1, PIECES // len(arrays))
     for array in arrays:
         yield f"{array.dtype} {tuple(array.shape)}".encode()
@@ -53,7 +54,7 @@ def _arrays(arrays: Sequence[Tensor | np.ndarray], large: bool) -> Iterator[byte
             yield _bytes(array[place : place + piece])
 
 
-def _of_batch(batch: Batch) -> Iterator[bytes | np.ndarray]:
+def _of_batch(batch: Batch) -> Iterator[Buffer]:
     for path, leaf, holds in visited("", batch):
         if isinstance(leaf, ROWED):
             yield f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode()
@@ -62,15 +63,15 @@ def _of_batch(batch: Batch) -> Iterator[bytes | np.ndarray]:
             yield f"{path} {described(leaf)}".encode()
 
 
-def _bytes(part: Tensor | np.ndarray) -> bytes | np.ndarray:
+def _bytes(part: Tensor | np.ndarray) -> Buffer:
     """Return the bytes of a part of the data, row by row, whatever it is on and however it lies."""
     if isinstance(part, Tensor):
         if part.layout is not torch.strided or part.is_quantized:
             return described(part).encode()
-        return part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data
     if part.dtype.hasobject:
         return described(part.tolist()).encode()
-    return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

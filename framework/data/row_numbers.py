@@ -18,6 +18,10 @@ class RowNumbers:
         self._ahead: Iterator[Tensor] | None = None
         self._newest: Tensor | None = None
 
+    def of_step(self, step: int) -> Tensor | None:
+        """Return the rows of a step of the run, counted from 1, or ``None``."""
+        return self.of(*divmod(step - 1, len(self._loader)))
+
     def of(self, epoch: int, batch: int) -> Tensor | None:
         """Return the rows of a batch, its owner's to change; ``None`` where rows have no numbers."""
         if epoch != self._epoch or batch < self._next - 1:

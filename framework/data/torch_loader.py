@@ -210,7 +210,8 @@ class TorchLoader(Loader):
     def source_of_rows(self) -> SourceOfRows:
         """Return the length of the dataset, and what it holds if it is one of tensors."""
         dataset: Any = self._dataloader.dataset
-        tensors = dataset.tensors if type(dataset) is TensorDataset and self.copies else ()
+        plain = type(dataset) is TensorDataset and self._skips and type(self).batches is TorchLoader.batches
+        tensors = dataset.tensors if plain else ()
         rows = len(dataset) if isinstance(dataset, Sized) and self._skips else None
         return SourceOfRows(rows, tensors, draws_by_function(self._dataloader))
 

@@ -119,6 +119,13 @@ class ExperimentRunner(ABC, Generic[Config]):
         """Return where the data comes from, as plain values for ``experiment_config.json``."""
         return {}
 
+    def describe_row(self, index: int) -> Any:
+        """Return what row ``index`` of the training data is, for people: a text, plain values, or an image tensor.
+
+        The number is one of :meth:`.Loader.row_indices`. By default ``None``: nobody knows.
+        """
+        return None
+
     def sample(self, model: nn.Module) -> str | None:
         """Return a text that shows what the trained model does; called like :meth:`evaluate`, at the end."""
         return None
