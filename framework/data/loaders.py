@@ -115,7 +115,7 @@ class TensorLoader(Loader):
         """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with batches of its own."""
         if not as_defined(self, TensorLoader):
             return None
-        return map(Tensor.clone, self._pieces(self._checked_order(epoch).long().cpu(), start))
+        return self._pieces(self._checked_order(epoch).to("cpu", torch.int64, copy=True), start)
 
     def source_of_rows(self) -> SourceOfRows:
         """Return the tensors, or nothing in a subclass with batches of its own."""

@@ -128,7 +128,7 @@ def test_data_that_have_changed_are_refused_with_what_still_holds(tmp_path, kind
         session(tmp_path, Shifted, **options, resume=kind == "resume"),
         tmp_path / RUN / "experiment_config.json",
     )
-    acts = {"rewind": lambda: now.rewind(Stretch(4, 6)), "resume": now.run, "validate": now.validate}
+    acts = {"rewind": lambda: now.rewind(Stretch(4, 9)), "resume": now.run, "validate": now.validate}
     was = read_json(record)["rows"]["xxh3_128"]
     before = record.read_bytes()
     with pytest.raises(UsageError) as refused:
