@@ -12,11 +12,13 @@ class BatchRows(DebugInterventionHook):
     Made for ``loopscope rewind``: a step that stands out is trained again with ``--hooks batch_rows``, and the rows
     behind it are named. It takes one forward and backward pass for each row, so it is switched on by name only.
 
-    Rows are measured at the weights that the step begins with, in train mode; all see one dropout mask. Batch
-    normalisation that tracks statistics uses these, since one row has none of its own. A loss that is more than a mean
-    over rows (with a penalty, or terms between rows) has this, or what is left of it, in the loss of every row. Losses
-    and norms stand in the order of the batch, like ``index``, the number of each row in the data set, which is left out
+    Rows are measured at the weights that the step begins with, in train mode; all see one dropout mask. Losses and
+    norms stand in the order of the batch, like ``index``, the number of each row in the data set, which is left out
     where the loader has no numbers.
+
+    Assumes that the loss is a mean over rows: one with a penalty, or with terms between rows, has this, or what is left
+    of it, in the loss of every row. Batch normalisation that tracks statistics uses these, since one row has none of
+    its own, so that its losses are not those of the batch. Runs in one process.
 
     Args:
         every_n_steps: measure one step in so many.
