@@ -145,6 +145,11 @@ class ModArithmeticRunner(GrokkingRunner[ModArithmeticConfig]):
         order = order_of(strategy, train, config.p, config.stride, config.seed)
         return TensorLoader((train, sums(train, config.p)), config.batch_size, order)
 
+    def describe_row(self, index: int) -> str:
+        """Return the sum, such as ``17 + 45 = 62 (mod 97)``."""
+        (a, b), p = self._pairs[0][index].tolist(), self.config.p
+        return f"{a} + {b} = {(a + b) % p} (mod {p})"
+
     def evaluation_sets(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return the test pairs as ``val``, and the first of the training pairs as ``train``."""
         train, test = self._pairs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loopscope.data import Loader, derived_seed
+from loopscope.data import Loader, SourceOfRows, derived_seed
 from loopscope.errors import UsageError, require
 from torch import Tensor
 
@@ -85,6 +85,10 @@ class TokenLoader(Loader):
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
         """Return the places in the data at which the windows of each batch begin."""
         return map(self.places, range(epoch * len(self) + start, (epoch + 1) * len(self)))
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return the tokens, and how many windows begin in them."""
+        return SourceOfRows(len(self.tokens) - self.context, [self.tokens])
 
     def places(self, number: int) -> Tensor:
         """Return where the windows of batch ``number`` of the run begin; int64 of shape (batch_size,)."""

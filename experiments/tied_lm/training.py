@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from loopscope.data import Batch, Loader, derived_seed
-from loopscope.errors import UsageError
+from loopscope.errors import UsageError, shortened
 from loopscope.runs import ExperimentConfig, ExperimentRunner, require
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -21,6 +21,7 @@ from .model import Decoder, DecoderShape, generate, language_model_loss
 from .tokens import TOKEN_FILES, TokenLoader, open_tokens, split_targets, unigram_entropy, windows_in_order
 
 EVALUATION_BATCH = 16
+LONGEST_ROW = 200  # characters of a described window
 QUICK: Mapping[str, Any] = dict(
     steps=400, context=64, width=128, layers=3, batch_size=16, lr=3e-3, min_lr=3e-4, warmup_steps=40
 )
@@ -165,6 +166,11 @@ class LanguageModelRunner(ExperimentRunner[Config]):
     def describe_data(self) -> Mapping[str, Any]:
         """Return where the data comes from, with the digest of a text."""
         return self.data.source
+
+    def describe_row(self, index: int) -> str:
+        """Return the beginning of the window that starts at token ``index``: its text, or its tokens without one."""
+        tokens, tokenizer = self.data.train[index : index + self.config.context].tolist(), self.data.tokenizer
+        return shortened(" ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens), LONGEST_ROW)
 
     @property
     def length(self) -> int:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ..data import RowNumbers, whole_batches
 from ..digests import ALGORITHM, link, state_digests
 from ..durable_files import refusal_of_disk
 from ..firing import HookManager
 from ..state import LoopState
+from .row_log import ENTRY, rows_entry
 
 DIGESTS = "digests.jsonl"
 
@@ -25,6 +27,14 @@ class Digest(NamedTuple):
     algorithm: str
     link: str
     entries: Mapping[str, str]
+    since: int = 0
+    """The entry ``rows``, if there is one, is that of the steps after this one."""
+
+    def unlike(self, other: "Digest") -> list[str]:
+        """Name the entries that differ; those of rows compare only where both speak of the same steps."""
+        comparable = self.since == other.since and ENTRY in self.entries and ENTRY in other.entries
+        names = [name for name in {**self.entries, **other.entries} if comparable or name != ENTRY]
+        return [name for name in names if self.entries.get(name) != other.entries.get(name)]
 
 
 def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
@@ -56,10 +66,12 @@ class DigestLog:
         self._link = ""
         self._bytes = 0
         self._summary = xxhash.xxh3_128()
+        self._numbers = RowNumbers(whole_batches(manager.task.loader))
+        self._since: int | None = None
 
     def position(self) -> dict[str, Any]:
-        """Return what a checkpoint says of the file: its length, its bytes' digest, and the last link."""
-        return {"bytes": self._bytes, "xxh3_128": self._summary.hexdigest(), "link": self._link}
+        """Return what a checkpoint says of the file: its length, its bytes' digest, the last link and its step."""
+        return {"bytes": self._bytes, "xxh3_128": self._summary.hexdigest(), "link": self._link, "since": self._since}
 
     def go_on(self, position: Mapping[str, Any]) -> None:
         """Cut the file to what it was at a checkpoint; where it is not what it was, a new chain begins in it."""
@@ -70,16 +82,17 @@ class DigestLog:
             return
         if data:
             os.truncate(self._path, len(data))
-        self._bytes, self._link = len(data), position["link"]
+        self._bytes, self._link, self._since = len(data), position["link"], position.get("since")
         self._summary.update(data)
 
     def pause(self, loop: LoopState, *, step_ended: bool) -> None:
         """Write a line if one is due."""
+        since = self._since = loop.step - 1 if self._since is None else self._since
         if not (self._every and step_ended and loop.step % self._every == 0):
             return
-        entries = state_digests(self._manager.state)
-        self._link = link(self._link, loop.step, entries)
-        digest = Digest(loop.epoch, loop.step, ALGORITHM, self._link, entries)
+        entries = state_digests(self._manager.state) | rows_entry(self._manager, self._numbers, since, loop.step)
+        self._link, self._since = link(self._link, loop.step, entries), loop.step
+        digest = Digest(loop.epoch, loop.step, ALGORITHM, self._link, entries, since)
         data = (json.dumps(digest._asdict()) + "\n").encode()
         self._summary.update(data)
         self._bytes += len(data)

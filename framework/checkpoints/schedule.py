@@ -15,6 +15,7 @@ from ..firing import HookManager
 from ..state import LoopState
 from .content import RunState
 from .digest_log import DigestLog
+from .row_log import RowLog
 from .writer import CheckpointWriter
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -143,9 +144,10 @@ class Checkpointing:
         *,
         describe: Callable[[], Mapping[str, Any]],
         digests: DigestLog | None = None,
+        rows: RowLog | None = None,
     ) -> None:
         self.writer = writer
-        self._digests = digests
+        self._digests, self._rows = digests, rows
         self._manager = manager
         self._run_state = RunState(manager)
         self._plan = plan
@@ -155,8 +157,9 @@ class Checkpointing:
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
-        if self._digests is not None:
-            self._digests.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
+        for log in (self._digests, self._rows):
+            if log is not None:
+                log.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
         signals, ranks = self._signals, self._manager.task.ranks
         if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
             stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)

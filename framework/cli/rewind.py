@@ -11,13 +11,17 @@ from typing import Any
 from ..checkpoints import moments_of
 from ..console import watch
 from ..errors import listed
-from ..explaining import explain, told
+from ..explaining import explain, rows_by_step, rows_told, told
 from ..hooks import ALERTS
+from ..report import look_at
 from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, require
 from ..training import speaks, started_together
 from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
+
+ROWS_HOOK, MOST_STEPS = "batch_rows", 5
+"""What measures rows, and of how many steps they are shown."""
 
 
 def rewind(words: Sequence[str]) -> None:
@@ -69,15 +73,23 @@ def rewind(words: Sequence[str]) -> None:
         _explain(session, folder, step, runner, record)
     else:
         stretch = Stretch(given["step"], given["until"] or given["step"], given["from_start"])
-        _train(session(**{name: given[name] for name in ("with_hooks", "hooks", "hook_config")}), stretch)
+        _train(session(**{name: given[name] for name in ("with_hooks", "hooks", "hook_config")}), stretch, runner)
 
 
-def _train(session: Session, stretch: Stretch) -> None:
-    """Train the stretch again, and say where its metrics are."""
+def _train(session: Session, stretch: Stretch, runner: ExperimentRunner[Any]) -> None:
+    """Train the stretch again, say where its metrics are, and show the rows with the largest losses if they are."""
     if not speaks():
         session.rewind(stretch)
         return
     path, since, compared = watch(session, "normal", lambda shown: shown.rewind(stretch))
+    rows = (
+        rows_by_step(look_at(path).points, ROWS_HOOK, runner.describe_row) if ROWS_HOOK in session.options.hooks else {}
+    )
+    for step in range(stretch.step, min(stretch.until, stretch.step + MOST_STEPS - 1) + 1):
+        if step in rows:
+            write_line(f"Step {step:,}: the rows with the largest losses of {len(rows[step])}")
+            for line in rows_told(rows[step], line_width()):
+                write_line(line)
     write_line(f"Trained again from step {since:,} on; metrics: {path}")
     if compared:
         write_line(f"The run is the same, bit for bit, at steps {listed([*map(str, compared)], 9)}.")

@@ -6,6 +6,7 @@ from itertools import count, islice
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from ..state import RandomStreams
@@ -71,6 +72,13 @@ def rows_from(sampler: Any, start: int, draw: Draw) -> Iterator[Any]:
 
 
 def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[int]:
+    """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows."""
+    for block in random_blocks(rows, total, start, draw, replacement=replacement):
+        for piece in block.split(PIECE):  # type: ignore[no-untyped-call]
+            yield from piece.tolist()
+
+
+def random_blocks(rows: int, total: int, start: int, draw: Draw, *, replacement: bool) -> Iterator[Tensor]:
     """Yield rows ``start`` to ``total`` of a random order of ``rows`` rows; one permutation follows another.
 
     With replacement the order comes in blocks too, of independent draws: so the n-th one needs none before.
@@ -87,8 +95,7 @@ def random_rows(rows: int, total: int, start: int, draw: Draw, *, replacement: b
             order = torch.randint(rows, (BLOCK,), generator=generator)
         else:
             order = torch.randperm(rows, generator=generator)
-        for place in range(first, stop, PIECE):
-            yield from order[place : min(place + PIECE, stop)].tolist()
+        yield order[first:stop]
 
 
 def indices_of_epoch(
@@ -110,6 +117,15 @@ def draws_by_function(dataloader: "DataLoader[Any]") -> bool:
     return of_torch and type(samplers_of(dataloader)[-1]) in KNOWN
 
 
+def begin(streams: RandomStreams, epoch: int, samplers: Sequence[Any], generators: Sequence[Any]) -> None:
+    """Start streams and generators with an epoch, and tell it to samplers with an order for every epoch."""
+    streams.derive("loader", "epoch", epoch)
+    seed_all(generators)
+    for sampler in samplers:
+        if isinstance(sampler, EpochSampler):
+            sampler.set_epoch(epoch)
+
+
 def on_streams(
     streams: RandomStreams, epoch: int, samplers: Sequence[Any], others: Sequence[Any], begun: Callable[[], Iterator[T]]
 ) -> Iterator[T]:
@@ -120,11 +136,7 @@ def on_streams(
     """
     generators = dataset_generators(*samplers, *others)
     with streams.isolated(), undisturbed(generators):
-        streams.derive("loader", "epoch", epoch)
-        seed_all(generators)
-        for sampler in samplers:
-            if isinstance(sampler, EpochSampler):
-                sampler.set_epoch(epoch)
+        begin(streams, epoch, samplers, generators)
         remaining = begun()
         position, restore = streams.save(), restorer(generators)
     while True:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..state import Structure, copy_of_batch
 from .generators import all_holders, attributes
-from .loaders import Batch, Loader
+from .loaders import Batch, Loader, SourceOfRows
 
 
 class LentLoader(Loader):
@@ -27,6 +27,10 @@ class LentLoader(Loader):
     def row_indices(self, epoch: int, start: int = 0) -> Iterator[Tensor] | None:
         """Return the numbers of the rows of the loader's batches."""
         return self._loader.row_indices(epoch, start) if isinstance(self._loader, Loader) else None
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return what the loader's rows are made of."""
+        return self._loader.source_of_rows() if isinstance(self._loader, Loader) else SourceOfRows()
 
     @property
     def copies(self) -> bool:

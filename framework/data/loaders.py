@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -12,6 +13,17 @@ from ..errors import UnfitError, UsageError
 
 Batch = Any  # a tensor, or a tuple, list or dict of tensors; see framework/data/batches.py
 Order = Callable[[int], Tensor]
+
+
+class SourceOfRows(NamedTuple):
+    """What the rows of a loader are made of, as far as it says."""
+
+    rows: int | None = None
+    """How many there are."""
+    arrays: Sequence[Tensor | np.ndarray] = ()
+    """All that batches are gathered from; empty where they are made otherwise."""
+    by_function: bool = True
+    """Whether their order, if they have numbers, is a function of the epoch, and no sampler of somebody's own."""
 
 
 class Loader(ABC):
@@ -48,6 +60,10 @@ class Loader(ABC):
         ``None``: rows have no numbers.
         """
         return None
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return what the rows are made of, for the record of a run, by which a change of the data is found."""
+        return SourceOfRows()
 
     @property
     def copies(self) -> bool:
@@ -99,7 +115,11 @@ class TensorLoader(Loader):
         """Return the rows of each batch in the order of ``epoch``; ``None`` in a subclass with batches of its own."""
         if not as_defined(self, TensorLoader):
             return None
-        return map(Tensor.clone, self._pieces(self._checked_order(epoch).long().cpu(), start))
+        return self._pieces(self._checked_order(epoch).to("cpu", torch.int64, copy=True), start)
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return the tensors, or nothing in a subclass with batches of its own."""
+        return SourceOfRows(len(self._tensors[0]), self._tensors if self.copies else ())
 
     def _checked_order(self, epoch: int) -> Tensor:
         order = self._order(epoch)

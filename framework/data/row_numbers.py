@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .loaders import Loader
@@ -18,13 +19,28 @@ class RowNumbers:
         self._ahead: Iterator[Tensor] | None = None
         self._newest: Tensor | None = None
 
+    def of_step(self, step: int) -> Tensor | None:
+        """Return the rows of a step of the run, counted from 1, or ``None``."""
+        return self.of(*divmod(step - 1, len(self._loader)))
+
+    def of_steps(self, since: int, until: int) -> Tensor | None:
+        """Return the rows of the steps after ``since`` up to ``until``, one after another, if all are known."""
+        found = [self._find(*divmod(step, len(self._loader))) for step in range(since, until)]
+        known = [rows for rows in found if rows is not None]
+        return torch.cat(known) if known and len(known) == len(found) else None
+
     def of(self, epoch: int, batch: int) -> Tensor | None:
         """Return the rows of a batch, its owner's to change; ``None`` where rows have no numbers."""
+        found = self._find(epoch, batch)
+        return None if found is None else found.clone()
+
+    def _find(self, epoch: int, batch: int) -> Tensor | None:
         if epoch != self._epoch or batch < self._next - 1:
             is_one = isinstance(self._loader, Loader)  # anything that yields batches may stand in its place
             self._ahead = self._loader.row_indices(epoch, batch) if is_one else None
             self._epoch, self._next = epoch, batch
         if self._ahead is not None and batch >= self._next:
-            self._newest = next(islice(self._ahead, batch - self._next, None), None)
+            ahead = self._ahead if batch == self._next else islice(self._ahead, batch - self._next, None)
+            self._newest = next(ahead, None)
             self._next = batch + 1
-        return None if self._ahead is None or self._newest is None else self._newest.clone()
+        return None if self._ahead is None else self._newest

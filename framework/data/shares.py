@@ -54,3 +54,8 @@ class RowsOfRank(LentLoader):
     def drawn(self, seed: int) -> Loader:
         """Return the same data in the order of ``seed`` alone, in the same shares."""
         return RowsOfRank(self._loader.drawn(seed), self._rank, self._count)
+
+
+def whole_batches(loader: Loader) -> Loader:
+    """Return a loader of the batches that all ranks have together."""
+    return loader._loader if isinstance(loader, RowsOfRank) else loader

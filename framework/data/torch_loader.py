@@ -1,6 +1,6 @@
 """PyTorch's ``DataLoader`` as a loader: batches and the numbers of their rows as functions of (seed, epoch, batch)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     get_worker_info,
@@ -26,10 +27,11 @@ from torch.utils.data import (
 
 from ..errors import UsageError
 from ..state import RandomStreams
-from .batch_indices import EpochSampler, draws_by_function, indices_of_epoch, on_streams, samplers_of
+from .batch_indices import Draw, EpochSampler, draws_by_function, indices_of_epoch, on_streams, samplers_of
 from .generators import dataset_generators, seed_all, undisturbed
 from .lending import held
-from .loaders import Batch, Loader, as_defined, derived_seed
+from .loaders import Batch, Loader, SourceOfRows, as_defined, derived_seed
+from .sampled_rows import drawn_at_once, known_batches
 
 
 @runtime_checkable
@@ -97,16 +99,6 @@ def start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
     if init is not None:
         init(worker)
-
-
-def as_numbers(indices: Any) -> Tensor | None:
-    """Return the indices of a batch as int64; ``None`` for a single one, and for keys that are no integers."""
-    try:
-        found = torch.as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    is_whole = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
-    return found.to("cpu", torch.int64, copy=True) if found.ndim == 1 and is_whole else None
 
 
 PROCESS_OPTIONS = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor")
@@ -197,14 +189,19 @@ class TorchLoader(Loader):
         source = self._dataloader
         if not (self._skips and as_defined(self, TorchLoader)):
             return None
-        found = self._indices(source, epoch, start)
-        if not draws_by_function(source):
-            with held(self):
-                found = iter([*islice(found, max(0, len(self) - start))])
-        first = [*islice(found, 1)]
-        if first and as_numbers(first[0]) is None:
-            return None
-        return map(as_numbers, chain(first, found))  # type: ignore[arg-type]  # indices are of one kind
+        if draws_by_function(source):
+            batches: Any = source.batch_sampler
+            return None if batches is None else known_batches(batches, start, self._draw(epoch))
+        with held(self):
+            return drawn_at_once(source, self._streams, epoch, start, self._draw(epoch), len(self) - start)
+
+    def source_of_rows(self) -> SourceOfRows:
+        """Return the length of the dataset, and what it holds if it is one of tensors."""
+        dataset: Any = self._dataloader.dataset
+        plain = type(dataset) is TensorDataset and self._skips and type(self).batches is TorchLoader.batches
+        tensors = dataset.tensors if plain else ()
+        rows = len(dataset) if isinstance(dataset, Sized) and self._skips else None
+        return SourceOfRows(rows, tensors, draws_by_function(self._dataloader))
 
     @property
     def copies(self) -> bool:
@@ -261,8 +258,10 @@ class TorchLoader(Loader):
 
     def _indices(self, dataloader: "DataLoader[Any]", epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield the indices of each batch from batch ``start`` on, single ones where there is no batching."""
-        draw = lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
-        return indices_of_epoch(dataloader, self._streams, epoch, start, draw)
+        return indices_of_epoch(dataloader, self._streams, epoch, start, self._draw(epoch))
+
+    def _draw(self, epoch: int) -> Draw:
+        return lambda block: torch.Generator().manual_seed(derived_seed(self._streams.seed, "order", epoch, block))
 
     def _in_random_order(self, dataset: Any, batch_size: int | None, seed: int) -> "TorchLoader":
         source = self._dataloader

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..report import look_at
 from ..runs import PartedError, Stretch
 from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, first_departure, read_history
+from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
 EXPLANATION = "explanation.json"
@@ -20,25 +21,6 @@ WATCHED = {"output": "output of {}", "gradient": "gradient of {}", "copies": "nu
 """What the branches can measure of a batch, in words."""
 TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of what it measured."""
-
-
-@dataclass(frozen=True)
-class ExplainedRow:
-    """A row of the batch of the step in question."""
-
-    index: int | None
-    """In the data set, where that is known."""
-    place: int
-    """In the batch."""
-    loss: float
-    gradient_norm: float
-    stands_out: bool
-    description: Any = None
-
-    @property
-    def name(self) -> str:
-        """What a sentence calls it."""
-        return f"row {self.index:,}" if self.index is not None else f"the row at place {self.place}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ def explain(
     folder: Path,
     step: int,
     *,
-    describe_row: Callable[[int], Any] = lambda index: None,
+    describe_row: Describe = lambda index: None,
     left_out: Sequence[str] = (),
 ) -> Explanation:
     """Find what left its history first in the steps up to ``step``, and by branches why; write it beside the record.
@@ -115,7 +97,7 @@ def explain(
 
 
 def _explained(
-    train_again: TrainAgain, label: str, step: int, describe_row: Callable[[int], Any], left_out: Sequence[str]
+    train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str]
 ) -> Explanation:
     first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
     watched = train_again(Stretch(first, step + 1, label=f"{label}/history"), HISTORY_HOOK, {})
@@ -127,14 +109,7 @@ def _explained(
         Stretch(where.step, where.step + 1, label=f"{label}/branches"), BRANCHES_HOOK, _options(history, where)
     )
     found = read_branches(look_at(tried).points, where.step)
-    measured, out = found["rows"], found["standing_out"]
-    indices = [int(index) for index in measured["index"]] if "index" in measured else [None] * len(measured["loss"])
-    rows = [
-        ExplainedRow(index, place, loss, norm, place in out, None if index is None else describe_row(index))
-        for place, (index, loss, norm) in enumerate(
-            zip(indices, measured["loss"], measured["gradient_norm"], strict=True)
-        )
-    ]
+    rows = measured_rows(found["rows"], describe_row, found["standing_out"])
     bad = harms(found, *_runs_own(history, where), WATCHED.get(where.quantity, "").format(where.name))
     said = verdict(found, bad, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
     branches = [_branch(name, found, bad) for name in found["effect"]]

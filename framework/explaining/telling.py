@@ -1,12 +1,14 @@
 """An explanation in lines for people."""
 
+import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ..console import in_columns, number_text, shortened
+from ..console import in_columns, number_text, printable
 from .explanation import Branch, Explanation
+from .rows import ExplainedRow
 
-MOST_ROWS = 10
+MOST_ROWS = 5
 BRANCHES = {
     "run": "the run's own step",
     "as_it_was": "the same step again",
@@ -38,22 +40,28 @@ def told(explanation: Explanation, width: int) -> Iterator[str]:
         yield from in_columns([_row(branch) for branch in explanation.branches], width, ("", "removed"))
         if explanation.left_out:
             yield from wrapped(f"Not in the branches: {', '.join(explanation.left_out)}.")
-    if found := explanation.standing_out[:MOST_ROWS]:
+    if found := explanation.standing_out:
         yield ""
-        rows = [
-            {
-                "row": str(row.index if row.index is not None else f"place {row.place}"),
-                "loss": number_text(row.loss),
-                "gradient norm": number_text(row.gradient_norm),
-                "": "" if row.description is None else shortened(str(row.description), width),
-            }
-            for row in found
-        ]
-        yield from (shortened(line, width, keep_end=False) for line in in_columns(rows, width, ("row", "")))
+        yield from rows_told(found, width)
     yield ""
     yield from wrapped(explanation.verdict)
     if explanation.folder is not None:
         yield f"Written to {explanation.folder}"
+
+
+def rows_told(rows: Sequence[ExplainedRow], width: int) -> Iterator[str]:
+    """Yield a table of the rows with the largest losses."""
+    largest = sorted(rows, key=lambda row: -math.inf if math.isnan(row.loss) else -row.loss)
+    table = [
+        {
+            "row": str(row.place if row.index is None else row.index),
+            "loss": number_text(row.loss),
+            "gradient norm": number_text(row.gradient_norm),
+            "is": "" if row.description is None else printable(" ".join(str(row.description).split())),
+        }
+        for row in largest[:MOST_ROWS]
+    ]
+    yield from in_columns(table, width, ("row", "is"))
 
 
 def _row(branch: Branch) -> dict[str, str]:

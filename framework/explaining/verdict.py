@@ -154,8 +154,8 @@ def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
 
 
 def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    name = next((name for name in ("float32", "float64") if harm.removed(name) >= REMOVES), None)
-    if name is None or (name == "float32" and not found["low_precision"]):
+    names = ("float32", "float64") if found["low_precision"] else ("float64",)
+    if (name := next((name for name in names if harm.removed(name) >= REMOVES), None)) is None:
         return None
     where = (
         f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""

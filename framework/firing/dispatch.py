@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import RunNotice, StateMutationError, UsageError, nearest
 from ..hooks import (
     STEP_POINTS,
@@ -24,6 +26,11 @@ from ..hooks import (
 )
 from ..isolation import Call, Isolation
 
+RowsOf = Callable[[int], Tensor | None]
+"""Gives the rows of a step, where they are known."""
+MOST_ROWS = 1024
+"""Rows of a batch that an alert names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -34,6 +41,10 @@ class Report:
     step: int
 
 
+def nobody_knows(step: int) -> Tensor | None:
+    """Stand for the rows of a loop that does not tell them."""
+
+
 Position = Mapping[str, Any]
 Positions = Mapping[str, Position | None]
 
@@ -41,8 +52,15 @@ Positions = Mapping[str, Position | None]
 class MetricDispatch:
     """Holds metrics until their fire (epoch-level points) or their flush (step-level points) and delivers them."""
 
-    def __init__(self, isolation: Isolation, sinks: Sequence[MetricSink], run_hook: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        isolation: Isolation,
+        sinks: Sequence[MetricSink],
+        run_hook: Callable[..., Any],
+        rows_of: RowsOf = nobody_knows,
+    ) -> None:
         """Make a dispatch; ``run_hook(hook, where, step, function)`` calls hook code through the isolation."""
+        self._rows_of = rows_of
         self._isolation = isolation
         self._sinks = list(sinks)
         self._failed: list[MetricSink] = []
@@ -132,6 +150,9 @@ class MetricDispatch:
 
     def _tell_alerts(self) -> None:
         alerts, self._alerts = self._alerts, []
+        for alert in alerts:
+            if alert.step and (rows := self._rows_of(alert.step)) is not None:
+                alert.rows = rows[:MOST_ROWS].tolist()
         if alerts:
             self._each(alerts[-1].step or 0, lambda sink: sink.alert(alerts))
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..data import Batch, first_batch, lent
+from ..data import Batch, RowNumbers, first_batch, lent, whole_batches
 from ..errors import RunNotice, UsageError, require
 from ..hooks import (
     HookPoint,
@@ -100,7 +100,8 @@ class HookManager:
             offload=StateOffload() if offload_state else None,
             ranks=task.ranks,
         )
-        self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call)
+        self._numbers = RowNumbers(whole_batches(task.loader))
+        self.dispatch = MetricDispatch(self.isolation, sinks, self.hooks.call, self._rows_of)
         self.deaf = self._taps.deaf
         """Makes the context of a step's further evaluations, where the optimizer makes several: no tap hears them."""
         self._firing = Firing(self.hooks, task, state, self.dispatch, guardian_device, reference_weights)
@@ -237,6 +238,10 @@ class HookManager:
                 f"A sink needs the folder of the run ({type(error).__name__}: {error}), and this hook manager was told "
                 "of none: call manager.start(RunInfo(...)) before the loop."
             ) from error
+
+    def _rows_of(self, step: int) -> torch.Tensor | None:
+        with self.state.streams.isolated():
+            return self._numbers.of_step(step)
 
     def _attach_taps(self) -> None:
         """Ask every hook that has started for its taps, then attach those of the hooks that are still on."""

@@ -15,7 +15,8 @@ _ALWAYS = ("always", None, UserWarning, None, 0)
 class Alert(UserWarning):
     """A warning of a hook's ``check``, as in ``warnings.warn(Alert("The loss spiked.", metric="loss", value=7.5))``.
 
-    Who calls ``check`` makes an alert of every other warning there, and adds ``hook``, ``epoch`` and a missing step.
+    Who calls ``check`` makes an alert of every other warning there, and adds ``hook``, ``epoch`` and a missing step;
+    ``rows`` are added last.
 
     Args:
         sentence: what is wrong, for people.
@@ -39,6 +40,8 @@ class Alert(UserWarning):
     ) -> None:
         super().__init__(sentence)
         self.metric, self.step, self.value, self.limit = metric, step, value, limit
+        self.rows: list[int] | None = None
+        """The numbers of the rows of the batch of its step, at most 1,024, where they are known."""
 
     @property
     def kind(self) -> str:
@@ -48,7 +51,7 @@ class Alert(UserWarning):
     def record(self) -> dict[str, Any]:
         """Return what it says, by the names that it has in ``alerts.jsonl``."""
         return {
-            **{name: getattr(self, name) for name in ("epoch", "step", "hook", "metric", "value", "limit")},
+            **{name: getattr(self, name) for name in ("epoch", "step", "hook", "metric", "value", "limit", "rows")},
             "is_over": isinstance(self, Recovery),
             "sentence": str(self),
         }

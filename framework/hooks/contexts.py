@@ -305,6 +305,7 @@ _EVALUATED = (HookPoint.PRE_EPOCH, *EPOCH_END), "", "after an evaluation, before
 SET_AT: Mapping[str, tuple[tuple[HookPoint, ...], str, str]] = {
     "batch_idx": (_STEPS, "", ""),
     "batch_data": (_STEPS, "", ""),
+    "row_indices": (_STEPS, "", "where the loader knows the rows' numbers"),
     "loss": ((*_STEPS[1:], *EPOCH_END), "", "in the step loop after the first log_every steps"),
     "loss_scale": (_STEPS[1:], "", "in float16 (--amp fp16)"),
     "train_acc": _EVALUATED,

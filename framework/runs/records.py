@@ -88,6 +88,8 @@ class RunRecord:
     strategy: str
     config: Mapping[str, Any]
     data: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    """The rows of the data: how many, their digest and what it covers, and where their order comes from."""
     hooks: Mapping[str, Any] = field(default_factory=dict)
     """The options of every hook that was on, by its name."""
     treatments: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from ..checkpoints import MANIFEST, STATE, Checkpoint, RunState, content_of, newest_intact
+from ..data import changed
 from ..errors import (
     LoopscopeError,
     ReloadedHookError,
@@ -117,6 +118,20 @@ def refuse_another_run(where: Path, before: RunRecord, now: RunRecord, *, tell: 
         _notice(
             f"Hooks are not as they were in {where}: {listed(sorted(item.name for item in others), 5)}. The run is the "
             "same, what they report may not be."
+        )
+
+
+def refuse_other_data(where: Path, before: RunRecord, now: RunRecord) -> None:
+    """Raise :class:`UsageError` if the data are not those of the run in ``where``; an old record does not tell."""
+    if changed(before.rows, now.rows):
+        told = [
+            f"{rows['rows'] or 'an unknown number of'} rows, digest {rows.get('xxh3_128')} over {rows['covers']}"
+            for rows in (before.rows, now.rows)
+        ]
+        raise UsageError(
+            f"The data of {where} ({before.data.get('source', before.experiment)}) have changed: {told[0]} then, "
+            f"{told[1]} now. What its record and its checkpoints hold is still what was measured; but no step can be "
+            "trained again on other data, and the rows that it names are others by now. Put the data back as they were."
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints import DIGESTS, checkpoints_in
+from ..checkpoints import DIGESTS, ROWS, checkpoints_in
 from ..durable_files import is_there, refusal_of_disk, save_tensors, write_json
 from ..errors import UsageError, listed, place_of
 from ..hooks import HookRegistry, SinkRegistry
@@ -171,6 +171,7 @@ class RunFolder:
         yield self.checkpoints
         yield self.path / REWINDS
         yield self.path / DIGESTS
+        yield self.path / ROWS
         yield self.path / SUMMARY
         yield self.path / CONFIG
 

@@ -120,6 +120,10 @@ class ExperimentRunner(ABC, Generic[Config]):
         return {}
 
     def describe_row(self, index: int) -> Any:
+        """Return what row ``index`` of the training data is, for people: a text, plain values, or an image tensor.
+
+        The number is one of :meth:`.Loader.row_indices`. By default ``None``: nobody knows.
+        """
         return None
 
     def sample(self, model: nn.Module) -> str | None:

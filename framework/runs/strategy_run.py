@@ -13,17 +13,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checkpoints import (
+    MANIFEST,
     Checkpoint,
     Checkpointing,
     CheckpointPlan,
     CheckpointWriter,
     DigestLog,
+    RowLog,
     RunState,
     Signals,
     StoppedError,
     run_lock,
 )
-from ..data import Batch, first_batch
+from ..data import Batch, Loader, fingerprint, first_batch, whole_batches
 from ..durable_files import plain_json
 from ..errors import HookError, LoopscopeError, RunNotice, StateMutationError, UsageError, this_command, with_lines
 from ..firing import HookManager
@@ -34,7 +36,7 @@ from ..state import TrainingState, explained
 from ..training import TrainingTask, check_metric
 from .checks import blamed, check_numbers
 from .records import RunRecord
-from .resuming import first_step_after, go_on
+from .resuming import first_step_after, go_on, refuse_other_data
 from .run_folder import RunFolder
 from .runner import ExperimentRunner
 from .summaries import summary_of
@@ -86,6 +88,7 @@ class StrategyRun:
         self._shared = folder = Path(ranks.gather(str(self.folder.checkpoints.absolute()))[0])
         self._arrangement = {"ranks": ranks.arrangement(self.task.model)} if ranks.are_many else {}
         self._digests = DigestLog(self.folder.path, self.manager, self.plan.digest_every)
+        self._rows = RowLog(self.folder.path, self.manager)
         self._checkpointing = Checkpointing(
             self.manager,
             CheckpointWriter(folder if ranks.are_many else self.folder.checkpoints, self.plan.keep, ranks),
@@ -93,6 +96,7 @@ class StrategyRun:
             self.signals,
             describe=self._describe,
             digests=self._digests,
+            rows=self._rows,
         )
 
     def run(self) -> dict[str, Any]:
@@ -142,6 +146,7 @@ class StrategyRun:
         try:
             self.task.ranks.together(partial(self._enter_folder, held))
             self.task.ranks.together(self._refuse_unshared)
+            self.task.ranks.together(self._refuse_other_data)
             with first_step_after(self.resumed, self.state.loop):
                 self._start_hooks()
         except BaseException:
@@ -151,6 +156,26 @@ class StrategyRun:
             raise
         if self.resumed is None:
             self._claim()
+
+    def know_rows(self) -> RunRecord:
+        """Note in the record what the data are, and return it."""
+        loader = whole_batches(self.task.loader)
+
+        def first() -> Batch:
+            with borrowed_extras(self.state):  # to which an experiment's own loader may write
+                return first_batch(loader)
+
+        with self.state.streams.isolated():
+            rows = fingerprint(loader, first) if isinstance(loader, Loader) else {}
+        self.record = replace(self.record, rows=rows)
+        return self.record
+
+    def _refuse_other_data(self) -> None:
+        """Raise :class:`UsageError` where a run would go on with other data."""
+        now = self.know_rows()
+        if self.resumed is not None:
+            before = RunRecord.of(self.resumed.manifest, self.resumed.folder / MANIFEST)
+            refuse_other_data(self.folder.path, before, now)
 
     def enter_anew(self, held: ExitStack) -> None:
         """Make and lock the folder, whatever checkpoint the run goes on from, and write there what is run."""
@@ -202,6 +227,7 @@ class StrategyRun:
         if self.resumed is not None:
             self.manager.hooks.goes_on()
             self.manager.dispatch.start(self.run_info, self.resumed.manifest["sinks"])
+            self._rows.go_on(self.state.loop)
             if position := self.resumed.manifest.get("digests"):
                 self._digests.go_on(position)
             self._initial = dict(self.resumed.manifest["initial"])

@@ -16,13 +16,15 @@ from ..checkpoints import (
     moments_of,
     open_checkpoint,
     read_digests,
+    rows_entry,
 )
+from ..data import RowNumbers, whole_batches
 from ..digests import state_digests
 from ..errors import LoopscopeError, UsageError, listed, require
 from ..firing import HookManager
 from ..state import LoopState
 from .records import RunRecord, differences
-from .resuming import refuse_another_run, tell_of_environment
+from .resuming import refuse_another_run, refuse_other_data, tell_of_environment
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
 
@@ -51,6 +53,10 @@ class Validation:
     compared: list[int] = field(default_factory=list)
     digested: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Begin to count rows."""
+        self.numbers = RowNumbers(whole_batches(self.manager.task.loader))
+
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Compare; raises :class:`PartedError` that names the first step and tensor, and what else differs."""
         if path := self.moments.get((loop.epoch, loop.step)):
@@ -59,7 +65,8 @@ class Validation:
             self.compared.append(loop.step)
         if unit_ended != self.manager.counts_epochs and (digest := self.digests.get((loop.epoch, loop.step))):
             found = state_digests(self.manager.state)
-            names = [name for name in {**digest.entries, **found} if found.get(name) != digest.entries.get(name)]
+            found |= rows_entry(self.manager, self.numbers, digest.since, loop.step)
+            names = digest.unlike(digest._replace(entries=found))
             self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
             self.digested.append(loop.step)
         done = not self.missing() if self.until is None else loop.step >= self.until
@@ -118,6 +125,7 @@ def validate(run: StrategyRun, earlier: Earlier) -> Sequence[int]:
     validation = Validation(
         run.manager, earlier.moments, earlier.record, run.record, None, earlier.digests, earlier.folder
     )
+    refuse_other_data(earlier.folder, earlier.record, run.know_rows())
     run.folder.make()
     run.again(validation)
     if missing := validation.missing():
@@ -164,6 +172,7 @@ def rewind(
     Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
     """
     manager, since = run.manager, 0
+    refuse_other_data(folder, before, run.know_rows())
     others = {hook.name for hook in manager.hooks} - before.hooks.keys()
     per_epoch = len(manager.task.loader) if others and manager.counts_epochs else None
     if start := stretch.beginning(moments, per_epoch):

@@ -50,7 +50,7 @@ def at_snapshots(effort: Effort) -> Iterator[Row]:
     """Compare one digest with the steps of the quick preset between two snapshots."""
     subject = mod_arithmetic(effort.quick)
     steps = EPOCHS * len(subject.task.loader)
-    step = Spread.of(_steps(subject, effort.times(200)))
+    step = Spread.of(steps_of(subject, effort.times(200)))
     digest: list[float] = []
     for _ in range(effort.times(40)):
         begin = clock()
@@ -61,7 +61,8 @@ def at_snapshots(effort: Effort) -> Iterator[Row]:
     yield Row("A digest at every snapshot", against, PERCENT, Spread.of(shares), 0.005)
 
 
-def _steps(subject: Subject, count: int) -> list[float]:
+def steps_of(subject: Subject, count: int) -> list[float]:
+    """Return the seconds of so many steps."""
     moments: list[float] = []
     subject.train(count + 1, lambda: moments.append(clock()))
     return [end - begin for begin, end in pairwise(moments)]

@@ -30,7 +30,7 @@ CONDITIONS: dict[str, Callable[[str, bool, int], bool]] = {
     "wanted, after the first flush": lambda loop, wanted, step: wanted and step >= LOG_EVERY,
     "no step since": lambda loop, wanted, step: step in EVALUATED[loop],
 }
-FIELDS = sorted({name for name in RunDataContext.__slots__ if name != "services"} | {"optimizer_groups"})
+FIELDS = sorted({name for name in RunDataContext.__slots__ if name != "services"} | {"optimizer_groups", "row_indices"})
 
 
 def table_of(loop: str) -> dict[str, dict[str, str]]:

@@ -47,6 +47,9 @@ def test_alerts_are_recorded_each_time_with_their_place_whatever_is_filtered(act
     assert [(alert["epoch"], alert["step"]) for alert in lost] == [
         *((0, 1), (0, 2), (0, 3), (0, 3)), *((1, 4), (1, 5), (1, 6), (1, 6))
     ]  # fmt: skip
+    rows = [each.tolist() for each in session(tmp_path).runner.build_loader("plain").row_indices(1)]
+    assert [alert["rows"] for alert in lost[4:]] == [*rows, rows[-1]]
+    del lost[0]["rows"]
     assert lost[0] == {"epoch": 0, "step": 1, "hook": "anxious", "metric": "", "value": None, "limit": None,
                        "is_over": False, "sentence": "All is lost."}  # fmt: skip
     far, over = [alert for alert in found if alert not in lost]

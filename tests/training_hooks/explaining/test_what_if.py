@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from loopscope import sinks, training_hooks
-from loopscope.data import Batch, TensorLoader
-from loopscope.errors import UnsuitableError, UsageError
+from loopscope.data import Batch
+from loopscope.errors import UsageError
 from loopscope.report import look_at
 from loopscope.runs import RunOptions, Session
 from loopscope.sinks import JSONLSink

@@ -1,0 +1,71 @@
+"""The numbers of the rows of batches, from a DataLoader's samplers, without loading a row."""
+
+from collections.abc import Iterator, Sized
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from ..state import RandomStreams
+from .batch_indices import BLOCK, Draw, batch_indices, begin, random_blocks, samplers_of
+from .generators import dataset_generators, undisturbed
+
+
+def known_batches(batches: BatchSampler, start: int, draw: Draw) -> Iterator[Tensor] | None:
+    """Return the rows of each batch from batch ``start`` on, for samplers that are :data:`KNOWN`, without a list.
+
+    ``None`` where a subset's indices are no integers.
+    """
+    sampler: Any = batches.sampler
+    size, first = batches.batch_size, start * batches.batch_size
+    if type(sampler) is SequentialSampler:
+        rows = len(sampler.data_source)
+        blocks = (torch.arange(at, min(at + BLOCK, rows)) for at in range(first, rows, BLOCK))
+        return _in_batches(blocks, size, drop_last=batches.drop_last)
+    if type(sampler) is RandomSampler:
+        rows, total = len(sampler.data_source), sampler.num_samples
+        found = random_blocks(rows, total, first, draw, replacement=sampler.replacement)
+        return _in_batches(found, size, drop_last=batches.drop_last)
+    subset = as_numbers(sampler.indices)
+    if subset is None:
+        return None
+    found = random_blocks(len(subset), len(subset), first, draw, replacement=False)
+    return _in_batches((subset[block] for block in found), size, drop_last=batches.drop_last)
+
+
+def _in_batches(blocks: Iterator[Tensor], size: int, *, drop_last: bool) -> Iterator[Tensor]:
+    left = torch.empty(0, dtype=torch.int64)
+    for block in blocks:
+        joined = torch.cat([left, block])
+        whole = len(joined) - len(joined) % size
+        left = joined[whole:]
+        yield from joined[:whole].split(size) if whole else ()  # type: ignore[no-untyped-call]
+    if len(left) and not drop_last:
+        yield left
+
+
+def as_numbers(indices: Any) -> Tensor | None:
+    """Return indices as int64; ``None`` for keys that are no integers."""
+    try:
+        found = np.asarray(indices)  # of a list many times as fast as torch's own
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return torch.from_numpy(found.astype(np.int64)) if found.ndim == 1 and found.dtype.kind in "iu" else None
+
+
+def drawn_at_once(
+    dataloader: "DataLoader[Any]", streams: RandomStreams, epoch: int, start: int, draw: Draw, most: int
+) -> Iterator[Tensor] | None:
+    """Return the rows of at most ``most`` batches by samplers that are asked for them; ``None`` if they are none."""
+    samplers = samplers_of(dataloader)
+    generators = dataset_generators(*samplers)
+    with streams.isolated(), undisturbed(generators):
+        begin(streams, epoch, samplers, generators)
+        batches = [*islice(batch_indices(dataloader, start, draw), max(0, most))]
+    if not all(isinstance(batch, Sized) for batch in batches):
+        return None
+    found = as_numbers([*chain.from_iterable(batches)]) if batches else torch.empty(0, dtype=torch.int64)
+    return None if found is None else iter(found.split([*map(len, batches)]))  # type: ignore[no-untyped-call]
