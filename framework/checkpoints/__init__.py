@@ -2,8 +2,8 @@
 
 from .comparing import Moment, Parting, differing, leaves, moments_of
 from .content import RunState, content_of, load_checkpoint, save_checkpoint
-from .flat import flattened, for_rank, gathered, room_of
 from .digest_log import DIGESTS, Digest, DigestLog, read_digests
+from .flat import flattened, for_rank, gathered, room_of
 from .format import AFRESH, MANIFEST, STATE, Checkpoint, checkpoints_in, newest_intact, open_checkpoint, sync_path
 from .lock import is_locked, run_lock
 from .schedule import Checkpointing, CheckpointPlan, Signals, StoppedError

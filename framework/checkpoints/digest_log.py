@@ -26,6 +26,10 @@ class Digest(NamedTuple):
     link: str
     entries: Mapping[str, str]
 
+    def differing(self, entries: Mapping[str, str]) -> list[str]:
+        """Return the names of what is not as in ``entries``, or is in but one of the two."""
+        return [name for name in {**self.entries, **entries} if entries.get(name) != self.entries.get(name)]
+
 
 def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
     """Return the digests in the folder of a run by epoch and step, as far as lines are whole and fit to the chain."""

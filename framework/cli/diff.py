@@ -59,8 +59,7 @@ def _digests(a: RunFolder, b: RunFolder) -> tuple[str, str]:
     left, right = read_digests(a.path), read_digests(b.path)
     common = [moment for moment in left if moment in right]
     for epoch, step in common:
-        one, other = left[epoch, step].entries, right[epoch, step].entries
-        if names := [name for name in {**one, **other} if one.get(name) != other.get(name)]:
+        if names := left[epoch, step].differing(right[epoch, step].entries):
             return f"Digests: {', '.join(names[:5])} differ at step {step:,}.", str(Parting(epoch, step, names))
     return (f"Digests of {len(common)} steps: the same." if common else ""), ""
 

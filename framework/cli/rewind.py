@@ -15,8 +15,6 @@ from ..training import speaks, started_together
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
 
-LOOKING = ("with_hooks", "hooks", "hook_config")
-
 
 def rewind(words: Sequence[str]) -> None:
     """Train the stretch that the words name, and say where its metrics are and with what it was compared."""

@@ -56,8 +56,7 @@ class Validation:
             self._tell(path.parent.parent, differing(content, RunState(self.manager).take()), loop)
             self.compared.append(loop.step)
         if unit_ended != self.manager.counts_epochs and (digest := self.digests.get((loop.epoch, loop.step))):
-            found = state_digests(self.manager.state)
-            names = [name for name in {**digest.entries, **found} if found.get(name) != digest.entries.get(name)]
+            names = digest.differing(state_digests(self.manager.state))
             self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
             self.digested.append(loop.step)
         done = not self.missing() if self.until is None else loop.step >= self.until

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import DIGESTS, Checkpointing, read_digests
+from loopscope.checkpoints import DIGESTS, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
 from loopscope.runs.validating import PartedError
 
-from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
-from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+from tests.framework.runs.small_experiment import Small, SmallSteps, contents, session
 
 FILLED = (sinks, training_hooks)
 EVERY = {"checkpoint_every_steps": 2, "save_checkpoints": 1, "keep_checkpoints": 20}
@@ -25,12 +24,7 @@ KEPT = {Small: [2, 3, 4, 6, 8, 9, 10, 12], SmallSteps: [*range(1, 13)]}
 MANY = ["norms", "hessian", "variance", "path_length", "counterfactual", "weight_average", "lr_probe", "consecutive"]
 WINDOW = {"variance": {"window": 2, "every": 2}}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def entries():
-    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
-        yield
+pytestmark = pytest.mark.usefixtures("patient_small")
 
 
 @pytest.fixture(scope="module")

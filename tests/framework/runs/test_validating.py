@@ -6,26 +6,19 @@ from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.runs.validating import PartedError
 
-from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.checkpoints.killed_sessions import change_file
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
-from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+from tests.framework.runs.small_experiment import Small, SmallSteps, contents, session
 
 FILLED = (sinks, training_hooks)
 EXPERIMENTS = [Small, SmallSteps]
 OPTIONS: dict[str, Any] = {"strategies": ["plain"], "epochs": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 9}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def entries():
-    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
-        yield
+pytestmark = pytest.mark.usefixtures("patient_small")
 
 
 @pytest.fixture(scope="module")
