@@ -109,13 +109,13 @@ class CheckpointPlan:
         every: epochs (step loop: steps) between checkpoints; 0 for none.
         every_steps: steps between checkpoints, within epochs too; 0 for none.
         keep: how many of the newest are kept, beside the best.
-        digest_every: steps between digests of the training state; 0 for none.
+        digest_every: steps between digests of the training state; 0 for none, ``None`` for one at every snapshot.
     """
 
     every: int = 0
     every_steps: int = 0
     keep: int = 3
-    digest_every: int = 0
+    digest_every: int | None = None
 
     @property
     def writes(self) -> bool:
@@ -156,7 +156,7 @@ class Checkpointing:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
         if self._digests is not None:
-            self._digests.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
+            self._digests.pause(loop, unit_ended=unit_ended)
         signals, ranks = self._signals, self._manager.task.ranks
         if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
             stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)

@@ -7,10 +7,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from ..checkpoints import moments_of
 from ..console import watch
-from ..errors import listed
-from ..runs import RunFolder, RunRecord, Session, Stretch, check_device, require
+from ..errors import UsageError, listed
+from ..runs import RunFolder, RunRecord, Session, Stretch, check_device, require, run_folders
 from ..training import speaks, started_together
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
 from .parser import NAMES, CommandParser, write_line
@@ -37,13 +39,15 @@ def rewind(words: Sequence[str]) -> None:
     require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --verify N.")
     if given["verify"] is not None:
         given["with_hooks"] = "none"
-    folder = Path(given["RUN"][0])
+    folder, *others = run_folders(Path(given["RUN"][0]), "rewind")
+    names = [str(each) for each in (folder, *others)]
+    require(not others, f"{given['RUN'][0]} holds {len(names)} runs, and rewind takes one of them: {listed(names, 9)}.")
     record = RunRecord.read(folder)
     experiment, options = parse_recorded(folder)
     options |= {"resume": False, "hook_jsonl": True} | _hooks(given, options, record.treatments)
     if not started_together():
         options["parallel"] = None
-    runner = experiment(config_of(experiment, options), check_device(options["device"]))
+    runner = experiment(config_of(experiment, options), _device(folder, options["device"], record))
     session = Session(runner, run_options(options), wanted_sinks(options))
     if given["verify"] is not None:
         _verify(replace(session, make_sinks=list), folder, given["verify"])
@@ -65,11 +69,21 @@ def _verify(session: Session, folder: Path, number: int) -> None:
     require(number >= 1, f"--verify is {number}; it must be at least 1.")
     steps = sorted({step for _, step in moments_of(RunFolder(folder, folder.name).checkpoints)})
     between = [Stretch(before + 1, after) for before, after in pairwise([0, *steps])]
-    require(bool(between), f"{folder} holds no intact checkpoints to compare with.")
+    remedy = "run with --validate-checkpoints compares with its digests"
+    require(bool(between), f"{folder} holds no intact checkpoints to begin from; {remedy}.")
     for stretch in sorted(Random().sample(between, min(number, len(between))), key=lambda each: each.step):
         session.rewind(stretch, recorded=False)
         if speaks():
             write_line(f"Steps {stretch.step:,} to {stretch.until:,}: the same, bit for bit.")
+
+
+def _device(folder: Path, name: str | None, record: RunRecord) -> torch.device:
+    """Return the kind of device on which a run was trained; raises :class:`UsageError` where there is none here."""
+    name = name or str(record.environment.get("device", "cpu")).partition(":")[0]
+    try:
+        return check_device(name)
+    except UsageError as error:
+        raise UsageError(f"{folder} was trained on {name!r}, on other devices its bits are others. {error}") from error
 
 
 def _hooks(given: Mapping[str, Any], before: Mapping[str, Any], treatments: Mapping[str, Any]) -> dict[str, Any]:

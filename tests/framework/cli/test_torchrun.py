@@ -58,7 +58,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def record_in(folder: Path) -> list[dict[str, Any]]:
-    (path,) = [path for path in folder.glob("*/*/*.jsonl") if path.name != "alerts.jsonl"]
+    (path,) = [path for path in folder.glob("*/*/*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl")]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
