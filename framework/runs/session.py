@@ -27,7 +27,7 @@ from ..hooks import (
     select_hooks,
     treatments,
 )
-from ..state import deterministic, seed_everything
+from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
 from .building import build_run, chosen_strategies
 from .checks import asked, check_device, check_experiment
@@ -293,7 +293,9 @@ class Session:
         digest_every = 0 if options.digest_every is None and not self._keeps() else options.digest_every
         task, state = build_run(runner, setup.folder.strategy, options.parallel)
         reference = setup.reference
-        weights = None if reference is None else reference.weights
+        weights, live = None, dict(state.model.named_parameters())
+        if reference is not None:  # whole, while ranks may hold parts
+            weights = {name: laid_out_like(value, live[name]) for name, value in reference.weights.items()}
         manager = HookManager(
             [item.hook for item in setup.hooks],
             task,
