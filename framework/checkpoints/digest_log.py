@@ -12,6 +12,7 @@ import xxhash
 from ..data import RowNumbers, whole_batches
 from ..digests import ALGORITHM, link, state_digests
 from ..durable_files import refusal_of_disk
+from ..errors import LoopscopeError
 from ..firing import HookManager
 from ..state import LoopState
 from .row_log import ENTRY, rows_entry
@@ -54,17 +55,17 @@ def read_digests(folder: Path) -> dict[tuple[int, int], Digest]:
 
 
 class DigestLog:
-    """Writes a line every so many steps; of several processes, which all take part, the first writes.
+    """Writes a line now and then; of several processes, which all take part, the first writes.
 
     Args:
         folder: that of the run.
-        every: steps between two lines; 0 for none.
+        every: steps between two lines; 0 for none, ``None`` for one at every snapshot.
     """
 
-    def __init__(self, folder: Path, manager: HookManager, every: int) -> None:
+    def __init__(self, folder: Path, manager: HookManager, every: int | None) -> None:
         self._path, self._manager, self._every = folder / DIGESTS, manager, every
         self._link = ""
-        self._bytes = 0
+        self._bytes, self._writes = 0, manager.task.ranks.is_main
         self._summary = xxhash.xxh3_128()
         self._numbers = RowNumbers(whole_batches(manager.task.loader))
         self._since: int | None = None
@@ -75,20 +76,22 @@ class DigestLog:
 
     def go_on(self, position: Mapping[str, Any]) -> None:
         """Cut the file to what it was at a checkpoint; where it is not what it was, a new chain begins in it."""
+        if not self._writes:
+            return
         data = self._path.read_bytes()[: position["bytes"]] if self._path.is_file() else b""
         if xxhash.xxh3_128_hexdigest(data) != position["xxh3_128"]:
             warnings.warn(f"{self._path} is not what the checkpoint knows; its digests begin anew.", stacklevel=2)
             self._path.unlink(missing_ok=True)
             return
-        if data:
+        if self._path.is_file():
             os.truncate(self._path, len(data))
         self._bytes, self._link, self._since = len(data), position["link"], position.get("since")
         self._summary.update(data)
 
-    def pause(self, loop: LoopState, *, step_ended: bool) -> None:
+    def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a line if one is due."""
         since = self._since = loop.step - 1 if self._since is None else self._since
-        if not (self._every and step_ended and loop.step % self._every == 0):
+        if not self._is_due(loop, unit_ended=unit_ended):
             return
         entries = state_digests(self._manager.state) | rows_entry(self._manager, self._numbers, since, loop.step)
         self._link, self._since = link(self._link, loop.step, entries), loop.step
@@ -96,6 +99,18 @@ class DigestLog:
         data = (json.dumps(digest._asdict()) + "\n").encode()
         self._summary.update(data)
         self._bytes += len(data)
-        if self._manager.task.ranks.is_main:
-            with refusal_of_disk(self._path), self._path.open("ab") as file:
-                file.write(data)
+        if self._writes:
+            try:
+                with refusal_of_disk(self._path), self._path.open("ab") as file:
+                    file.write(data)
+            except LoopscopeError as error:
+                self._writes = False  # all processes go on computing digests together
+                warnings.warn(f"{error} The run goes on without digests.", stacklevel=3)
+
+    def _is_due(self, loop: LoopState, *, unit_ended: bool) -> bool:
+        """Snapshots are known where a unit has ended, as its evaluation may end the run."""
+        task, counts_epochs = self._manager.task, self._manager.counts_epochs
+        if self._every is None:
+            done = loop.epoch if counts_epochs else loop.step
+            return unit_ended and (loop.stopped or done == task.length or done % task.snapshot_every == 0)
+        return bool(self._every) and unit_ended != counts_epochs and loop.step % self._every == 0

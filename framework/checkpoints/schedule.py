@@ -110,13 +110,13 @@ class CheckpointPlan:
         every: epochs (step loop: steps) between checkpoints; 0 for none.
         every_steps: steps between checkpoints, within epochs too; 0 for none.
         keep: how many of the newest are kept, beside the best.
-        digest_every: steps between digests of the training state; 0 for none.
+        digest_every: steps between digests of the training state; 0 for none, ``None`` for one at every snapshot.
     """
 
     every: int = 0
     every_steps: int = 0
     keep: int = 3
-    digest_every: int = 0
+    digest_every: int | None = None
 
     @property
     def writes(self) -> bool:
@@ -157,9 +157,10 @@ class Checkpointing:
     def pause(self, loop: LoopState, *, unit_ended: bool) -> None:
         """Write a checkpoint if one is due or asked for; raises :class:`StoppedError` if a signal ends the run."""
         self._tell_failures()
-        for log in (self._digests, self._rows):
-            if log is not None:
-                log.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
+        if self._digests is not None:
+            self._digests.pause(loop, unit_ended=unit_ended)
+        if self._rows is not None:
+            self._rows.pause(loop, step_ended=unit_ended != self._manager.counts_epochs)
         signals, ranks = self._signals, self._manager.task.ranks
         if ranks.are_many and ranks.agree(signals.asked or signals.stop is not None):
             stops, asks = zip(*ranks.gather((signals.stop, signals.asked)), strict=True)

@@ -8,13 +8,25 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from ..checkpoints import moments_of
 from ..console import watch
-from ..errors import listed
+from ..errors import UsageError, listed
 from ..explaining import explain, rows_by_step, rows_told, told
 from ..hooks import ALERTS
 from ..report import look_at
-from ..runs import ExperimentRunner, RunFolder, RunRecord, Session, Stretch, check_device, require
+from ..runs import (
+    ExperimentRunner,
+    RunFolder,
+    RunRecord,
+    Session,
+    Stretch,
+    check_device,
+    read_ended,
+    require,
+    run_folders,
+)
 from ..training import speaks, started_together
 from .listing import line_width
 from .options import config_of, parse_recorded, run_options, wanted_sinks, without_dots
@@ -50,13 +62,15 @@ def rewind(words: Sequence[str]) -> None:
     require(len(given["RUN"]) == 1, "loopscope rewind takes the folder of one run: loopscope rewind RUN --step N.")
     asked = [name for name in ("step", "verify", "spike") if given[name] not in (None, False)]
     require(len(asked) == 1, "loopscope rewind needs the step to go back to, --step N, or --spike, or --verify N.")
-    folder = Path(given["RUN"][0])
+    folder, *others = run_folders(Path(given["RUN"][0]), "rewind")
+    names = [str(each) for each in (folder, *others)]
+    require(not others, f"{given['RUN'][0]} holds {len(names)} runs, and rewind takes one of them: {listed(names, 9)}.")
     record = RunRecord.read(folder)
     experiment, options = parse_recorded(folder)
     options |= {"resume": False, "hook_jsonl": True}
     if not started_together():
         options["parallel"] = None
-    runner = experiment(config_of(experiment, options), check_device(options["device"]))
+    runner = experiment(config_of(experiment, options), _device(folder, options["device"], record))
 
     def session(**hooks: Any) -> Session:
         of_hooks = _hooks({"with_hooks": None, "hooks": [], "hook_config": [], **hooks}, options, record.treatments)
@@ -108,8 +122,11 @@ def _explain(
         path: Path = watch(again, "silent", lambda shown: shown.rewind(stretch))[0]
         return path
 
+    ended = read_ended(folder)
+    last = None if ended is None else ended["steps"] + (ended["status"] != "completed")
+    require(last is None or step <= last, f"--step is {step:,}, and the last step of the run in {folder} is {last}.")
     treatments = [*record.treatments]
-    explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments)
+    explanation = explain(train_again, folder, step, describe_row=runner.describe_row, left_out=treatments, last=last)
     for line in told(explanation, line_width()):
         write_line(line)
 
@@ -133,11 +150,21 @@ def _verify(session: Session, folder: Path, number: int) -> None:
     require(number >= 1, f"--verify is {number}; it must be at least 1.")
     steps = sorted({step for _, step in moments_of(RunFolder(folder, folder.name).checkpoints)})
     between = [Stretch(before + 1, after) for before, after in pairwise([0, *steps])]
-    require(bool(between), f"{folder} holds no intact checkpoints to compare with.")
+    remedy = "run with --validate-checkpoints compares with its digests"
+    require(bool(between), f"{folder} holds no intact checkpoints to begin from; {remedy}.")
     for stretch in sorted(Random().sample(between, min(number, len(between))), key=lambda each: each.step):
         session.rewind(stretch, recorded=False)
         if speaks():
             write_line(f"Steps {stretch.step:,} to {stretch.until:,}: the same, bit for bit.")
+
+
+def _device(folder: Path, name: str | None, record: RunRecord) -> torch.device:
+    """Return the kind of device on which a run was trained; raises :class:`UsageError` where there is none here."""
+    name = name or str(record.environment.get("device", "cpu")).partition(":")[0]
+    try:
+        return check_device(name)
+    except UsageError as error:
+        raise UsageError(f"{folder} was trained on {name!r}, on other devices its bits are others. {error}") from error
 
 
 def _hooks(given: Mapping[str, Any], before: Mapping[str, Any], treatments: Mapping[str, Any]) -> dict[str, Any]:

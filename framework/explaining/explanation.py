@@ -72,6 +72,7 @@ def explain(
     *,
     describe_row: Describe = lambda index: None,
     left_out: Sequence[str] = (),
+    last: int | None = None,
 ) -> Explanation:
     """Find what left its history first in the steps up to ``step``, and by branches why; write it beside the record.
 
@@ -81,10 +82,11 @@ def explain(
         step: counted from 1.
         describe_row: what a row of the data set is, for people.
         left_out: the run's hooks that commit.
+        last: the last step of the run, if it has ended.
     """
     label = f"explained_step_{step}"
     try:
-        explanation = _explained(train_again, label, step, describe_row, left_out)
+        explanation = _explained(train_again, label, step, describe_row, left_out, last or step + 1)
     except PartedError as error:
         sentence = f"the run is not repeated by the same program on the same data. {error}"
         cause = None if error.elsewhere else "fault"
@@ -97,16 +99,18 @@ def explain(
 
 
 def _explained(
-    train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str]
+    train_again: TrainAgain, label: str, step: int, describe_row: Describe, left_out: Sequence[str], last: int
 ) -> Explanation:
     first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
-    watched = train_again(Stretch(first, step + 1, label=f"{label}/history"), HISTORY_HOOK, {})
+    watched = train_again(Stretch(first, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
     history = read_history(look_at(watched), HISTORY_HOOK)
     where, why_not = first_departure(history, step)
     if where is None:
         return Explanation(step, None, f"It cannot be told: nothing to explain was found. {why_not}", left_out=left_out)
     tried = train_again(
-        Stretch(where.step, where.step + 1, label=f"{label}/branches"), BRANCHES_HOOK, _options(history, where)
+        Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches"),
+        BRANCHES_HOOK,
+        _options(history, where),
     )
     found = read_branches(look_at(tried).points, where.step)
     rows = measured_rows(found["rows"], describe_row, found["standing_out"])

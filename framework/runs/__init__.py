@@ -4,8 +4,8 @@ from ..errors import require
 from .checks import check_device
 from .config import ExperimentConfig, RunFlags, RunOptions, alternatives, choices, field_names, in_words
 from .records import (
-    ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_initial, read_status,
-    run_folders, seed_name, versions,
+    ATTACHED, CONFIG, SUMMARY, Completed, RunRecord, checked, differences, environment, read_ended, read_initial,
+    read_status, run_folders, seed_name, versions,
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
@@ -21,6 +21,6 @@ __all__ = [
     "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
     "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder",
     "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives", "build_run", "check_device", "checked",
-    "choices", "differences", "environment", "field_names", "in_words", "load_reference", "pass_on", "read_initial",
-    "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
+    "choices", "differences", "environment", "field_names", "in_words", "load_reference", "pass_on", "read_ended",
+    "read_initial", "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
 ]

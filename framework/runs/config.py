@@ -99,7 +99,7 @@ class RunFlags:
         save_checkpoints: epochs (step loop: steps) between checkpoints; 0 writes none.
         checkpoint_every_steps: steps between checkpoints, in the middle of epochs too; 0 writes none.
         keep_checkpoints: how many of the newest checkpoints stay, beside the best.
-        digest_every: steps between digests of the training state in the record; 0 writes none.
+        digest_every: steps between digests of the training state in the record; 0 writes none; by default at snapshots.
         resume: go on from the newest intact checkpoint; strategies that are done stay as they are.
         validate_checkpoints: train again and compare with the checkpoints that lie in the output directory.
         exact: refuse to go on where the run would not be the same bit for bit, as on another number of processes.
@@ -119,7 +119,7 @@ class RunFlags:
     save_checkpoints: int = 0
     checkpoint_every_steps: int = 0
     keep_checkpoints: int = 3
-    digest_every: int = 0
+    digest_every: int | None = None
     resume: bool = False
     validate_checkpoints: bool = False
     exact: bool = False
@@ -130,7 +130,7 @@ class RunFlags:
         """Check every value; raises :class:`UsageError` that names the option and what it takes."""
         for name, least in (*((each, 0) for each in (*CHECKPOINTS, "digest_every")), ("keep_checkpoints", 1)):
             value = getattr(self, name)
-            require(value >= least, f"{name} is {value}; it must be at least {least}.")
+            require(value is None or value >= least, f"{name} is {value}; it must be at least {least}.")
         alone = [name for name in ("resume", "overwrite", "validate_checkpoints") if getattr(self, name)]
         require(
             len(alone) <= 1,

@@ -135,19 +135,23 @@ def refuse_other_data(where: Path, before: RunRecord, now: RunRecord) -> None:
         )
 
 
-def tell_of_environment(found: Checkpoint, now: RunRecord, *, exact: bool = False) -> None:
+def tell_of_environment(found: Checkpoint | RunRecord, now: RunRecord, *, exact: bool = False) -> None:
     """Tell what may keep a run that goes on from being the same bit for bit; raise :class:`UsageError` if it must be.
 
-    Another number of processes does: then sums are taken in another order.
+    Another number of processes does: then sums are taken in another order. A run from its start is ``found`` as what
+    was run.
     """
-    before = RunRecord.of(found.manifest, found.folder / MANIFEST)
+    if isinstance(found, RunRecord):
+        before, where = found, "the run"
+    else:
+        before, where = RunRecord.of(found.manifest, found.folder / MANIFEST), str(found.folder)
     changes = [
         f"{name}: {old} before, {new} now"
         for name, old, new in differences(before.surroundings, now.surroundings, {"command"})
     ]
     require(
         not (exact and changes),
-        f"--exact: {found.folder} was written in another environment: {listed(changes, 5)}. Go on as it was, or leave "
+        f"--exact: {where} was written in another environment: {listed(changes, 5)}. Go on as it was, or leave "
         "--exact out.",
     )
     if changes:

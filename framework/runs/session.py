@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import Checkpoint, CheckpointPlan, Signals, moments_of, open_checkpoint
+from ..checkpoints import Checkpoint, CheckpointPlan, Signals, is_locked, moments_of, open_checkpoint
 from ..durable_files import plain_json
 from ..errors import RunNotice, UsageError, require
 from ..firing import HookManager
@@ -27,7 +27,7 @@ from ..hooks import (
     select_hooks,
     treatments,
 )
-from ..state import deterministic, seed_everything
+from ..state import deterministic, laid_out_like, seed_everything
 from ..training import Ranks, joined, quiet_graph_breaks
 from .building import build_run, chosen_strategies
 from .checks import asked, check_device, check_experiment
@@ -104,7 +104,9 @@ class Session:
         for record in [setup.record for setup in setups]:
             entries = {**record.config, **record.versions, **record.run, "hooks": {**record.hooks}}
             found |= {name: value for name, value in entries.items() if name not in MAY_DIFFER}
-        checkpoints = {name: getattr(self.options, name) for name in (*CHECKPOINTS, "parallel", "resume")}
+        checkpoints = {
+            name: getattr(self.options, name) for name in (*CHECKPOINTS, "digest_every", "parallel", "resume")
+        }
         return found | checkpoints
 
     def planned(self) -> list[Setup]:
@@ -163,6 +165,8 @@ class Session:
             (setup,) = self._with_references(self._setups())
             before = setup.folder.record()
             require(before is not None, f"{setup.folder.path} holds no run.")
+            locked = is_locked(setup.folder.path)
+            require(not locked, f"{setup.folder.path} is still being trained; rewind it when it has ended.")
             refuse_another_run(setup.folder.path, before, setup.record, tell=False)  # type: ignore[arg-type]
             moments = moments_of(setup.folder.checkpoints)
             path = setup.folder.path / REWINDS / stretch.name
@@ -218,7 +222,7 @@ class Session:
         options, runner = self.options, self.runner
         group = options.with_hooks or runner.default_group
         own = {strategy: asked(runner, "strategy_hooks", strategy) for strategy in strategies}
-        least = always_on() if any(sink.keeps for sink in self.make_sinks()) else []
+        least = always_on() if self._keeps() else []
         names = {
             strategy: select_hooks(group, [*options.hooks, *own[strategy]], runner.hook_sets, runner.name) or least
             for strategy in strategies
@@ -228,6 +232,10 @@ class Session:
         return {
             strategy: build_hooks(names[strategy], options.hook_options, own[strategy], made) for strategy in strategies
         }
+
+    def _keeps(self) -> bool:
+        """Return whether any sink keeps the metrics."""
+        return any(sink.keeps for sink in self.make_sinks())
 
     def _with_references(self, setups: Sequence[Setup]) -> list[Setup]:
         """Load the reference solution of every strategy that has one and a hook that asks for it."""
@@ -282,9 +290,12 @@ class Session:
 
     def _built(self, setup: Setup) -> StrategyRun:
         runner, options = self.runner, self.options
+        digest_every = 0 if options.digest_every is None and not self._keeps() else options.digest_every
         task, state = build_run(runner, setup.folder.strategy, options.parallel)
         reference = setup.reference
-        weights = None if reference is None else reference.weights
+        weights, live = None, dict(state.model.named_parameters())
+        if reference is not None:  # whole, while ranks may hold parts
+            weights = {name: laid_out_like(value, live[name]) for name, value in reference.weights.items()}
         manager = HookManager(
             [item.hook for item in setup.hooks],
             task,
@@ -324,7 +335,7 @@ class Session:
             record,
             self.display,
             plan=CheckpointPlan(
-                options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints, options.digest_every
+                options.save_checkpoints, options.checkpoint_every_steps, options.keep_checkpoints, digest_every
             ),
             resumed=setup.resumed,
             reference=None if reference is None else reference.path,

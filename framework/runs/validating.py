@@ -1,10 +1,13 @@
 """Runs trained again, whole or a stretch of them, and compared bit for bit with the checkpoints of the first time."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints import (
     Digest,
@@ -20,10 +23,10 @@ from ..checkpoints import (
 )
 from ..data import RowNumbers, whole_batches
 from ..digests import state_digests
-from ..errors import LoopscopeError, UsageError, listed, require
+from ..errors import LoopscopeError, RunNotice, UsageError, listed, require
 from ..firing import HookManager
 from ..state import LoopState
-from .records import RunRecord, differences
+from .records import RunRecord, differences, read_ended
 from .resuming import refuse_another_run, refuse_other_data, tell_of_environment
 from .run_folder import RunFolder
 from .strategy_run import StrategyRun
@@ -51,7 +54,7 @@ class Validation:
     folder: Path | None = None
     """Where that lies."""
     compared: list[int] = field(default_factory=list)
-    digested: list[int] = field(default_factory=list)
+    digested: list[Moment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin to count rows."""
@@ -63,23 +66,23 @@ class Validation:
             content = content_of(open_checkpoint(path), self.manager.state.model, self.manager.task.ranks)
             self._tell(path.parent.parent, differing(content, RunState(self.manager).take()), loop)
             self.compared.append(loop.step)
-        if unit_ended != self.manager.counts_epochs and (digest := self.digests.get((loop.epoch, loop.step))):
+        if digest := self.digests.get((loop.epoch, loop.step)):
             found = state_digests(self.manager.state)
             found |= rows_entry(self.manager, self.numbers, digest.since, loop.step)
             names = digest.unlike(digest._replace(entries=found))
             self._tell(self.folder, names if self.manager.task.ranks.is_main else [], loop)
-            self.digested.append(loop.step)
+            self.digested.append((loop.epoch, loop.step))
         done = not self.missing() if self.until is None else loop.step >= self.until
         loop.stopped = loop.stopped or (done and unit_ended)  # before the end of an epoch it would be seen there
 
     def missing(self) -> list[Moment]:
         """Return the moments at which it has not been compared yet."""
-        of_digests = [moment for moment in self.digests if moment[1] not in self.digested]
+        of_digests = [moment for moment in self.digests if moment not in self.digested]
         return [*sorted(self.moments)[len(self.compared) :], *of_digests]
 
     def steps(self) -> list[int]:
         """Return the steps at which it was compared."""
-        return sorted({*self.compared, *self.digested})
+        return sorted({*self.compared, *(step for _, step in self.digested)})
 
     def _tell(self, where: Path | None, names: Sequence[str], loop: LoopState) -> None:
         """Raise :class:`PartedError` if anything differs on any rank."""
@@ -171,19 +174,39 @@ def rewind(
 
     Its metrics lie in the folder of the run; raises :class:`PartedError` where it is not the run that it was.
     """
-    manager, since = run.manager, 0
     refuse_other_data(folder, before, run.know_rows())
+    manager, digests = run.manager, read_digests(folder)
+    per_epoch = len(manager.task.loader) if manager.counts_epochs else 1
+    ended, last = read_ended(folder), manager.task.length * per_epoch
+    if ended is not None:  # a run that failed did so in the step after the last that ended
+        last = min(last, ended["steps"] + (ended["status"] != "completed"))
+    for name, step in (("step", stretch.step), ("until", stretch.until)):
+        require(step <= last, f"--{name} is {step:,}, and the last step of the run in {folder} is {last:,}.")
     others = {hook.name for hook in manager.hooks} - before.hooks.keys()
-    per_epoch = len(manager.task.loader) if others and manager.counts_epochs else None
-    if start := stretch.beginning(moments, per_epoch):
+    if start := stretch.beginning(moments, per_epoch if others and manager.counts_epochs else None):
         run.resumed = open_checkpoint(start)
-        since = run.resumed.step
-        tell_of_environment(run.resumed, run.record)
-    ahead = {moment: path for moment, path in moments.items() if since < moment[1] <= stretch.until}
-    validation = Validation(run.manager, ahead, before, run.record, stretch.until, read_digests(folder), folder)
+    elif stretch.step > 1 and not stretch.from_start:
+        steps = min(last, ceil(stretch.until / per_epoch) * per_epoch)
+        on_the_way = any(step <= steps for _, step in (*moments, *digests))
+        warnings.warn(_cost(stretch, steps, ended, on_the_way=on_the_way), RunNotice, stacklevel=2)
+    tell_of_environment(run.resumed or before, run.record)
+    validation = Validation(manager, moments, before, run.record, stretch.until, digests, folder)
     with ExitStack() as held:
         run.enter_anew(held)
         run.again(validation, recorded=True)
     last = run.manager.state.loop.step
     require(last >= stretch.step, f"The run ended after step {last:,}; it never reached step {stretch.step:,}.")
     return validation.steps()
+
+
+def _cost(stretch: Stretch, steps: int, ended: Mapping[str, Any] | None, *, on_the_way: bool) -> str:
+    """Say what it costs to begin at the start, and whether anything can show that the run is the same."""
+    pace = ended["seconds"].get("training", 0) / ended["steps"] / 60 if ended and ended["steps"] else 0
+    took = f", {steps * pace:.1f} minutes at the pace of its record" if pace else ""
+    unshown = (
+        "" if on_the_way else " No checkpoint or digest lies on the way: nothing can show that it is the same run."
+    )
+    return (
+        f"No checkpoint to begin from lies before step {stretch.step:,}: the run is trained again from its start, "
+        f"{steps:,} steps{took}.{unshown}"
+    )

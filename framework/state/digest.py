@@ -61,6 +61,8 @@ def described(value: Any) -> str:
     >>> described({"betas": (0.9, 0.999), "step": abs})
     "{'betas': (0.9, 0.999), 'step': builtins.abs}"
     """
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python writes no more than 4300 decimal digits
+        return hex(value)
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Mapping):

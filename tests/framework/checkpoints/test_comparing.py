@@ -168,7 +168,7 @@ def test_final_weights_that_differ_are_named(pair, capfd) -> None:
 
 def test_runs_without_anything_in_common_are_refused(pair, capfd) -> None:
     shutil.rmtree(pair[1] / "checkpoints")
-    for name in ("plain.jsonl", "plain_final.pt"):
+    for name in ("plain.jsonl", "plain_final.pt", "digests.jsonl"):
         (pair[1] / name).unlink()
     status, said = diff(capfd, *pair)
     assert (status, "have no checkpoint or digest of the same step, no JSONL and no weights in common" in said) == (

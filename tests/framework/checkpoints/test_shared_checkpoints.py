@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from loopscope.checkpoints import (
+    DIGESTS,
     MANIFEST,
     checkpoints_in,
     content_of,
@@ -150,6 +151,8 @@ def test_as_many_processes_go_on_bit_for_bit(kind, runs):
     whole, resumed = runs / f"3, {kind}", runs / f"3, {kind}, then 3, {kind}"
     assert rows(resumed) == rows(whole)
     assert len(rows(whole)) > STOPPED_AT
+    digests = [(run / RUN / DIGESTS).read_bytes() for run in (whole, resumed)]
+    assert digests[0] == digests[1] != b""
     for name, value in weights(whole).items():
         assert torch.equal(weights(resumed)[name], value), name
     ends = [next(checkpoints_in(run / RUN / "checkpoints")) for run in (whole, resumed)]

@@ -73,11 +73,11 @@ def crash(folder: Path, kind: str, count: int, kills: int, hooks: Any) -> None:
     assert_same(folder / "killed", folder / "whole")
 
 
-def test_five_kills_of_random_processes_leave_no_trace(tmp_path):
-    crash(tmp_path, "ddp", 2, 5, FEW)
+def test_two_kills_of_random_processes_leave_no_trace(tmp_path):
+    crash(tmp_path, "ddp", 2, 2, FEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("fsdp", 3), ("tp", 2), ("fsdp+tp", 4)])
+@pytest.mark.parametrize(("kind", "count"), [("ddp", 2), ("fsdp", 3), ("tp", 2), ("fsdp+tp", 4)])
 def test_twenty_kills_leave_no_trace_with_interventions(kind, count, tmp_path):
     crash(tmp_path, kind, count, 20 if kind == "fsdp" else 5, MANY)

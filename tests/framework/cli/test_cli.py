@@ -226,7 +226,8 @@ def test_a_run_has_the_options_hooks_and_sinks_that_were_asked_for(tmp_path: Pat
     assert (config["config"]["seed"], summary["steps"]) == (7, STEPS_PER_EPOCH)
     assert set(summary["hook_profile"]) == {"training_metrics", "norms", "hessian"}
     assert {path.name for path in folder.iterdir()} == {
-        *("experiment_config.json", "summary.json", "plain_final.pt", "plain.csv", "plain.jsonl", "alerts.jsonl")
+        *("experiment_config.json", "summary.json", "plain_final.pt", "plain.csv", "plain.jsonl", "alerts.jsonl"),
+        "digests.jsonl",
     }
 
 

@@ -18,6 +18,8 @@ from loopscope.errors import UnfitError, UsageError
 from loopscope.runs import RunOptions
 from loopscope.training import joined
 
+from tests.framework.runs.test_rewinding import assert_the_same
+
 FILLED = (experiments, sinks, training_hooks)  # the registries
 SMALL = (
     *("mod_arithmetic", "--preset", "quick", "--strategy", "stride", "--max-epochs", "2", "--train-size", "325"),
@@ -38,11 +40,19 @@ def loopscope(folder: Path, words: Sequence[str]) -> None:
 
 
 def torchrun(folder: Path, count: int, *words: str, launcher: tuple[str, ...] = ("--standalone",)) -> Any:
+    return started(count, "run", *words, "--output-dir", str(folder), launcher=launcher)
+
+
+def started(count: int, *words: str, launcher: tuple[str, ...] = ("--standalone",)) -> Any:
+    """Start ``loopscope WORDS`` in several processes."""
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(count)]
-    words = ("-m", "loopscope", "run", *words, "--output-dir", str(folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "-m", "loopscope", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 
@@ -58,7 +68,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def record_in(folder: Path) -> list[dict[str, Any]]:
-    (path,) = [path for path in folder.glob("*/*/*.jsonl") if path.name != "alerts.jsonl"]
+    (path,) = [path for path in folder.glob("*/*/*.jsonl") if path.name not in ("alerts.jsonl", "digests.jsonl")]
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -104,6 +114,23 @@ def test_every_experiment_trains_in_every_kind_what_one_process_does(kind, count
     loopscope(tmp_path / "one", words)
     trained(torchrun(tmp_path / "all", count, *words, "--parallel", kind))
     assert_alike(tmp_path / "one", tmp_path / "all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_rewind_together_bit_for_bit_with_other_hooks(kind, tmp_path):
+    hooks = ("--hooks", "norms", "path_length", "variance", "counterfactual", "--variance.window", "2")
+    words = (*SMALL, "--parallel", kind, "--digest-every", "1", "--checkpoint-every-steps", "4", "--with-hooks", "none")
+    for name, more in (("bare", ()), ("with hooks", hooks)):
+        trained(torchrun(tmp_path / name, 3, *words, "--keep-checkpoints", "9", *more))
+    bare, full = (tmp_path / name / "mod_arithmetic/stride" for name in ("bare", "with hooks"))
+    last = json.loads((bare / "summary.json").read_text())["steps"]
+    for begin, more in ((4, ()), (0, ("--from-start", *hooks))):
+        stretch = ("--step", str(begin + 1), "--until", str(last))
+        out = trained(started(3, "rewind", str(bare), *stretch, *more))
+        assert f"Trained again from step {begin} on" in out
+        assert f"bit for bit, at steps {begin + 1}, {begin + 2}, {begin + 3}" in out
+    assert_the_same(bare / f"rewinds/steps_1_to_{last}", full, 1, last)
 
 
 @pytest.mark.slow

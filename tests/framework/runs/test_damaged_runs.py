@@ -165,7 +165,7 @@ def test_a_summary_that_cannot_be_used_is_named_with_what_is_wrong(wrong, comman
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "too deep to walk"])
 def test_a_checkpoint_with_a_manifest_that_cannot_be_read_is_passed_over(wrong, command, whole, capfd) -> None:
     def damage(run: Path) -> None:
-        for name in ("summary.json", "plain_final.pt"):
+        for name in ("summary.json", "plain_final.pt", "digests.jsonl"):
             (run / name).unlink()
         for folder in (run / "checkpoints").iterdir():
             WRONG[wrong][0](f"checkpoints/{folder.name}/manifest.json")(run)

@@ -1,22 +1,22 @@
 """``loopscope rewind``: a stretch of a run trained again is the run, with whatever hooks, and leaves it as it was."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import DIGESTS, Checkpointing, read_digests
+from loopscope.checkpoints import DIGESTS, read_digests
 from loopscope.cli import main
 from loopscope.errors import UsageError
 from loopscope.runs import Stretch
 from loopscope.runs.validating import PartedError
 
-from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.checkpoints.killed_sessions import kill_after
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
-from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+from tests.framework.runs.small_experiment import STEPS_PER_EPOCH, Small, SmallSteps, contents, session
 
 FILLED = (sinks, training_hooks)
 EVERY = {"checkpoint_every_steps": 2, "save_checkpoints": 1, "keep_checkpoints": 20}
@@ -25,12 +25,7 @@ KEPT = {Small: [2, 3, 4, 6, 8, 9, 10, 12], SmallSteps: [*range(1, 13)]}
 MANY = ["norms", "hessian", "variance", "path_length", "counterfactual", "weight_average", "lr_probe", "consecutive"]
 WINDOW = {"variance": {"window": 2, "every": 2}}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def entries():
-    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
-        yield
+pytestmark = pytest.mark.usefixtures("patient_small")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +43,11 @@ def hooks_of(runner: type[Small]) -> list[str]:
     return [hook for hook in MANY if runner is Small or hook not in ("norms", "counterfactual")]
 
 
+def last_step(runner: type[Small], until: int) -> int:
+    """Return the step at which the training ends: in the epoch loop with an epoch."""
+    return until if runner is SmallSteps else -(-until // STEPS_PER_EPOCH) * STEPS_PER_EPOCH
+
+
 def rewind(folder: Path, stretch: Stretch, runner: type[Small] = Small, **options: Any) -> tuple[Path, int, list[int]]:
     if runner is SmallSteps:
         options = {"amp": "bf16", "accumulation_steps": 2} | options
@@ -58,7 +58,8 @@ def rewind(folder: Path, stretch: Stretch, runner: type[Small] = Small, **option
 def points(folder: Path) -> dict[tuple[str, str, int], Any]:
     """Return every number of a record by metric, hook point and step, whenever it was written."""
     found: dict[tuple[str, str, int], Any] = {}
-    for line in map(json.loads, (folder / "plain.jsonl").read_text().splitlines()):
+    (path,) = [path for path in folder.glob("*.jsonl") if path.name not in ("alerts.jsonl", DIGESTS)]
+    for line in map(json.loads, path.read_text().splitlines()):
         del line["epoch"]
         where = line.pop("hook_point"), line.pop("step")
         for name, value in line.items():
@@ -74,7 +75,7 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
     of_stretch = {key: value for key, value in wanted.items() if first <= key[2] <= last}
     assert of_stretch
     assert {key: ours.get(key) for key in of_stretch} == of_stretch
-    assert not [key for key in ours.keys() - wanted.keys() if "solution" not in key[0]]
+    assert not [key for key in ours.keys() - wanted.keys() if not re.search("solution|^gradient_projection", key[0])]
 
 
 @pytest.mark.parametrize("runner", [Small, SmallSteps])
@@ -82,9 +83,11 @@ def assert_the_same(found: Path, expected: Path, first: int, last: int) -> None:
 def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_is_left(runner, step, finished):
     before = contents(finished / "bare")
     options = {"hooks": hooks_of(runner), "hook_options": WINDOW}
-    path, since, compared = rewind(finished / "bare", Stretch(step, step + 1, from_start=True), runner, **options)
+    path, since, compared = rewind(
+        finished / "bare", Stretch(step, min(step + 1, 12), from_start=True), runner, **options
+    )
     assert since == 0
-    assert compared == [each for each in KEPT[runner] if each <= step + 1]
+    assert compared == [each for each in KEPT[runner] if each <= last_step(runner, min(step + 1, 12))]
     assert_the_same(path, finished / "with hooks" / runner.name / "plain", 1, step + 1)
     shutil.rmtree(path.parent)
     assert contents(finished / "bare") == before
@@ -94,9 +97,9 @@ def test_hooks_measure_what_they_would_have_measured_from_the_start_and_the_run_
 def test_it_begins_at_the_nearest_checkpoint_before_and_hooks_that_were_on_go_on(step, since, finished, tmp_path):
     runs = shutil.copytree(finished / "with hooks", tmp_path / "runs")
     options = {"hooks": MANY, "hook_options": WINDOW}
-    path, began, compared = rewind(runs, Stretch(step, step + 1), **options)
+    path, began, compared = rewind(runs, Stretch(step, min(step + 1, 12)), **options)
     assert began == since
-    assert compared == [each for each in KEPT[Small] if since < each <= step + 1]
+    assert compared == [each for each in KEPT[Small] if since < each <= last_step(Small, step + 1)]
     assert_the_same(path, runs / "small/plain", since + 1, step + 1)
 
 
@@ -126,7 +129,7 @@ def test_what_cannot_be_is_refused(finished, tmp_path):
     ):
         with pytest.raises(UsageError, match=sentence):
             rewind(finished / "bare", Stretch(3, 3), **change)
-    with pytest.raises(UsageError, match=r"The run ended after step 12; it never reached step 40\."):
+    with pytest.raises(UsageError, match=r"--step is 40, and the last step of the run in .* is 12\."):
         rewind(finished / "bare", Stretch(40, 41))
     shutil.rmtree(finished / "bare/small/plain/rewinds")
     with pytest.raises(UsageError, match="holds no run"):

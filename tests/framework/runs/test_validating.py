@@ -1,31 +1,32 @@
 """``--validate-checkpoints``: a second run is compared with the checkpoints of the first, bit for bit."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loopscope import sinks, training_hooks
-from loopscope.checkpoints import Checkpointing
+from loopscope.checkpoints import DIGESTS
 from loopscope.cli import main
 from loopscope.errors import LoopscopeError, UsageError
 from loopscope.runs.validating import PartedError
 
-from tests.framework.checkpoints.crash_runs import patiently
 from tests.framework.checkpoints.killed_sessions import change_file
 from tests.framework.checkpoints.test_comparing import PLANTED, plant
-from tests.framework.runs.small_experiment import Small, SmallSteps, contents, registered, session
+from tests.framework.runs.small_experiment import Small, SmallSteps, contents, session
 
 FILLED = (sinks, training_hooks)
 EXPERIMENTS = [Small, SmallSteps]
-OPTIONS: dict[str, Any] = {"strategies": ["plain"], "epochs": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 9}
+OPTIONS: dict[str, Any] = {
+    "strategies": ["plain"],
+    "epochs": 2,
+    "checkpoint_every_steps": 2,
+    "keep_checkpoints": 9,
+    "digest_every": 0,
+}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def entries():
-    with registered(Small, SmallSteps), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointing, "take", patiently(Checkpointing.take))
-        yield
+pytestmark = pytest.mark.usefixtures("patient_small")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,28 @@ def test_a_run_without_checkpoints_is_refused(finished: Path, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "first/small/plain/checkpoints")
     with pytest.raises(UsageError, match="holds no intact checkpoints or digests to compare with"):
         validate(tmp_path / "first")
+
+
+def test_digests_of_its_snapshots_validate_a_run_without_checkpoints_which_may_have_stopped_early(tmp_path) -> None:
+    for runner, options, expected in (
+        (Small, {"epochs": 5, "snapshot_every": 2}, [6, 12, 15]),
+        (Small, {"epochs": 9, "snapshot_every": 4, "eval_every": 3}, [9]),
+        (SmallSteps, {"epochs": 3, "snapshot_every": 4}, [4, 8, 9]),
+    ):
+        given = {"strategies": ["plain"], "validate_checkpoints": False, **options}
+        kind = Stopping if "eval_every" in options else runner
+        folder = tmp_path / f"{expected}"
+        session(folder, kind, **given).run()
+        assert (folder / runner.name / "plain" / DIGESTS).read_text().count("\n") == len(expected)
+        again = session(folder, kind, **{**given, "validate_checkpoints": True, "hooks": ["path_length"]})
+        assert again.validate() == {"plain": expected}
+
+
+class Stopping(Small):
+    """Stops at its first evaluation."""
+
+    def should_stop(self, evaluation: Mapping[str, float]) -> bool:
+        return True
 
 
 def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""``loopscope rewind`` refuses what cannot be before it trains, and says beforehand what it costs and cannot show."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopscope import sinks, training_hooks
+from loopscope.checkpoints import run_lock
+from loopscope.cli import main
+
+from tests.framework.runs.small_experiment import contents, read_json
+
+FILLED = (sinks, training_hooks)
+WORDS = ("run", "small", "--epochs", "3", "--save-checkpoints", "--no-console-output", "--device", "cpu")
+pytestmark = [
+    pytest.mark.usefixtures("patient_small"),
+    pytest.mark.filterwarnings("always::loopscope.errors.RunNotice"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    assert main([*WORDS, "--strategy", "plain", "--seed", "3", "4", "--output-dir", str(folder)]) == 0
+    return folder / "small/plain"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the folder of a run."""
+    folder = tmp_path / "small/plain/seed-3"
+    shutil.copytree(finished / "seed-3", folder)
+    return folder
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    content = read_json(path)
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def forget(run: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+
+
+REFUSED = {
+    "--step 10": "--step is 10, and the last step of the run in RUN is 9.",
+    "--step 4 --until 12": "--until is 12, and the last step of the run in RUN is 9.",
+    "--step 4 --until 3": "--until is 3, before --step 4.",
+    "--step 0": "--step is 0; steps are counted from 1.",
+    "--step 4 --hooks grad_clip": "RUN was treated by other hooks: none; now grad_clip.",
+    "--step 4 --hooks nrms": "Unknown hook 'nrms'.",
+    "--step 4 --verify 2": "loopscope rewind needs the step to go back to, --step N, or --verify N.",
+    "--verify 0": "--verify is 0; it must be at least 1.",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_trained(words, run, capfd):
+    before = contents(run)
+    assert main(["rewind", str(run), *words.split()]) == 2
+    said = capfd.readouterr().err
+    assert REFUSED[words] in said.replace(str(run), "RUN")
+    assert said.count("\n") == 1
+    assert contents(run) == before
+
+
+def test_a_folder_that_is_not_that_of_one_run_is_refused_by_name(run, finished, tmp_path, capfd):
+    for folder, sentence in (
+        (tmp_path / "none", "none does not exist; rewind takes the folder of a run"),
+        (run / "checkpoints", "checkpoints is not the folder of a run, and holds none"),
+        (finished, f"holds 2 runs, and rewind takes one of them: {finished}/seed-3, {finished}/seed-4."),
+    ):
+        assert main(["rewind", str(folder), "--step", "3"]) == 2
+        assert sentence in capfd.readouterr().err
+
+
+def test_a_run_that_is_still_trained_is_refused(run, capfd):
+    with run_lock(run):
+        assert main(["rewind", str(run), "--step", "3"]) == 2
+    assert f"{run} is still being trained; rewind it when it has ended." in capfd.readouterr().err
+
+
+def test_a_run_of_another_device_is_refused(run, capfd):
+    change(run / "experiment_config.json", lambda record: record["options"].pop("device"))
+    change(run / "experiment_config.json", lambda record: record["environment"].update(device="meta"))
+    if not torch.cuda.is_available():
+        change(run / "experiment_config.json", lambda record: record["environment"].update(device="cuda:0"))
+    assert main(["rewind", str(run), "--step", "3"]) == 2
+    said = capfd.readouterr().err
+    assert "on other devices its bits are others. Device " in said
+    assert "cannot be used here. Known: " in said
+
+
+@pytest.mark.parametrize("begins", ["at a checkpoint", "at the start"])
+def test_another_build_of_torch_is_told_with_both_versions_and_the_run_goes_on(begins, run, capfd):
+    change(run / "experiment_config.json", lambda record: record["versions"].update(torch="2.0.0+cu118"))
+    if begins == "at the start":
+        forget(run, "checkpoints")
+        assert main(["rewind", str(run), "--step", "7"]) == 0
+        told = f"may differ in the last bits: torch: 2.0.0+cu118 before, {torch.__version__} now."
+        assert told in " ".join(capfd.readouterr().out.split())
+    else:  # whose own record says that it is the same
+        assert main(["rewind", str(run), "--step", "7"]) == 0
+        assert "last bits" not in capfd.readouterr().out
+
+
+def test_what_it_costs_to_begin_at_the_start_is_said_and_what_nothing_can_show(run, capfd):
+    change(run / "summary.json", lambda summary: summary.update(seconds={"total": 600.0, "training": 540.0}))
+    told = "No checkpoint to begin from lies before step 5: the run is trained again from its start, 6 steps"
+    paced, unshown = ", 6.0 minutes at the pace of its record.", " No checkpoint or digest lies on the way"
+    for removed, sentence, shown in (
+        ("checkpoints", told + paced, True),
+        ("digests.jsonl", told + paced + unshown, False),
+        ("summary.json", told + "." + unshown, False),
+    ):
+        forget(run, removed)
+        assert main(["rewind", str(run), "--step", "5"]) == 0
+        out = " ".join(capfd.readouterr().out.split())
+        assert sentence in out
+        assert (unshown in out) is not shown
+        assert ("The run is the same, bit for bit, at steps 3, 6." in out) is shown
+        assert ("nothing shows that it is the same" in out) is not shown
+        assert "Trained again from step 0 on" in out
+    assert main(["rewind", str(run), "--verify", "1"]) == 2
+    assert "holds no intact checkpoints to begin from" in capfd.readouterr().err
+    assert main(["rewind", str(run), "--step", "10"]) == 2  # though nothing says how far it came
+
+
+def test_the_step_in_which_a_run_failed_can_be_looked_at_and_no_later_one(run, capfd):
+    change(run / "summary.json", lambda summary: summary.update(status="failed", steps=7))
+    assert main(["rewind", str(run), "--step", "8"]) == 0
+    assert main(["rewind", str(run), "--step", "9"]) == 2
+    assert "--step is 9, and the last step of the run in" in capfd.readouterr().err
+
+
+def test_runs_without_any_checkpoint_are_compared_by_their_digests(run, finished, capfd):
+    forget(run, "checkpoints")
+    assert main(["diff", str(run), str(finished / "seed-3")]) == 0
+    assert "Digests of 3 steps: the same." in capfd.readouterr().out
+    assert main(["diff", str(run), str(finished / "seed-4")]) == 1
+    assert "Digests: parameters/" in capfd.readouterr().out
