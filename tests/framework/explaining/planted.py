@@ -28,7 +28,7 @@ CAUSES: Mapping[str, str | None] = {
     "bit": "fault",
 }
 ROWS, INPUTS, HIDDEN, CLASSES = 2048, 12, 32, 5
-LAYER, PARAMETER = "2", "3.weight"
+LAYER, FLIPPED = "2", "4.weight"
 COPIES = 50
 
 
