@@ -55,6 +55,10 @@ class Harm:
             return -np.inf
         return float((self.run - value) / (self.run - self.usual)) if np.isfinite(self.run) else 1.0
 
+    def gained(self, branch: str) -> float:
+        """Return the share that it removes beyond what taking the same step again does."""
+        return self.removed(branch) - max(0.0, self.removed("as_it_was"))
+
     def told(self, branch: str) -> str:
         """Return the number in a branch, as text."""
         return f"{self.branches[branch]:.3g}"
@@ -98,16 +102,16 @@ def harms(
             continue
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
         before, fresh = usual[metric], found[metric]["fresh"]
-        middle = middle_and_spread(before)[0]
+        middle, spread = middle_and_spread(before)
         if metric == "size":  # which alone says little
             is_bad = run > TIMES * max([*before, *fresh])
         else:
-            is_bad = is_beyond(run, before) or (is_beyond(run, fresh) and run > middle)
+            is_bad = is_beyond(run, before) or (is_beyond(run, fresh) and run > middle + FAR * spread)
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in found[metric].items()}
             above = sum(not each < run for each in fresh)
-            spread = middle_and_spread(before)[1] or abs(middle) or 1.0
-            result.append(Harm(text, run, middle, medians, (above + 1) / (len(fresh) + 1), (run - middle) / spread))
+            far = (run - middle) / (spread or abs(middle) or 1.0)
+            result.append(Harm(text, run, middle, medians, (above + 1) / (len(fresh) + 1), far))
     return sorted(result, key=lambda harm: -harm.far)
 
 
@@ -155,7 +159,7 @@ def _not_again(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
 
 def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     names = ("float32", "float64") if found["low_precision"] else ("float64",)
-    if (name := next((name for name in names if harm.removed(name) >= REMOVES), None)) is None:
+    if (name := next((name for name in names if harm.gained(name) >= REMOVES), None)) is None:
         return None
     where = (
         f", and {harm.told('layer_in_float32')} with that layer alone" if "layer_in_float32" in harm.branches else ""
@@ -167,10 +171,10 @@ def _precision(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Ver
 
 def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
     # One batch as bad may be there: a bad row comes again in the epoch after.
-    if harm.by_chance > LEVEL or harm.removed("fresh") < max(REMOVES, max(map(harm.removed, STATES)) - SLACK):
+    if harm.by_chance > LEVEL or harm.gained("fresh") < max(REMOVES, max(map(harm.gained, STATES)) - SLACK):
         return None
     names = ""
-    if harm.removed("without_rows") >= REMOVES:
+    if harm.gained("without_rows") >= REMOVES:
         names = f", and {harm.told('without_rows')} without {', '.join(rows)}"
     return Verdict(
         "data",
@@ -180,10 +184,10 @@ def _data(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict 
 
 
 def _update(found: Mapping[str, Any], harm: Harm, rows: Sequence[str]) -> Verdict | None:
-    best = max(STATES, key=harm.removed)
-    if harm.removed("usual_rate") >= REMOVES:  # it is there only where the rate has left its history
+    best = max(STATES, key=harm.gained)
+    if harm.gained("usual_rate") >= REMOVES:  # it is there only where the rate has left its history
         best = "usual_rate"
-    if harm.removed(best) < REMOVES:
+    if harm.gained(best) < REMOVES:
         return None
     cause, words = STATES[best]
     return Verdict(

@@ -1,7 +1,7 @@
 """The second door of the model context: what an intervention may change, since it is rolled back."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -101,13 +101,14 @@ class Experimenting(Measuring):
         *,
         learning_rates: Sequence[float] | None = None,
         max_norm: float | None = None,
+        passes: AbstractContextManager[object] = nullcontext(),  # noqa: B008 - it has no state
     ) -> Tensor:
         """Train one step on a batch (default: the current one), as the loop does, and return its loss before the step.
 
         ``learning_rates`` has one for each of the optimizer's parameter groups; they hold for this step only, and the
-        scheduler then stays where it is. ``max_norm`` clips the gradients as ``clip_gradients`` does. Dropout
-        masks come from the present random streams. A per-epoch scheduler is not stepped, commits of other hooks are
-        not made.
+        scheduler then stays where it is. ``max_norm`` clips the gradients as ``clip_gradients`` does; ``passes`` is
+        what the forward and backward passes run in. Dropout masks come from the present random streams. A per-epoch
+        scheduler is not stepped, commits of other hooks are not made.
         """
         self._must_mutate("take_step")
         chosen = self._batch(batch)
@@ -115,7 +116,8 @@ class Experimenting(Measuring):
         self._profiler.passed("forward_backward", chosen)
         rates = borrowed_learning_rates(groups, learning_rates)
         with borrowed_gradients(self.model), borrowed_scaler(self._task), rates, torch.enable_grad():
-            loss = forward_backward(self._task, chosen)
+            with passes:
+                loss = forward_backward(self._task, chosen)
             steps_scheduler = self._steps_scheduler and learning_rates is None
             skipped, closure = is_skipped(self._task), evaluations(self._task, chosen, loss)
             if max_norm is not None:

@@ -241,9 +241,10 @@ class Branches:
         self._follow = ahead[:follow]
         self._before = self.losses()
 
-    def losses(self) -> Tensor:
+    def losses(self, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
         """Return the losses of the batches that come next; shape (batches,), float64."""
-        return torch.stack([self.model_ctx.compute_batch_loss(batch).double() for batch in self._ahead])
+        with within():
+            return torch.stack([self.model_ctx.compute_batch_loss(batch) for batch in self._ahead]).double()
 
     def run(
         self,
@@ -260,17 +261,17 @@ class Branches:
             batch: of the step.
             draws: numbers that are drawn before it, after which dropout masks are others.
             prepared: what is done to the state before the step.
-            within: makes what all of it runs in.
+            within: makes what forward and backward passes run in.
             changed: options of ``take_step``.
         """
-        with self.model_ctx.branch(), within():
-            before = self._before if within is nullcontext else self.losses()
+        with self.model_ctx.branch():
+            before = self._before if within is nullcontext else self.losses(within)
             torch.rand(draws)
             prepared(self.model_ctx)
-            loss = self.model_ctx.take_step(batch, **changed)
-            after = self.losses()
-            later = torch.stack([self.model_ctx.take_step(each).double() for each in self._follow])
-        effects = ((after - before).mean(), (later - before[: len(later)]).mean())
+            loss = self.model_ctx.take_step(batch, passes=within(), **changed)
+            after = self.losses(within)
+            later = [self.model_ctx.take_step(each, passes=within()).double() for each in self._follow]
+        effects = ((after - before).mean(), (torch.stack(later) - before[: len(later)]).mean())
         return (float(loss), *map(float, effects))  # type: ignore[return-value]
 
 

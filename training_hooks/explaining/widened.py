@@ -1,6 +1,6 @@
 """Forward and backward passes in a wider precision than the model or autocast asks for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It stands below autograd and autocast: a cast to a low precision gives the wide one, and so does an operation on a
     parameter of one. In a backward pass only operations on both are widened, since autograd itself casts the gradient
-    of such a parameter back. What writes to a tensor is left as it is.
+    of such a parameter back. What writes to a tensor computes in that tensor's dtype.
     """
 
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
@@ -34,9 +34,21 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Private, as torch tells by no public name whether a backward pass is going on.
         backward = torch._C._current_graph_task_id() != -1
         kinds = {leaf.dtype for leaf in tree_iter(given) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-        if not function._schema.is_mutable and (not backward or len(kinds) > 1):
+        if function._schema.is_mutable:
+            given = tree_map(self._like(_written(function, *given)), given)
+        elif kinds and (not backward or len(kinds) > 1):  # what makes a tensor of nothing may make a scaler's own
             given = tree_map(self._widened, given)
         return function(*given[0], **given[1])
+
+    def _like(self, written: list[Tensor]) -> Callable[[Any], Any]:
+        """Return what casts wide tensors to the dtype of what is written to, such as the statistics of a batch norm."""
+        narrow = next((tensor.dtype for tensor in written if tensor.dtype in self._narrow), None)
+
+        def cast(value: Any) -> Any:
+            is_wide = isinstance(value, Tensor) and value.dtype is self._wide
+            return value.to(narrow) if is_wide and narrow is not None else value
+
+        return cast
 
     def _widened(self, value: Any) -> Any:
         dtype = value.dtype if isinstance(value, Tensor) else value
@@ -44,6 +56,13 @@ class Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         self.met += 1
         return value.to(self._wide) if isinstance(value, Tensor) else self._wide
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that a function writes to."""
+    names = [item.name for item in function._schema.arguments if item.is_write]
+    named = {item.name: value for item, value in zip(function._schema.arguments, args, strict=False)} | dict(kwargs)
+    return [leaf for name in names for leaf in tree_iter(named.get(name)) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
