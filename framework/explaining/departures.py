@@ -106,8 +106,8 @@ def scores(values: np.ndarray, *, both: np.ndarray) -> np.ndarray:
     return np.where(empty, 0.0, np.where(np.isnan(now), 0.0, np.where(np.isfinite(now), z, np.inf)))
 
 
-def first_departure(history: History, step: int) -> tuple[Departure | None, str]:
-    """Return what first left its history in the steps up to ``step``, or why nothing did, in words."""
+def departures(history: History, step: int) -> tuple[list[Departure], str]:
+    """Return what left its history in the last steps up to ``step``, by step; if nothing did, why, in words."""
     steps = _unbroken(history.get("loss", {}), step)
     names = [name for name in history if _order(name) is not None]
     ranked = len(steps) - WINDOW
@@ -115,7 +115,7 @@ def first_departure(history: History, step: int) -> tuple[Departure | None, str]
     while looked_at > 0 and looked_at > LEVEL * (ranked - looked_at + 1):
         looked_at -= 1
     if looked_at < 1:
-        return None, (
+        return [], (
             f"Step {step:,} has {max(0, len(steps) - 1):,} recorded steps before it, too few to tell what is unusual: "
             f"{WINDOW + round(1 / LEVEL)} are needed."
         )
@@ -135,18 +135,21 @@ def first_departure(history: History, step: int) -> tuple[Departure | None, str]
             far = [index for index in range(len(names)) if now[index] > max(1.0, float(null.max()))]
             found.append(_departure(history, names, now, far, number, p))
     if found:
-        return _not_of_the_step_after(found), ""
-    return None, (
+        return found[_is_of_the_step_after(found) :], ""
+    return [], (
         f"None of {len(names):,} quantities left its history in the steps {steps[-looked_at]:,} to {step:,}, by ranks "
         f"among the {before.shape[1]:,} steps before."
     )
 
 
-def _not_of_the_step_after(found: Sequence[Departure]) -> Departure:
-    """Return the first; where nothing but the loss of the step after shows it, and that step has more, that one."""
-    first, second = found[0], found[1] if len(found) > 1 else found[0]
-    shown_after = (first.quantity, *first.others) == ("effect",) and second.step == first.step + 1
-    return second if shown_after and {second.quantity, *second.others} - {"loss", "effect"} else first
+def _is_of_the_step_after(found: Sequence[Departure]) -> bool:
+    """Return whether only the loss of the step after shows the first one, and that step has more."""
+    if len(found) < 2 or found[1].step != found[0].step + 1:
+        return False
+    first, second = found[:2]
+    return (first.quantity, *first.others) == ("effect",) and bool(
+        {second.quantity, *second.others} - {"loss", "effect"}
+    )
 
 
 def _departure(

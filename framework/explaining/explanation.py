@@ -1,7 +1,7 @@
 """``loopscope rewind --explain``: the steps before trained again and watched, and the unusual one in branches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..durable_files import plain_json, write_json
 from ..errors import UsageError
 from ..report import look_at
 from ..runs import PartedError, Stretch
-from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, first_departure, read_history
+from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
@@ -19,6 +19,8 @@ EXPLANATION = "explanation.json"
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {"output": "output of {}", "gradient": "gradient of {}", "copies": "number of copies of one row"}
 """What the branches can measure of a batch, in words."""
+MOST_TRIED = 4
+"""Steps that are taken in branches, in order, until one of them shows a cause."""
 TrainAgain = Callable[[Stretch, str, Mapping[str, Any]], Path]
 """Trains a stretch of the run again with one hook and its options, and returns the folder of what it measured."""
 
@@ -104,9 +106,27 @@ def _explained(
     first = max(1, step - HISTORY - WINDOW - LOOKED_AT)
     watched = train_again(Stretch(first, min(step + 1, last), label=f"{label}/history"), HISTORY_HOOK, {})
     history = read_history(look_at(watched), HISTORY_HOOK)
-    where, why_not = first_departure(history, step)
-    if where is None:
+    found, why_not = departures(history, step)
+    if not found:
         return Explanation(step, None, f"It cannot be told: nothing to explain was found. {why_not}", left_out=left_out)
+    for where in found[:MOST_TRIED]:
+        explanation = replace(
+            _judged(train_again, label, where, history, describe_row, last), step=step, left_out=left_out
+        )
+        if explanation.cause is not None:
+            break
+    return explanation
+
+
+def _judged(
+    train_again: TrainAgain,
+    label: str,
+    where: Departure,
+    history: Mapping[str, Mapping[int, float]],
+    describe_row: Describe,
+    last: int,
+) -> Explanation:
+    """Take a step in branches, and judge by them."""
     tried = train_again(
         Stretch(where.step, min(where.step + 1, last), label=f"{label}/branches"),
         BRANCHES_HOOK,
@@ -117,7 +137,7 @@ def _explained(
     bad = harms(found, *_runs_own(history, where), WATCHED.get(where.quantity, "").format(where.name))
     said = verdict(found, bad, [*dict.fromkeys(row.name for row in rows if row.stands_out)])
     branches = [_branch(name, found, bad) for name in found["effect"]]
-    return Explanation(step, said.cause, said.sentence, where, rows, branches, left_out)
+    return Explanation(where.step, said.cause, said.sentence, where, rows, branches)
 
 
 def _watched(where: Departure) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -43,7 +43,7 @@ class WhatIf(DebugInterventionHook):
     * ``half_rate``, ``usual_rate``: every learning rate times ½, times ``usual_rate``
     * ``fresh_state``: an optimizer that remembers nothing
     * ``float32``, ``float64``, ``layer_in_float32``: all operations of the passes in that precision, or those of
-      ``layer``
+      ``layer``; float64 is left out where something in the step takes float32 alone
     * ``element_restored``: after the run's own step, the weight that changed by itself put back
 
     Schedulers of epochs stand still, and hooks that commit (clipping) take no part in the branches.
@@ -144,8 +144,9 @@ class WhatIf(DebugInterventionHook):
             "half_rate": [branches.run(batch, learning_rates=[rate / 2 for rate in rates])],
             "fresh_state": [branches.run(batch, prepared=_forget)],
             "float32": [branches.run(batch, within=lambda: mode)],
-            "float64": [branches.run(batch, within=lambda: wide)],
         }
+        with suppress(RuntimeError):  # a GradScaler, say, takes float32 alone
+            told["float64"] = [branches.run(batch, within=lambda: wide)]
         if out and rest:
             told["without_rows"] = [branches.run(part_of(batch, rest))]
         if self.usual_norm:

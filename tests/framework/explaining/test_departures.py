@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loopscope.explaining.departures import FLOOR, HISTORY, LOOKED_AT, WINDOW, first_departure, scores
+from loopscope.explaining.departures import FLOOR, HISTORY, LOOKED_AT, WINDOW, Departure, departures, scores
 
 LENGTH = HISTORY + WINDOW + LOOKED_AT
+
+
+def first_departure(history: dict[str, dict[int, float]], step: int) -> tuple[Departure | None, str]:
+    found, why = departures(history, step)
+    return (found or [None])[0], why
 
 
 def noise(seed: int, quantities: int = 30, heavy: bool = False) -> dict[str, dict[int, float]]:
