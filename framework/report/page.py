@@ -90,11 +90,11 @@ def _rewinds(runs: Sequence[ShownRun]) -> tuple[str, list[ShownRun]]:
 def _stretch(found: ShownRun, number: int | None) -> str:
     """Say how a stretch went, with a button for the curves of the ``number``-th of all that are drawn."""
     error = found.run.summary.get("error")
-    hooks = listed(found.added, MOST_HOOKS) or "none"
-    told = f"State: {found.run.state}{f' ({error})' if error else ''}. Hooks that the run had not, or not so: {hooks}."
+    ended = f"State: {found.run.state}{f' ({error})' if error else ''}."
+    hooks = f"Hooks that the run had not, or with other options: {listed(found.added, MOST_HOOKS) or 'none'}."
     button = f'<button type="button" data-run="{number}" hidden>Show its curves</button>'
-    line = text(told, LONGEST_SENTENCE)
-    return f"<article><h3>{text(found.label)}</h3><p>{line}</p>{'' if number is None else button}</article>"
+    line = f"<p>{text(f'{ended} {hooks}', LONGEST_SENTENCE)}</p>"
+    return f"<article><h3>{text(found.label)}</h3>{line}{'' if number is None else button}</article>"
 
 
 def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:

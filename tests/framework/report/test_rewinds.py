@@ -47,7 +47,9 @@ def section(page: ReadPage) -> str:
 def test_a_page_has_what_was_trained_again_first_step_first(explanation: Explanation, run: Path) -> None:
     page = reported(run)
     stretch, _, step = section(page).partition("Step 60, explained")
-    assert "steps 55 to 58 again State: completed. Hooks that the run had not, or not so: variance." in stretch
+    assert (
+        "steps 55 to 58 again State: completed. Hooks that the run had not, or with other options: variance." in stretch
+    )
     told_there = " ".join(told(explanation, 10_000)).split("Written to")[0]
     assert explanation.cause == "data"
     for words in (f"Cause: data {explanation.verdict}", f"Where: {explanation.where}.", "the same step again 5 "):
