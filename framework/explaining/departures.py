@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..report import FoundRun
+from ..report import FoundRun, departure_text
 
 WINDOW = 32
 FLOOR = 0.05
@@ -61,16 +61,7 @@ class Departure:
         return asdict(self)
 
     def __str__(self) -> str:
-        what = {
-            "effect": "the effect on the next loss",
-            "lr": "the learning rate",
-            "loss": "the loss",
-            "copies": "how often one row stands in the batch",
-        }.get(self.quantity, f"{self.quantity} of {self.name}")
-        return (
-            f"step {self.step:,}: {what} was {self.value:.4g}, its median before {self.usual:.4g} "
-            f"(p = {self.p:.2g} of {self.comparisons:,} quantities)"
-        )
+        return departure_text(self.as_dict())
 
 
 def read_history(run: FoundRun, hook: str) -> dict[str, dict[int, float]]:

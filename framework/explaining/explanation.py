@@ -10,12 +10,11 @@ import numpy as np
 from ..durable_files import plain_json, write_json
 from ..errors import UsageError
 from ..report import look_at
-from ..runs import PartedError, Stretch
+from ..runs import EXPLANATION, REWINDS, PartedError, Stretch
 from .departures import HISTORY, LOOKED_AT, WINDOW, Departure, departures, read_history
 from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
-EXPLANATION = "explanation.json"
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
 WATCHED = {"output": "output of {}", "gradient": "gradient of {}", "copies": "number of copies of one row"}
 """What the branches can measure of a batch, in words."""
@@ -93,7 +92,7 @@ def explain(
         sentence = f"the run is not repeated by the same program on the same data. {error}"
         cause = None if error.elsewhere else "fault"
         explanation = Explanation(step, cause, f"{'Fault' if cause else 'It cannot be told'}: {sentence}")
-    place = folder / "rewinds" / label
+    place = folder / REWINDS / label
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / EXPLANATION, explanation.as_dict())
     object.__setattr__(explanation, "folder", place)

@@ -5,24 +5,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ..console import in_columns, number_text, printable
+from ..report import BRANCHES, removed_text
 from .explanation import Branch, Explanation
 from .rows import ExplainedRow
 
 MOST_ROWS = 5
-BRANCHES = {
-    "run": "the run's own step",
-    "as_it_was": "the same step again",
-    "fresh": "on fresh batches",
-    "without_rows": "without the rows that stand out",
-    "clipped": "gradients clipped at their usual norm",
-    "half_rate": "half the learning rate",
-    "usual_rate": "the usual learning rate",
-    "fresh_state": "an optimizer that remembers nothing",
-    "float32": "everything in float32",
-    "float64": "everything in float64",
-    "layer_in_float32": "that layer in float32",
-    "element_restored": "the element that changed put back",
-}
 
 
 def told(explanation: Explanation, width: int) -> Iterator[str]:
@@ -70,5 +57,5 @@ def _row(branch: Branch) -> dict[str, str]:
     return {
         "": BRANCHES.get(branch.name, branch.name) + times,
         **{name: "" if value is None else number_text(value) for name, value in numbers.items()},
-        "removed": "" if branch.removed is None or branch.removed < -9 else f"{branch.removed:.0%}",
+        "removed": removed_text(branch.removed),
     }

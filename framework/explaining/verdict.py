@@ -14,6 +14,8 @@ SLACK = 0.1
 """How much more than fresh batches another branch must remove to be the cause in place of the data."""
 FAR = 3.0
 """Spreads beyond the middle of what is usual from which on something is harm."""
+MOST = 1e9
+"""Spreads beyond the usual that count at most; infinite harm counts as much."""
 TIMES = 1.5
 """How many times its largest value before, and on fresh batches, what is watched must be."""
 STATES = {
@@ -45,15 +47,19 @@ class Harm:
     """The median of each branch."""
     by_chance: float
     """How often fresh batches, of which the run's counts as one, are as bad."""
-    far: float
-    """From the usual, in spreads."""
+    spread: float
+    """Of what is usual."""
 
     def removed(self, branch: str) -> float:
-        """Return the share of the harm that a branch removes; −∞ where there is no such branch."""
+        """Return the share of the harm that a branch removes; −∞ where there is no such branch.
+
+        Harm counts by the logarithm of 1 + its spreads beyond the usual: a blow-up that is a tenth of another is one.
+        """
         value = self.branches.get(branch, np.inf)
-        if not np.isfinite(value):
-            return -np.inf
-        return float((self.run - value) / (self.run - self.usual)) if np.isfinite(self.run) else 1.0
+        return 1 - self._size(value) / self._size(self.run) if np.isfinite(value) else -np.inf
+
+    def _size(self, value: float) -> float:
+        return float(np.log1p(min(max(0.0, (value - self.usual) / self.spread), MOST)))
 
     def gained(self, branch: str) -> float:
         """Return the share that it removes beyond what taking the same step again does."""
@@ -110,9 +116,9 @@ def harms(
         if is_bad:
             medians = {name: float(np.median(value)) for name, value in found[metric].items()}
             above = sum(not each < run for each in fresh)
-            far = (run - middle) / (spread or abs(middle) or 1.0)
-            result.append(Harm(text, run, middle, medians, (above + 1) / (len(fresh) + 1), far))
-    return sorted(result, key=lambda harm: -harm.far)
+            by_chance = (above + 1) / (len(fresh) + 1)
+            result.append(Harm(text, run, middle, medians, by_chance, spread or abs(middle) or 1.0))
+    return sorted(result, key=lambda harm: (harm.usual - harm.run) / harm.spread)
 
 
 def verdict(found: Mapping[str, Any], bad: Sequence[Harm], rows: Sequence[str]) -> Verdict:

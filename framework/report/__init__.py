@@ -2,6 +2,7 @@
 
 from .comparison import compare_runs, differing_parts
 from .curves import read_curves
+from .explanations import BRANCHES, departure_text, removed_text
 from .found import FoundRun, find_runs, look_at, read_run
 from .page import MARK, page_of
 from .panels import Look, Picture, hook_panels, hook_picture, matcher, metric_picture, run_labels
@@ -10,7 +11,7 @@ from .recording import ShownRun, read_shown
 from .saving import save_picture
 
 __all__ = [
-    "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "differing_parts", "find_runs", "hook_panels",
-    "hook_picture", "look_at", "matcher", "metric_picture", "page_of", "plot", "read_curves", "read_run", "read_runs",
-    "read_shown", "run_labels", "save_picture", "seeds_picture",
+    "BRANCHES", "MARK", "FoundRun", "Look", "Picture", "ShownRun", "compare_runs", "departure_text", "differing_parts",
+    "find_runs", "hook_panels", "hook_picture", "look_at", "matcher", "metric_picture", "page_of", "plot",
+    "read_curves", "read_run", "read_runs", "read_shown", "removed_text", "run_labels", "save_picture", "seeds_picture",
 ]

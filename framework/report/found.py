@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from ..checkpoints import is_locked
 from ..durable_files import is_there, read_json
 from ..errors import UsageError, listed, require, require_package
-from ..runs import CONFIG, SUMMARY, Completed, Record, RunRecord, checked, pass_on
+from ..runs import CONFIG, REWINDS, SUMMARY, Completed, Record, RunRecord, checked, pass_on
 from .curves import record_of, series_in
 from .panels import matcher, near_names
 
@@ -154,7 +154,7 @@ def look_at(folder: Path) -> FoundRun:
 def find_runs(folder: Path) -> list[FoundRun]:
     """Return all runs under a folder, however deep, by path; what cannot be read is among them with its problem.
 
-    Links are followed after all else, and no folder is looked at twice.
+    Links are followed after all else, and no folder is looked at twice. What was trained again of a run is part of it.
     """
     found: list[FoundRun] = []
     seen: set[tuple[int, int]] = set()
@@ -172,6 +172,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
             continue
         if any(entry.name == CONFIG for entry in entries):
             found.append(look_at(Path(here)))
+            entries = [entry for entry in entries if entry.name != REWINDS]
         folders = sorted((entry.is_symlink(), entry.path) for entry in entries if os.path.isdir(entry.path))
         waiting[:0] = [path for is_link, path in folders if is_link]
         waiting += [path for is_link, path in folders if not is_link]

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import shortened
+from ..errors import listed, shortened
 from ..hooks import HookRegistry, MetricInfo
 from .comparison import differing_parts, evaluations, told_by_seeds
 from .curves import Curve
@@ -21,12 +20,13 @@ from .panels import COLOURS
 from .recording import Rows, ShownRun
 from .scanning import Scan
 from .seeds import mean_curve
+from .tables import cells, table, text
 
 LARGEST_PAGE = 8_000_000
 MOST_PIXELS, FEWEST_PIXELS, PIXELS_PER_ROW = 1000, 4, 5
 MORE_PIXELS, DIGITS = 8, 6  # so many times for maps and hooks that are always on; of values that are thinned
 MOST_POINTS = 600_000  # about as many as there is room for
-MOST_TABLE_ROWS, LONGEST_CELL, LONGEST_SENTENCE = 1000, 200, 1000
+LONGEST_SENTENCE, MOST_HOOKS = 1000, 30
 TEMPLATES = Path(__file__).with_name("template")
 MARK = "<!-- A report of loopscope. -->"
 SPREAD = ("number", "group", "count", "mean", "deviation", "low", "high", "remark")
@@ -47,26 +47,54 @@ def page_of(runs: Sequence[ShownRun], sentences: Sequence[str], title: str) -> b
     groups = [row["group"] for row in compared["runs"]]
     parts["seeds"] = _seed_tables(compared)
     seeds = _completed(compared["runs"])
+    parts["rewinds"], stretches = _rewinds(runs)
+    drawn, groups = [*runs, *stretches], groups + [of.label for of in stretches]
     described = [
         {"label": of.label, "treatments": shortened(of.treatments), "alerts": of.alerts, "group": group}
-        for of, group in zip(runs, groups, strict=True)
+        for of, group in zip(drawn, groups, strict=True)
     ]
     told: dict[str, Any] = {"runs": described, "colours": [*COLOURS[:-1], "#808080"]}  # seen on light and on dark
     always = {hook.name for hook in HookRegistry if hook.always}
-    names = list(dict.fromkeys(name for shown in runs for name in (*shown.points, *shown.lists)))
+    names = list(dict.fromkeys(name for shown in drawn for name in (*shown.points, *shown.lists)))
     names.sort(key=lambda name: ((hook := name.partition("/")[0]) not in always, hook))
     count, pixels = len(names), MOST_PIXELS
-    lengths = [len(values) for shown in runs for _, values in shown.points.values()]
+    lengths = [len(values) for shown in drawn for _, values in shown.points.values()]
     while pixels > FEWEST_PIXELS and sum(min(length, 2 * pixels) for length in lengths) > MOST_POINTS:
         pixels //= 2
     while True:
-        told |= {"metrics": metrics_of(names, runs, seeds, pixels), "leftOut": count - len(names)}
+        told |= {"metrics": metrics_of(names, drawn, seeds, pixels), "leftOut": count - len(names)}
         filled = parts | {"data": packed(json.dumps(told, allow_nan=False))}
         page = Template(parts["html"]).substitute(filled).encode("utf-8", "replace")
         if len(page) <= LARGEST_PAGE or not names:
             return page
         names = names if pixels > FEWEST_PIXELS else names[: len(names) // 2]
         pixels = max(FEWEST_PIXELS, pixels // 2)
+
+
+def _rewinds(runs: Sequence[ShownRun]) -> tuple[str, list[ShownRun]]:
+    """Return sections on what was trained again in HTML, and which stretches have curves, drawn after all ``runs``."""
+    sections, drawn = "", list[ShownRun]()
+    for shown in runs:
+        told = ""
+        for found in shown.rewinds:
+            if isinstance(found, ShownRun):
+                has_curves = bool(found.points or found.lists)
+                told += _stretch(found, len(runs) + len(drawn) if has_curves else None)
+                drawn += [found] if has_curves else []
+            else:
+                told += found
+        sections += f"<section><h2>Rewinds of {text(shown.label)}</h2>{told}</section>" if told else ""
+    return sections, drawn
+
+
+def _stretch(found: ShownRun, number: int | None) -> str:
+    """Say how a stretch went, with a button for the curves of the ``number``-th of all that are drawn."""
+    error = found.run.summary.get("error")
+    ended = f"State: {found.run.state}{f' ({error})' if error else ''}."
+    hooks = f"Hooks that the run had not, or with other options: {listed(found.added, MOST_HOOKS) or 'none'}."
+    button = f'<button type="button" data-run="{number}" hidden>Show its curves</button>'
+    line = f"<p>{text(f'{ended} {hooks}', LONGEST_SENTENCE)}</p>"
+    return f"<article><h3>{text(found.label)}</h3>{line}{'' if number is None else button}</article>"
 
 
 def _compared(runs: Sequence[ShownRun]) -> dict[str, list[Any]]:
@@ -96,14 +124,10 @@ def _seed_tables(compared: Mapping[str, list[Any]]) -> str:
         return ""
     tested = sum(test["p"] is not None for test in tests)
     told = "".join(f"<p>{text(sentence, LONGEST_SENTENCE)}</p>" for sentence in compared["sentences"])
-    pairs = [(row["number"], f"{row['a']} − {row['b']}", *_cells(row, SEED_TEST)) for row in tests]
-    means = table("Over seeds", SPREAD, [_cells(row, SPREAD) for row in spreads])
+    pairs = [(row["number"], f"{row['a']} − {row['b']}", *cells(row, SEED_TEST)) for row in tests]
+    means = table("Over seeds", SPREAD, [cells(row, SPREAD) for row in spreads])
     title = f"Do groups differ? Tests: {tested}; holm is p corrected for that"
     return means + told + table(title, ("number", "groups", *SEED_TEST), pairs)
-
-
-def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    return [f"{row.get(name):.4g}" if isinstance(row.get(name), float) else row.get(name) for name in names]
 
 
 def metrics_of(
@@ -203,7 +227,7 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
     records = {shown.label: shown.run.record for shown in runs if shown.run.record}
     parts = differing_parts(records) if records else []
     differ = [(f"{row['part']} {row['name']}", *row["values"].values()) for row in parts]
-    costs = [(of.label, hook, *_cells(cost, COSTS)) for of in runs for hook, cost in of.costs.items()]
+    costs = [(of.label, hook, *cells(cost, COSTS)) for of in runs for hook, cost in of.costs.items()]
     places = [found.surroundings for found in records.values()]
     names = dict.fromkeys(name for place in places for name in place)
     values = [(name, "; ".join(dict.fromkeys(str(place[name]) for place in places if name in place))) for name in names]
@@ -215,22 +239,3 @@ def tables_of(runs: Sequence[ShownRun]) -> str:
 def packed(content: str) -> str:
     """Compress a text into letters that mean nothing to HTML."""
     return base64.b64encode(gzip.compress(content.encode(), 6, mtime=0)).decode()
-
-
-def text(value: object, most: int = LONGEST_CELL) -> str:
-    r"""Return the beginning of any value as text in HTML, without control characters.
-
-    >>> text("<script>\0")
-    '&lt;script&gt;?'
-    """
-    shown = shortened("" if value is None else str(value), most)
-    return html.escape("".join(one if one.isprintable() else "?" for one in shown))
-
-
-def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table in HTML under its title, or that there is none."""
-    lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:MOST_TABLE_ROWS]]
-    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
-    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-    more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
-    return f"<section><h2>{text(title)}</h2>{more}{body if lines else '<p>None.</p>'}</section>"

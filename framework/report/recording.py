@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ..durable_files import is_there, read_json
-from ..errors import LONGEST_TEXT, UsageError, require, shortened
+from ..errors import LONGEST_TEXT, UsageError, listed, require, shortened
 from ..hooks import ALERTS
-from ..runs import SUMMARY, Record, pass_on
+from ..runs import EXPLANATION, REWINDS, SUMMARY, Record, RunRecord, pass_on
 from .curves import NUMBERS, check_size, record_of, series_in
+from .explanations import read_explained
 from .found import FoundRun, look_at
 
 MOST_ALERT_BYTES = 2**24
-MOST_METRICS, MOST_ALERTS = 20_000, 1000
+MOST_METRICS, MOST_ALERTS, MOST_REWINDS = 20_000, 1000, 50
+FEW_ROWS = 3  # of an alert
+REWIND = re.compile(r"(?:steps_(?=\d+_to_)|explained_step_(?=\d+$))(?P<step>\d{1,18})(?:_to_(?P<until>\d{1,18}))?")
 MOST_ROWS = MOST_COLUMNS = 200  # of a heat map
 
 
@@ -54,6 +58,8 @@ class ShownRun:
     alerts: list[Mapping[str, Any]] = field(default_factory=list)
     costs: Mapping[str, Any] = field(default_factory=dict)  # by hook
     problems: list[str] = field(default_factory=list)
+    rewinds: list["ShownRun | str"] = field(default_factory=list)  # first step first; explanations in HTML
+    added: Sequence[str] = ()  # of a rewind: hooks that the run had not, or with other options; it has theirs alone
 
     @property
     def treatments(self) -> str:
@@ -74,9 +80,40 @@ class ShownRun:
                 self.lists.setdefault(name, Rows()).add(operator.index(steps[0]), values[0])
         self.last = emit.epoch, emit.step
 
+    def leave_out_hooks_of(self, run: RunRecord | None) -> None:
+        """Leave only what those hooks recorded that were not on alike in the ``run``."""
+        before, now = (record.hooks if record else {} for record in (run, self.run.record))
+        self.added = [name for name, options in now.items() if before.get(name) != options]
+        self.points = {name: found for name, found in self.points.items() if name.partition("/")[0] in self.added}
+        self.lists = {name: found for name, found in self.lists.items() if name.partition("/")[0] in self.added}
+        self.alerts = [alert for alert in self.alerts if alert["hook"] in self.added]
+
 
 def read_shown(folder: Path, label: str, most: int) -> ShownRun:
-    """Read what may be a stranger's run; a record of more than ``most`` bytes is not read."""
+    """Read what may be a stranger's run, and its rewinds; a record of more than ``most`` bytes is not read."""
+    shown = _read(folder, label, most)
+    with _noted(shown.problems):
+        _read_rewinds(shown, folder / REWINDS, most)
+    return shown
+
+
+def _read_rewinds(shown: ShownRun, folder: Path, most: int) -> None:
+    names = sorted(path.name for path in folder.iterdir()) if is_there(folder) else []
+    found = sorted(filter(None, map(REWIND.fullmatch, names)), key=lambda match: int(match["step"]))
+    for match in found[:MOST_REWINDS]:
+        with _noted(shown.problems):
+            if match["until"] is None:
+                shown.rewinds.append(read_explained(folder / match[0] / EXPLANATION))
+                continue
+            label = f"{shown.label}, steps {match['step']} to {match['until']} again"
+            stretch = _read(folder / match[0], label, most)
+            shown.problems += [f"{match[0]}: {problem}" for problem in stretch.problems]
+            stretch.leave_out_hooks_of(shown.run.record)
+            shown.rewinds.append(stretch)
+    require(len(found) <= MOST_REWINDS, f"{folder} has {len(found):,} rewinds; the first {MOST_REWINDS} are shown.")
+
+
+def _read(folder: Path, label: str, most: int) -> ShownRun:
     shown = ShownRun(label, look_at(folder))
     problems = shown.problems = [shown.run.problem] if shown.run.problem else []
     if shown.run.record is not None:
@@ -109,6 +146,9 @@ def _read_alerts(shown: ShownRun, path: Path) -> None:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             alert = json.loads(line)
             texts = {name: shortened(str(alert[name]), LONGEST_TEXT) for name in ("hook", "metric", "sentence")}
+            rows = alert.get("rows")
+            if isinstance(rows, list) and rows and {int}.issuperset(map(type, rows)):
+                texts["rows"] = f"rows {listed(rows, FEW_ROWS)}"
             shown.alerts.append({"step": operator.index(alert["step"]), **texts})
     missing = len(lines) - len(shown.alerts)
     require(not missing, f"{path} has {missing:,} lines more than are shown: no alerts, or more than {MOST_ALERTS:,}.")

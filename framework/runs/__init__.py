@@ -9,7 +9,7 @@ from .records import (
 )
 from .reference import load_reference
 from .replay import Record, RecordSink, ReplaySink, pass_on
-from .run_folder import RunFolder
+from .run_folder import EXPLANATION, REWINDS, RunFolder
 from .runner import ExperimentRunner, GrokkingConfig, GrokkingRunner, OptionsByHook
 from .building import build_run
 from .session import Session, Setup
@@ -18,9 +18,10 @@ from .summaries import summary_of
 from .validating import PartedError, Stretch
 
 __all__ = [
-    "ATTACHED", "CONFIG", "SUMMARY", "Completed", "Display", "ExperimentConfig", "ExperimentRunner", "GrokkingConfig",
-    "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink", "ReplaySink", "RunFlags", "RunFolder",
-    "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives", "build_run", "check_device", "checked",
-    "choices", "differences", "environment", "field_names", "in_words", "load_reference", "pass_on", "read_ended",
-    "read_initial", "read_status", "require", "run_folders", "seed_name", "summary_of", "versions",
+    "ATTACHED", "CONFIG", "EXPLANATION", "REWINDS", "SUMMARY", "Completed", "Display", "ExperimentConfig",
+    "ExperimentRunner", "GrokkingConfig", "GrokkingRunner", "OptionsByHook", "PartedError", "Record", "RecordSink",
+    "ReplaySink", "RunFlags", "RunFolder", "RunOptions", "RunRecord", "Session", "Setup", "Stretch", "alternatives",
+    "build_run", "check_device", "checked", "choices", "differences", "environment", "field_names", "in_words",
+    "load_reference", "pass_on", "read_ended", "read_initial", "read_status", "require", "run_folders", "seed_name",
+    "summary_of", "versions",
 ]

@@ -23,6 +23,8 @@ from .records import CONFIG, SUMMARY, RunRecord, read_completed, read_status, se
 CHECKPOINTS = "checkpoints"
 REWINDS = "rewinds"
 """The folder of what was trained again."""
+EXPLANATION = "explanation.json"
+"""In a folder there: what :mod:`loopscope.explaining` made of a step."""
 
 OVERWRITING = "choose another --output-dir, or write over it with --overwrite"
 

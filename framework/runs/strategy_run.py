@@ -131,8 +131,7 @@ class StrategyRun:
                 if (fault := blamed(error)) and self._is_unjudged():
                     self._take_back(held)
                     raise fault from error.__cause__ if fault is error else error
-                stopped = isinstance(error, (KeyboardInterrupt, StoppedError))
-                self._fail("interrupted" if stopped else "failed", error)
+                self._fail(_status_after(error), error)
                 if isinstance(error, SystemExit):  # or the command would end with its status, which may be 0
                     sentence = f"Code of the experiment called sys.exit({error.code!r}) at step {self.state.loop.step}"
                     raise LoopscopeError(
@@ -191,14 +190,17 @@ class StrategyRun:
         info = replace(self.run_info, metric_infos=manager.hooks.metric_infos())
         if recorded:
             manager.dispatch.start(info)
-        status = "failed"
+        error: BaseException | None = None
+        status = "completed"
         try:
             self._loop(pauses)
-            status = "completed"
+        except BaseException as raised:
+            status, error = _status_after(raised), explained(raised)
+            raise
         finally:
             manager.end(status)
             if recorded:
-                self._summarise(status, None, dict(self.state.loop.evaluation))
+                self._summarise(status, error, dict(self.state.loop.evaluation))
 
     def _enter_folder(self, held: ExitStack) -> None:
         self.folder.make()
@@ -344,6 +346,10 @@ class StrategyRun:
     def _last_checkpoint(self) -> str:
         newest = self.folder.newest_checkpoint()
         return f"The last intact checkpoint is {newest}." if newest else "No checkpoint had been written before."
+
+
+def _status_after(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, StoppedError)) else "failed"
 
 
 def _attempt(action: Callable[[], object]) -> None:

@@ -57,7 +57,7 @@ function tracesOf(metric) {
   }
   data.runs.forEach((run, index) => {
     const alerts = isHidden(index) ? [] : run.alerts.filter(alert => metric.name === `${alert.hook}/${alert.metric}` || (!alert.metric && metric.name.startsWith(`${alert.hook}/`)));
-    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.sentence}`))));
+    if (alerts.length) traces.push(marks(alerts.map(alert => alert.step), 0.97, "triangle-down", run.colour, alerts.map(alert => label(`${run.label}: ${alert.sentence}${alert.rows ? ` (${alert.rows})` : ""}`))));
   });
   return traces;
 }
@@ -191,10 +191,16 @@ function box(text, checked, change) {
 
 function show(name, isShown) {
   state.shown = state.shown.filter(other => other !== name);
-  if (isShown) state.shown = [...state.shown, name].slice(-MOST_CHARTS);
-  draw();
-  for (const {input, name: other} of boxes) input.checked = state.shown.includes(other);
+  showAll(isShown ? [...state.shown, name] : state.shown);
 }
+
+function showAll(names) {
+  state.shown = names.slice(-MOST_CHARTS);
+  draw();
+  for (const {input, name} of boxes) input.checked = state.shown.includes(name);
+}
+
+const metricsOf = run => data.metrics.filter(metric => [...metric.curves, ...metric.maps].some(found => found.run === run)).map(metric => metric.name);
 
 const boxes = [];
 function controls() {
@@ -229,7 +235,11 @@ function controls() {
   on("from", "change", bounds);
   on("to", "change", bounds);
   on("whole", "click", () => zoom(null));
-  on("none", "click", () => { state.shown = []; boxes.forEach(({input}) => { input.checked = false; }); draw(); });
+  on("none", "click", () => showAll([]));
+  for (const button of document.querySelectorAll("button[data-run]")) {
+    button.hidden = false;
+    button.addEventListener("click", () => { showAll(metricsOf(Number(button.dataset.run)).slice(0, MOST_CHARTS)); at("charts").scrollIntoView(); });
+  }
   on("find", "input", event => {
     const words = event.target.value.toLowerCase().split(/\s+/);
     boxes.forEach(({line, name}) => { line.hidden = !words.every(word => name.toLowerCase().includes(word)); });
@@ -262,7 +272,8 @@ async function start() {
     run.dash = run.treatments ? "dash" : place < colours ? "solid" : "dot";
   });
   metrics = new Map(data.metrics.map(metric => [metric.name, metric]));
-  state.shown = data.metrics.slice(0, FIRST).map(metric => metric.name);
+  const ofRewinds = [...document.querySelectorAll("button[data-run]")].flatMap(button => metricsOf(Number(button.dataset.run)).slice(0, FIRST));
+  state.shown = [...new Set([...data.metrics.slice(0, FIRST).map(metric => metric.name), ...ofRewinds])].slice(0, MOST_CHARTS);
   controls();
   draw();
 }

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from loopscope.checkpoints import run_lock
+from loopscope.durable_files import write_json
 from loopscope.hooks import ALERTS
-from loopscope.runs import SUMMARY
+from loopscope.runs import CONFIG, REWINDS, SUMMARY
 
 from tests.framework.report.pages import ended_run, reported, seeded_runs
 from tests.framework.report.plotted import record
@@ -196,6 +197,27 @@ def test_means_over_seeds_stand_in_place_of_runs(page: Page, written: Path) -> N
     assert (low + high) / 2 == pytest.approx(mean) == 10
     page.click("#means")
     assert len(page.points()) == 6
+
+
+def test_curves_of_rewinds_are_there_and_shown_by_a_button_and_alerts_name_rows(page: Page, tmp_path: Path) -> None:
+    folder = record(tmp_path, [(at, {f"m/{name}": at for name in "abcde"}) for at in range(9)], strategy="run")
+    again = record(tmp_path, [(at, {f"n/{name}": at for name in range(30)}) for at in (3, 4)], strategy="again")
+    write_json(again / CONFIG, {"experiment": "exp", "strategy": "again", "config": {}, "hooks": {"n": {}}})
+    (folder / REWINDS).mkdir()
+    again.rename(folder / REWINDS / "steps_3_to_4")
+    alert = {"step": 4, "hook": "m", "metric": "a", "sentence": "It rises.", "rows": [3, 1, 4, 1, 5]}
+    (folder / ALERTS).write_text(json.dumps(alert))
+    reported(folder)
+    page.open(folder.parent / "page.html")
+    assert page.get("[...charts.keys()]") == [
+        f"{hook}/{name}" for hook, names in (("m", "abcd"), ("n", "0123")) for name in names
+    ]
+    assert page.get("charts.get('m/a').plot.data.at(-1).text") == ["run: It rises. (rows 3, 1, 4 and 2 more)"]
+    page.click("button[data-run]")
+    assert page.get("[...charts.keys()]") == [f"n/{name}" for name in range(24)]
+    assert page.get("charts.get('n/9').plot.data.map(one => [one.name, one.x])") == [
+        ["run, steps 3 to 4 again", [3, 4]]
+    ]
 
 
 def test_the_table_behind_a_chart_opens(page: Page, written: Path) -> None:

@@ -120,6 +120,9 @@ def test_a_run_that_is_not_what_it_was_is_named_with_step_and_tensor(finished, t
     plant(runs / "small/plain", 4, next(iter(PLANTED)))
     with pytest.raises(PartedError, match=r"parts from .* at step 4 \(epoch 1\), first in parameters"):
         rewind(runs, Stretch(3, 5))
+    summary = json.loads((runs / "small/plain/rewinds/steps_3_to_5/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "at step 4 (epoch 1), first in parameters" in summary["error"]
 
 
 def test_what_cannot_be_is_refused(finished, tmp_path):

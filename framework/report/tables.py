@@ -1,0 +1,35 @@
+"""Texts and tables of anybody's runs in HTML."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import shortened
+
+MOST_TABLE_ROWS, LONGEST_CELL = 1000, 200
+
+
+def text(value: object, most: int = LONGEST_CELL) -> str:
+    r"""Return the beginning of any value as text in HTML, without control characters.
+
+    >>> text("<script>\0")
+    '&lt;script&gt;?'
+    """
+    shown = shortened("" if value is None else str(value), most)
+    return html.escape("".join(one if one.isprintable() else "?" for one in shown))
+
+
+def table(
+    title: str, heading: Sequence[str], rows: Sequence[Sequence[object]], *, level: int = 2, most: int = MOST_TABLE_ROWS
+) -> str:
+    """Return a table in HTML under its title, a heading of that level, or that there is none."""
+    lines = [f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>" for row in rows[:most]]
+    head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in heading)
+    body = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    more = f"<p>The first {len(lines):,} of {len(rows):,} rows.</p>" if len(lines) < len(rows) else ""
+    return f"<section><h{level}>{text(title)}</h{level}>{more}{body if lines else '<p>None.</p>'}</section>"
+
+
+def cells(row: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """Return what stands in a row under these names, of numbers four digits."""
+    return [f"{row.get(name):.4g}" if isinstance(row.get(name), float) else row.get(name) for name in names]

@@ -1,0 +1,195 @@
+"""What was trained again of a run, on the page of ``loopscope report`` and in lists of runs: part of the run."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import loopscope.sinks
+import loopscope.training_hooks  # noqa: F401  (fills the registries)
+import pytest
+from loopscope.cli import main
+from loopscope.durable_files import write_json
+from loopscope.explaining import Explanation, told
+from loopscope.hooks import ALERTS
+from loopscope.report import find_runs, recording
+from loopscope.runs import EXPLANATION, REWINDS, SUMMARY, Stretch
+
+from tests.framework.explaining.planted import explained, session
+from tests.framework.report.pages import ReadPage, reported
+from tests.framework.report.plotted import curve_record
+
+BAD = "</script><script>alert(1)</script><b>"
+OPTIONS: dict[str, Any] = {"plant": "corrupted_row", "plant_step": 60, "steps": 62}
+
+
+@pytest.fixture(scope="module")
+def explanation(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
+    """Train a run, explain a step of it, and train a stretch again with other hooks."""
+    folder = tmp_path_factory.mktemp("rewound")
+    found = explained(folder, 60, **OPTIONS)
+    session(folder, {"variance": {"window": 2, "every": 10}}, **OPTIONS).rewind(Stretch(55, 58))
+    return found
+
+
+@pytest.fixture
+def run(explanation: Explanation, tmp_path: Path) -> Path:
+    assert explanation.folder
+    return shutil.copytree(explanation.folder.parents[1], tmp_path / "planted/plain")
+
+
+def section(page: ReadPage) -> str:
+    return page.text.partition("Rewinds of")[2].partition("Differences between the runs")[0]
+
+
+def test_a_page_has_what_was_trained_again_first_step_first(explanation: Explanation, run: Path) -> None:
+    page = reported(run)
+    stretch, _, step = section(page).partition("Step 60, explained")
+    assert (
+        "steps 55 to 58 again State: completed. Hooks that the run had not, or with other options: variance." in stretch
+    )
+    told_there = " ".join(told(explanation, 10_000)).split("Written to")[0]
+    assert explanation.cause == "data"
+    for words in (f"Cause: data {explanation.verdict}", f"Where: {explanation.where}.", "the same step again 5 "):
+        assert words in step
+    (row,) = explanation.standing_out
+    assert f"{row.index} {row.loss:.4g} {row.gradient_norm:.4g} the row {row.index}" in step
+    assert all(f"{branch.effect:.4g}" in step for branch in explanation.branches)
+    assert "without the rows that stand out" in step
+    assert "without the rows that stand out" in told_there
+
+
+def test_curves_are_those_of_the_hooks_that_were_added(run: Path) -> None:
+    page = reported(run)
+    labels = [each["label"] for each in page.data["runs"]]
+    assert labels == ["plain", "plain, steps 55 to 58 again"]
+    hooks = {at: {each["name"].split("/")[0] for each in page.data["metrics"] if at in _runs(each)} for at in (0, 1)}
+    assert hooks == {0: {"training_metrics"}, 1: {"variance"}}
+    assert page.curve("variance/mean_norm", 1).keys() == {*range(2, 59, 10)}
+    assert ("button", "1") in [(tag, found.get("data-run")) for tag, found in page.tags]
+
+
+def _runs(metric: dict[str, Any]) -> list[int]:
+    return [curve["run"] for curve in metric["curves"]]
+
+
+def test_without_rewinds_the_page_is_what_it_was(run: Path) -> None:
+    whole = reported(run)
+    shutil.rmtree(run / REWINDS)
+    page = reported(run)
+    assert page.data["runs"] == whole.data["runs"][:1]
+    assert page.data["metrics"] == [each for each in whole.data["metrics"] if 0 in _runs(each)]
+    assert "Rewinds" not in page.text
+    assert page.text == whole.text.replace(f"Rewinds of{section(whole)}", "")
+
+
+def test_a_stretch_that_parted_says_so(run: Path) -> None:
+    folder = run / REWINDS / "steps_55_to_58"
+    summary = json.loads((folder / SUMMARY).read_text())
+    write_json(folder / SUMMARY, {**summary, "status": "failed", "error": f"This run parts {BAD}"})
+    assert f"State: failed (This run parts {BAD}). Hooks" in section(reported(run))
+
+
+ROW = {"index": 1, "place": 1, "loss": 1.0, "gradient_norm": 1, "stands_out": True, "description": None}
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "not JSON": ("{]", "it is not JSON"),
+    "no object": ("[]", "it is JSON, but no object"),
+    "without a verdict": ({"verdict": ...}, "it has no field 'verdict'"),
+    "a verdict of numbers": ({"verdict": [1]}, "its field 'verdict' must be text"),
+    "no step": ({"step": True}, "its field 'step' must be an integer"),
+    "a huge loss": ({"rows": [{**ROW, "loss": 10**400}]}, "it has a number that is too large"),
+    "odd rows": ({"rows": [{"place": "1"}]}, "its field 'rows' must be a list"),
+    "odd branches": ({"branches": {"run": 1}}, "its field 'branches' must be a list"),
+    "odd where": ({"where": {"step": 1}}, "its field 'where' must be an object"),
+    "deep": ('{"rows": ' + "[" * 5000 + "]" * 5000 + "}", "it is nested too deep"),
+}
+
+
+def test_a_damaged_explanation_is_a_sentence(run: Path) -> None:
+    whole = json.loads((run / REWINDS / "explained_step_60" / EXPLANATION).read_text())
+    for step, (content, _) in enumerate(DAMAGE.values(), 100):
+        if isinstance(content, dict):
+            changed = {name: value for name, value in {**whole, **content}.items() if value is not ...}
+            content = json.dumps(changed)
+        path = run / REWINDS / f"explained_step_{step}" / EXPLANATION
+        path.parent.mkdir()
+        path.write_text(content)
+    page = reported(run)
+    problems = page.text.partition("Rewinds of")[0]
+    for step, (_, sentence) in enumerate(DAMAGE.values(), 100):
+        assert re.search(f"explained_step_{step}/{EXPLANATION} cannot be (used|read): {re.escape(sentence)}", problems)
+    assert page.text.count(", explained") == 1
+
+
+def test_a_missing_a_huge_and_an_endless_explanation_are_sentences(run: Path) -> None:
+    for step, name in enumerate(("huge", "endless", "missing")):
+        path = run / REWINDS / f"explained_step_{step}" / EXPLANATION
+        path.parent.mkdir()
+        if name == "huge":
+            with path.open("wb") as file:
+                file.truncate(2**30)  # without bytes on the disk
+        elif name == "endless":
+            path.symlink_to("/dev/zero")
+    (run / REWINDS / "steps_9_to_10").write_text("no folder")
+    text = reported(run).text
+    for sentence in ("has more than 67,108,864 bytes", "it is no file", "No such file or directory"):
+        assert sentence in text
+    assert "steps_9_to_10 is not the folder of a run" in text
+    assert "Step 60, explained" in text
+
+
+def test_texts_of_an_explanation_are_text_and_numbers_may_be_odd(run: Path) -> None:
+    path = run / REWINDS / "explained_step_60" / EXPLANATION
+    content = json.loads(path.read_text())
+    described = [BAD, {"label": 3, "text": "a\nb"}, [[0.5] * 999], None]
+    rows = [
+        {**ROW, "index": at, "place": at, "loss": loss, "gradient_norm": math.inf, "description": what}
+        for at, (loss, what) in enumerate(zip((1.0, math.inf, math.nan, -math.inf), described, strict=True))
+    ]
+    content |= {"rows": [*rows, *rows, {**rows[0], "index": None}], "verdict": BAD, "left_out": [BAD], "cause": None}
+    content["branches"][0] |= {"name": BAD, "later": math.nan, "removed": -math.inf}
+    content["where"] |= {"name": BAD, "value": math.nan, "usual": math.inf}
+    write_json(path, content)
+    page = reported(run)
+    assert [tag for tag, _ in page.tags].count("script") == 3
+    assert "b" not in {tag for tag, _ in page.tags}
+    found = section(page)
+    assert found.count(BAD) == 6
+    assert "Cause: cannot be told" in found
+    in_order = ["1 inf inf {'label': 3, 'text': 'a\\nb'}", "2 nan inf [[0.5, 0.5,", f"0 1 inf {BAD}", "3 -inf inf"]
+    places = [found.index(words) for words in in_order]
+    assert places == sorted(places)
+    assert f"place 0 1 inf {BAD}" in found
+
+
+def test_of_many_rewinds_the_first_are_shown_and_others_counted(run: Path, monkeypatch) -> None:
+    monkeypatch.setattr(recording, "MOST_REWINDS", 1)
+    for other in ("explained_step_12_to_13", "steps_7", "mine"):
+        (run / REWINDS / other).mkdir()
+    page = reported(run)
+    assert "has 2 rewinds; the first 1 are shown" in page.text
+    assert "Step 60, explained" not in page.text
+
+
+def test_alerts_name_their_rows(tmp_path: Path) -> None:
+    folder = curve_record(tmp_path, [1.0, 2.0])
+    every = [[17, 2600, 44, *range(29)], [5], [], "17", [1.5], None]
+    alert = {"epoch": 0, "step": 1, "hook": "m", "metric": "loss", "sentence": "It rises."}
+    lines = [json.dumps({**alert, "rows": rows}) for rows in every]
+    (folder / ALERTS).write_text("\n".join([json.dumps(alert), *lines]))
+    alerts = reported(folder).data["runs"][0]["alerts"]
+    assert [found.get("rows") for found in alerts] == [None, "rows 17, 2600, 44 and 29 more", "rows 5", *[None] * 4]
+
+
+def test_what_was_trained_again_is_no_run_of_its_own(run: Path, capsys) -> None:
+    assert [found.path for found in find_runs(run.parent)] == [run]
+    assert main(["ls", str(run.parent)]) == 0
+    assert REWINDS not in capsys.readouterr().out
+    assert main(["compare", str(run.parent)]) == 2
+    assert "found 1 that can be read" in capsys.readouterr().err
+    folders = [f"explained_step_60/{name}" for name in ("branches", "history")] + ["steps_55_to_58"]
+    assert [found.path for found in find_runs(run / REWINDS)] == [run / REWINDS / name for name in folders]
+    assert main(["show", str(run / REWINDS / "steps_55_to_58")]) == 0
+    assert "variance" in capsys.readouterr().out
