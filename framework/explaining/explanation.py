@@ -16,7 +16,12 @@ from .rows import Describe, ExplainedRow, measured_rows
 from .verdict import Harm, harms, verdict
 
 HISTORY_HOOK, BRANCHES_HOOK = "step_history", "what_if"
-WATCHED = {"output": "output of {}", "gradient": "gradient of {}", "copies": "number of copies of one row"}
+WATCHED = {
+    "output": "output of {}",
+    "gradient": "gradient of {}",
+    "update": "largest change of {}",
+    "copies": "number of copies of one row",
+}
 """What the branches can measure of a batch, in words."""
 MOST_TRIED = 4
 """Steps that are taken in branches, in order, until one of them shows a cause."""

@@ -107,7 +107,7 @@ def harms(
         if metric not in own or metric not in found:
             continue
         run = np.inf if np.isnan(own[metric]) else float(own[metric])
-        before, fresh = usual[metric], found[metric]["fresh"]
+        before, fresh = usual[metric], found[metric].get("fresh", [])
         middle, spread = middle_and_spread(before)
         if metric == "size":  # which alone says little
             is_bad = run > TIMES * max([*before, *fresh])

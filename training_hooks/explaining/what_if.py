@@ -56,7 +56,7 @@ class WhatIf(DebugInterventionHook):
         usual_norm: the norm at which to clip; 0 leaves the branch out.
         usual_rate: the factor that brings the learning rate to its usual value; 1 leaves the branch out.
         watch: one more thing to measure of each batch before the step, as ``step_history`` does: ``output/<layer>``
-            (``output/logits``: of the model), ``gradient/<parameter>`` or ``copies``.
+            (``output/logits``: of the model), ``gradient/<parameter>``, ``update/<parameter>`` or ``copies``.
     """
 
     name = "what_if"
@@ -115,6 +115,7 @@ class WhatIf(DebugInterventionHook):
         layers = dict(run.model.named_modules())
         kind, _, name = self.watch.partition("/")
         known = {"output": {"logits", *layers}, "gradient": {*trainable(run.model)}, "copies": {""}}
+        known["update"] = known["gradient"]
         if self.watch and name not in known.get(kind, ()):
             raise unknown(
                 "thing to watch", self.watch, [f"{each}/{one}" for each, names in known.items() for one in names]
@@ -160,7 +161,7 @@ class WhatIf(DebugInterventionHook):
             name: {branch: [each[place] for each in found] for branch, found in told.items()}
             for place, name in enumerate(("loss", "effect", "later"))
         }
-        if self.watch:
+        if self.watch and not self.watch.startswith("update"):
             own = {"as_it_was": [batch], "fresh": fresh} | (
                 {"without_rows": [part_of(batch, rest)]} if out and rest else {}
             )
@@ -224,6 +225,9 @@ class WhatIf(DebugInterventionHook):
                 parameters[name].view(-1)[place] = was
                 found["effect"]["element_restored"] = float((branches.losses() - before).mean())
             found["element"] = {name: [place, was, now]}
+            if self.watch == f"update/{name}":
+                change = (parameters[name].detach() - self._before[name]).abs()
+                found["size"] = {"run": float(change.max()), "element_restored": float(change.flatten().topk(2)[0][1])}
         self._before, self._ahead = {}, []
         return found
 
